@@ -1,0 +1,31 @@
+"""Errors a user can meet; here because both rooms of the second floor raise them. Messages name cause and remedy."""
+
+from __future__ import annotations
+
+
+class StokerError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+
+class InvalidConfigError(StokerError, ValueError):
+    """A configuration that cannot work, found before any work starts."""
+
+
+class InvalidRequestError(StokerError, ValueError):
+    """A prompt or a sampling parameter that cannot be served; no request of the call has been started."""
+
+
+class UnsupportedModelError(StokerError, ValueError):
+    """A model whose architecture, wrapper or dtype this engine does not run."""
+
+
+class WeightsMovedError(StokerError, RuntimeError):
+    """The trainer's parameters are no longer the tensors the engine was bound to."""
+
+
+class EngineStateError(StokerError, RuntimeError):
+    """The engine is asleep, closed or busy."""
+
+
+class RequestFailedError(StokerError, RuntimeError):
+    """A request that failed while running; its output carries this error, other requests went on."""

@@ -1,0 +1,1 @@
+"""What a user touches: the engine, its configuration, sampling parameters and outputs."""

@@ -1,0 +1,76 @@
+"""How an engine is set up: validated once, then frozen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from stoker.kernels.errors import InvalidConfigError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of a ``RolloutEngine``.
+
+    dtype: compute dtype. ``"auto"`` is the model's own; ``from_pretrained`` also takes a ``torch.dtype`` or its name
+        to load in. device: ``"auto"`` is where the model is (``from_pretrained``: CUDA if there is one).
+    max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
+    max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
+    block_size: tokens in one KV block.
+    kv_cache_memory: bytes of the KV cache, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
+        ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
+        (host memory on CPU, device memory on CUDA).
+    enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
+    decode_window: most decode steps run between two looks of the scheduler.
+    seed: where requests without a seed of their own draw theirs from.
+
+    Raises ``InvalidConfigError`` naming the field.
+    """
+
+    dtype: str | torch.dtype = "auto"
+    device: str | torch.device = "auto"
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    kv_cache_memory: int | str = "auto"
+    enable_prefix_caching: bool = True
+    decode_window: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window"):
+            self._at_least_one(name)
+        if self.max_model_len is not None:
+            self._at_least_one("max_model_len")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidConfigError(f"seed={self.seed!r} is not an integer")
+        if isinstance(self.dtype, str) and self.dtype != "auto":
+            dtype = getattr(torch, self.dtype, None)
+            if not isinstance(dtype, torch.dtype):
+                raise InvalidConfigError(f"dtype={self.dtype!r} is no torch dtype: use for example 'bfloat16'")
+            object.__setattr__(self, "dtype", dtype)
+        if self.kv_cache_memory != "auto":
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+
+    def _at_least_one(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidConfigError(f"{name}={value!r}: it has to be a positive integer")
+
+
+def parse_bytes(amount: int | str) -> int:
+    """Bytes from an int or from text such as ``"4GiB"``, ``"512 MB"``."""
+    if isinstance(amount, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?i?B?)\s*", amount, re.IGNORECASE)
+        unit = (match.group(2).upper() or "B") if match else ""
+        unit = unit if unit.endswith("B") else unit + "B"
+        if match and unit in _UNITS:
+            amount = int(float(match.group(1)) * _UNITS[unit])
+    if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
+        raise InvalidConfigError(f"kv_cache_memory={amount!r}: give positive bytes, text such as '4GiB', or 'auto'")
+    return amount

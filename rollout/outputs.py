@@ -1,0 +1,118 @@
+"""What a user gets back: token ids, log-probabilities, weight versions, and tensors made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple, overload
+
+import torch
+
+from stoker.kernels.errors import InvalidRequestError, StokerError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled completion.
+
+    token_ids: includes the final EOS or stop token; never empty unless ``finish_reason`` is "abort" or "error".
+    logprobs: of each token, in nats, under the request's ``logprobs_mode``; same length as ``token_ids``.
+    top_logprobs: at each token the most likely ids and their log-probabilities, where asked for.
+    finish_reason: "stop" (EOS, stop id or stop string), "length" (``max_tokens`` or ``max_model_len``), "abort",
+    "error". stop_reason: the id or string that ended it. weight_versions: the version each token was sampled under.
+    """
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    weight_versions: list[int]
+    _decode: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def text(self) -> str | None:
+        """Decoded without special tokens, cut before a stop string; None where the engine has no tokenizer."""
+        return None if self._decode is None else self._decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOutput:
+    """All completions of one prompt. ``error`` is set where the request failed while running."""
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    cached_tokens: int
+    error: StokerError | None = None
+
+
+class RolloutTensors(NamedTuple):
+    """One row a completion, prompts in order, the samples of a prompt side by side. B rows, P prompt and C completion columns."""
+
+    prompt_ids: torch.Tensor  # int64 [B, P], left-padded
+    prompt_mask: torch.Tensor  # int64 [B, P]
+    completion_ids: torch.Tensor  # int64 [B, C], right-padded
+    completion_mask: torch.Tensor  # int64 [B, C]
+    logprobs: torch.Tensor  # float32 [B, C], 0 where padded
+    weight_versions: torch.Tensor  # int64 [B, C], -1 where padded
+
+
+@dataclass(frozen=True)
+class RolloutBatch(Sequence[RolloutOutput]):
+    """The outputs of one ``generate_batch`` call, in the order of its prompts."""
+
+    outputs: list[RolloutOutput]
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> RolloutOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> RolloutBatch: ...
+    def __getitem__(self, index: int | slice) -> RolloutOutput | RolloutBatch:
+        return RolloutBatch(self.outputs[index]) if isinstance(index, slice) else self.outputs[index]
+
+    def __iter__(self) -> Iterator[RolloutOutput]:
+        return iter(self.outputs)
+
+    def raise_for_errors(self) -> None:
+        """Raise the first failed request's error, naming its row; do nothing where all succeeded."""
+        for row, output in enumerate(self.outputs):
+            if output.error is not None:
+                raise type(output.error)(f"prompt {row}: {output.error}") from output.error
+
+    def to_tensors(self, pad_token_id: int, *, device: str | torch.device = "cpu") -> RolloutTensors:
+        """Padded tensors for a training step.
+
+        Raises the error of a failed request, and ``InvalidRequestError`` for an empty batch or a padding id that is
+        no integer.
+        """
+        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
+            raise InvalidRequestError(
+                f"pad_token_id={pad_token_id!r}: give an integer, for example tokenizer.pad_token_id or its EOS id"
+            )
+        if not self.outputs:
+            raise InvalidRequestError("an empty batch has no tensors")
+        self.raise_for_errors()
+        rows = [(o.prompt_token_ids, c) for o in self.outputs for c in o.completions]
+        width = max(len(p) for p, _ in rows)
+        length = max(len(c.token_ids) for _, c in rows)
+        prompts, prompt_mask, ids, mask, logprobs, versions = [], [], [], [], [], []
+        for prompt, c in rows:
+            left, right = width - len(prompt), length - len(c.token_ids)
+            prompts.append([pad_token_id] * left + prompt)
+            prompt_mask.append([0] * left + [1] * len(prompt))
+            ids.append(c.token_ids + [pad_token_id] * right)
+            mask.append([1] * len(c.token_ids) + [0] * right)
+            logprobs.append(c.logprobs + [0.0] * right)
+            versions.append(c.weight_versions + [-1] * right)
+        return RolloutTensors(
+            *(torch.tensor(t, dtype=torch.long, device=device) for t in (prompts, prompt_mask, ids, mask)),
+            torch.tensor(logprobs, dtype=torch.float32, device=device),
+            torch.tensor(versions, dtype=torch.long, device=device),
+        )

@@ -1,0 +1,159 @@
+"""What a user asks of one request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from stoker.kernels.errors import InvalidRequestError
+
+LogprobsMode = Literal["scaled", "raw", "processed"]
+_MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How completions of one prompt are sampled. Field names follow vLLM.
+
+    n: completions of the prompt; sample ``i`` draws from ``(seed, i, position)``.
+    temperature: 0 is greedy (log-probabilities are then those of temperature 1).
+    top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; ``top_k=0`` is off.
+    repetition_penalty: over prompt and completion; presence and frequency penalties over the completion.
+    max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
+    stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
+        token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do
+        not end it.
+    seed: None draws a fresh one from the engine's seed.
+    logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
+    logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
+        recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens`` and
+        truncation.
+
+    Raises ``InvalidRequestError`` naming the field and the accepted range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int = 0
+    logprobs_mode: LogprobsMode = "scaled"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        self._whole("n", 1)
+        self._whole("top_k", 0)
+        self._whole("max_tokens", 1)
+        self._whole("min_tokens", 0)
+        self._whole("logprobs", 0)
+        self._real("temperature", 0.0, math.inf)
+        self._real("top_p", 0.0, 1.0, open_low=True)
+        self._real("min_p", 0.0, 1.0)
+        self._real("repetition_penalty", 0.0, math.inf, open_low=True)
+        self._real("presence_penalty", -math.inf, math.inf)
+        self._real("frequency_penalty", -math.inf, math.inf)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequestError("stop holds an empty or non-string entry: give non-empty strings")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise InvalidRequestError(f"seed={self.seed!r} is not an integer")
+        if self.logprobs_mode not in _MODES:
+            raise InvalidRequestError(f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(_MODES)}")
+
+    def _whole(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise InvalidRequestError(f"{name}={value!r}: it has to be an integer of at least {low}")
+
+    def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
+        value = getattr(self, name)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not ok or value > high or value < low or (open_low and value == low):
+            bounds = f"{'above' if open_low else 'at least'} {low}" if low > -math.inf else ""
+            bounds += f"{' and ' if bounds else ''}at most {high}" if high < math.inf else ""
+            raise InvalidRequestError(f"{name}={value!r}: it has to be a finite number{' ' if bounds else ''}{bounds}")
+
+    @classmethod
+    def from_generation_config(cls, config: Any, **overrides: Any) -> SamplingParams:
+        """Translate a ``transformers.GenerationConfig`` (or a mapping of its fields).
+
+        ``do_sample=False`` becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
+        ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
+        it does under ``generate`` (as ``stop_token_ids``). Keyword arguments win over the translated fields. Raises
+        ``InvalidRequestError`` for a field that asks for something this engine does not do (beam search, assisted
+        decoding, constraints, ...) instead of dropping it silently.
+        """
+        get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+        for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
+            value = get(name)
+            if value is not None and value not in neutral:
+                raise InvalidRequestError(
+                    f"generation config sets {name}={value!r}, which the engine does not do: unset it, or use "
+                    "model.generate for this batch"
+                )
+        fields: dict[str, Any] = {}
+        for theirs, ours in _GENERATION_FIELDS.items():
+            if get(theirs) is not None:
+                fields[ours] = get(theirs)
+        if "max_tokens" not in fields and "max_tokens" not in overrides and get("max_length") is not None:
+            raise InvalidRequestError(
+                "the generation config bounds prompt plus completion (max_length) and sets no max_new_tokens: "
+                "set max_new_tokens, or pass max_tokens="
+            )
+        eos = get("eos_token_id")
+        if eos is not None:
+            fields["stop_token_ids"] = (eos,) if isinstance(eos, int) else tuple(eos)
+        if not get("do_sample"):
+            fields.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        return cls(**{**fields, **overrides})
+
+
+_GENERATION_FIELDS = {
+    "num_return_sequences": "n",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_UNSUPPORTED_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "typical_p": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "top_h": (),
+    "penalty_alpha": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "bad_words_ids": ([],),
+    "force_words_ids": ([],),
+    "constraints": ([],),
+    "guidance_scale": (1.0,),
+    "sequence_bias": ({},),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "prompt_lookup_num_tokens": (0,),
+}
