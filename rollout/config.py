@@ -49,11 +49,16 @@ class EngineConfig:
             self._at_least_one("max_model_len")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidConfigError(f"seed={self.seed!r} is not an integer")
-        if isinstance(self.dtype, str) and self.dtype != "auto":
-            dtype = getattr(torch, self.dtype, None)
-            if not isinstance(dtype, torch.dtype):
-                raise InvalidConfigError(f"dtype={self.dtype!r} is no torch dtype: use for example 'bfloat16'")
+        if self.dtype != "auto":
+            dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise InvalidConfigError(f"dtype={self.dtype!r} is no floating-point torch dtype: use 'bfloat16', say")
             object.__setattr__(self, "dtype", dtype)
+        if self.device != "auto":
+            try:
+                object.__setattr__(self, "device", torch.device(self.device))
+            except (RuntimeError, TypeError) as error:
+                raise InvalidConfigError(f"device={self.device!r} is no torch device: use 'cuda', say") from error
         if self.kv_cache_memory != "auto":
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
 

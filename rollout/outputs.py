@@ -51,7 +51,8 @@ class RolloutOutput:
 
 
 class RolloutTensors(NamedTuple):
-    """One row a completion, prompts in order, the samples of a prompt side by side. B rows, P prompt and C completion columns."""
+    """One row a completion, prompts in order, the samples of a prompt side by side: B rows, P prompt columns and C
+    completion columns."""
 
     prompt_ids: torch.Tensor  # int64 [B, P], left-padded
     prompt_mask: torch.Tensor  # int64 [B, P]
@@ -111,8 +112,15 @@ class RolloutBatch(Sequence[RolloutOutput]):
             mask.append([1] * len(c.token_ids) + [0] * right)
             logprobs.append(c.logprobs + [0.0] * right)
             versions.append(c.weight_versions + [-1] * right)
+
+        def whole(rows: list[list[int]]) -> torch.Tensor:
+            return torch.tensor(rows, dtype=torch.long, device=device)
+
         return RolloutTensors(
-            *(torch.tensor(t, dtype=torch.long, device=device) for t in (prompts, prompt_mask, ids, mask)),
-            torch.tensor(logprobs, dtype=torch.float32, device=device),
-            torch.tensor(versions, dtype=torch.long, device=device),
+            prompt_ids=whole(prompts),
+            prompt_mask=whole(prompt_mask),
+            completion_ids=whole(ids),
+            completion_mask=whole(mask),
+            logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
+            weight_versions=whole(versions),
         )

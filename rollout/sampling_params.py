@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,8 +53,7 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "scaled"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
+        self._stops()
         self._whole("n", 1)
         self._whole("top_k", 0)
         self._whole("max_tokens", 1)
@@ -67,37 +67,48 @@ class SamplingParams:
         self._real("frequency_penalty", -math.inf, math.inf)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequestError("stop holds an empty or non-string entry: give non-empty strings")
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
-            raise InvalidRequestError(f"seed={self.seed!r} is not an integer")
+        if self.seed is not None:
+            self._whole("seed")
         if self.logprobs_mode not in _MODES:
             raise InvalidRequestError(f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(_MODES)}")
 
-    def _whole(self, name: str, low: int) -> None:
+    def _stops(self) -> None:
+        strings = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
+            raise InvalidRequestError(f"stop={self.stop!r}: give a non-empty string, or a sequence of them")
+        ids = self.stop_token_ids
+        if not isinstance(ids, Sequence) or any(not _is_whole(t) or t < 0 for t in ids):
+            raise InvalidRequestError(f"stop_token_ids={ids!r}: give a sequence of token ids, integers of at least 0")
+        object.__setattr__(self, "stop", tuple(strings))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+
+    def _whole(self, name: str, low: float = -math.inf) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise InvalidRequestError(f"{name}={value!r}: it has to be an integer of at least {low}")
+        if not _is_whole(value) or value < low:
+            bound = f" of at least {low}" if low > -math.inf else ""
+            raise InvalidRequestError(f"{name}={value!r}: it has to be an integer{bound}")
+        object.__setattr__(self, name, int(value))
 
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
         if not ok or value > high or value < low or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low}" if low > -math.inf else ""
             bounds += f"{' and ' if bounds else ''}at most {high}" if high < math.inf else ""
             raise InvalidRequestError(f"{name}={value!r}: it has to be a finite number{' ' if bounds else ''}{bounds}")
+        object.__setattr__(self, name, float(value))
 
     @classmethod
     def from_generation_config(cls, config: Any, **overrides: Any) -> SamplingParams:
         """Translate a ``transformers.GenerationConfig`` (or a mapping of its fields).
 
-        ``do_sample=False`` becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
+        ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
         ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
-        it does under ``generate`` (as ``stop_token_ids``). Keyword arguments win over the translated fields. Raises
-        ``InvalidRequestError`` for a field that asks for something this engine does not do (beam search, assisted
-        decoding, constraints, ...) instead of dropping it silently.
+        it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments
+        win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
+        does not do (beam search, constraints, ...) instead of dropping it silently.
         """
-        get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+        get: Callable[[str], Any] = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
             value = get(name)
             if value is not None and value not in neutral:
@@ -119,7 +130,13 @@ class SamplingParams:
             fields["stop_token_ids"] = (eos,) if isinstance(eos, int) else tuple(eos)
         if not get("do_sample"):
             fields.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        elif get("top_k") is None:
+            fields["top_k"] = 50
         return cls(**{**fields, **overrides})
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 _GENERATION_FIELDS = {
@@ -136,6 +153,8 @@ _GENERATION_FIELDS = {
 _UNSUPPORTED_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
+    "min_length": (0,),
+    "max_time": (),
     "typical_p": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
@@ -156,4 +175,10 @@ _UNSUPPORTED_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "watermarking_config": (),
     "prompt_lookup_num_tokens": (0,),
+    "dola_layers": (),
+    "token_healing": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_scores": (False,),
+    "output_logits": (False,),
 }

@@ -1,0 +1,195 @@
+"""A decoder layer of few operations, for the structure that Llama, Mistral, Qwen and many others share.
+
+``h += attention(norm(h)); h += mlp(norm(h))`` with separate q, k, v and gate, up projections. It replaces a shell's
+layer only where it gives the same numbers on a probe; any other layer stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stoker.engine.model import ModelShell
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.attention import Visibility
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+# Relative to the largest output of the layer: one rounding of the dtype, a few times over.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class _Linears:
+    """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
+
+    def __init__(self, linears: Sequence[Any], weight: Tensor | None, bias: Tensor | None) -> None:
+        self.linears = linears
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.cat([F.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+
+
+class FusedDecoderLayer(nn.Module):
+    """Stands in for one decoder layer of the shell. Holds references to the original's modules, and no weights."""
+
+    def __init__(self, layer: Any, ops: Ops, fused: Mapping[tuple[str, ...], Tensor], prefix: str) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.__dict__["original"] = layer  # not a submodule: its parameters keep one name
+        self.ops = ops
+        self.layer_idx: int = attention.layer_idx
+        self.head_dim: int = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.scale: float = attention.scaling
+        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self.visibility = Visibility(window=window)
+        self.use_rope = bool(getattr(attention, "use_rope", True))
+        self.qkv, self.gate_up = (
+            _Linears([linear for _, linear in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
+            for group in _groups(layer)
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        stoker_context: Any,
+        **_: Any,
+    ) -> Tensor:
+        """hidden_states: [1, T, D]; position_embeddings: cos and sin, each [1, T, head_dim]."""
+        layer, ops = self.original, self.ops
+        attention, norm = layer.self_attn, layer.input_layernorm
+        x = hidden_states[0]
+        qkv = self.qkv(ops.rms_norm(x, norm.weight, norm.variance_epsilon)).view(x.shape[0], -1, self.head_dim)
+        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if hasattr(attention, "q_norm"):
+            query = ops.rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
+            key = ops.rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+        if self.use_rope:
+            cos, sin = position_embeddings[0][0], position_embeddings[1][0]
+            query, key = ops.rotary(query, cos, sin), ops.rotary(key, cos, sin)
+        out = stoker_context.attend(
+            self.layer_idx, query, key, value, scale=self.scale, visibility=self.visibility, softcap=None, sinks=None
+        )
+        x = x + attention.o_proj(out.flatten(1))
+        norm = layer.post_attention_layernorm
+        x = x + layer.mlp.down_proj(ops.silu_mul(self.gate_up(ops.rms_norm(x, norm.weight, norm.variance_epsilon))))
+        return x[None]
+
+    @property
+    def original(self) -> Any:
+        return self.__dict__["original"]
+
+
+def _groups(layer: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The linears of a layer that read the same input, with their names in the layer."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        [(f"self_attn.{n}", getattr(attention, n)) for n in ("q_proj", "k_proj", "v_proj")],
+        [(f"mlp.{n}", getattr(mlp, n)) for n in ("gate_proj", "up_proj")],
+    )
+
+
+def _find(
+    fused: Mapping[tuple[str, ...], Tensor], prefix: str, group: list[tuple[str, Any]], kind: str
+) -> Tensor | None:
+    return fused.get(tuple(f"{prefix}.{name}.{kind}" for name, _ in group))
+
+
+def _has_common_structure(layer: Any) -> bool:
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if hasattr(attention, "q_norm"):
+        norms += [attention.q_norm, attention.k_norm]
+    linears = [getattr(attention, n, None) for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linears += [getattr(mlp, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
+    return (
+        all(type(m) is nn.Linear for m in linears)
+        and all(hasattr(m, "variance_epsilon") for m in norms)
+        and len({m.bias is None for m in linears[:3]}) == 1
+        and len({m.bias is None for m in linears[4:6]}) == 1
+        and hasattr(attention, "head_dim")
+    )
+
+
+def _candidates(shell: ModelShell) -> list[tuple[str, nn.ModuleList, int, Any]]:
+    """(name, list, index, layer) of every decoder layer with the common structure."""
+    return [
+        (f"{path}.{index}", module, index, layer)
+        for path, module in shell.module.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for index, layer in enumerate(module)
+        if _has_common_structure(layer)
+    ]
+
+
+def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
+    """Names of the parameters that would be one matmul if they lay side by side."""
+    groups = []
+    for name, _, _, layer in _candidates(shell):
+        for group in _groups(layer):
+            for kind in ("weight", "bias"):
+                if getattr(group[0][1], kind) is not None:
+                    groups.append(tuple(f"{name}.{linear}.{kind}" for linear, _ in group))
+    return groups
+
+
+def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, int]:
+    """Replace the layers that agree with their fused form. Returns how many were replaced, and how many there are."""
+    candidates = _candidates(shell)
+    with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
+        for name, siblings, index, layer in candidates:
+            replacement = FusedDecoderLayer(layer, ops, fused, name).eval()
+            if _agree(layer, replacement, shell):
+                siblings[index] = replacement
+    total = int(shell.config.num_hidden_layers)
+    return sum(isinstance(m, FusedDecoderLayer) for m in shell.module.modules()), total
+
+
+class _Recorder:
+    """Attention for a probe: mixes query, key and value so that a fault in any shows, and notes its options."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.options.append({"layer": layer, **options})
+        group = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+        weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
+        return torch.einsum("hts,shd->thd", weights, value)
+
+
+def _agree(layer: Any, replacement: FusedDecoderLayer, shell: ModelShell) -> bool:
+    """Same output and same attention options on a few random tokens."""
+    weight = layer.input_layernorm.weight
+    generator = torch.Generator().manual_seed(replacement.layer_idx)
+    x = torch.randn(1, 7, weight.shape[0], generator=generator).to(weight)
+    positions = torch.tensor([[0, 1, 2, 5, 11, 30, 31]], device=weight.device)
+    rotary = getattr(shell.module.base_model, "rotary_emb", None)
+    if rotary is None:
+        return False
+    recorder = _Recorder()
+    arguments = {
+        "attention_mask": None,
+        "position_ids": positions,
+        "position_embeddings": rotary(x, position_ids=positions),
+        "stoker_context": recorder,
+    }
+    expected, actual = layer(x, **arguments), replacement(x, **arguments)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    if len(recorder.options) != 2 or recorder.options[0] != recorder.options[1]:
+        return False
+    error = (expected.float() - actual.float()).abs().max() / expected.float().abs().max()
+    return bool(error <= _TOLERANCE.get(weight.dtype, 0.0))

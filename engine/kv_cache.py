@@ -1,0 +1,82 @@
+"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.engine.device import Runtime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class KVCache:
+    """``num_blocks`` blocks of ``block_size`` tokens for every layer. Block 0 takes what padding writes.
+
+    ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``. Fresh blocks hold
+    garbage: nothing may read a slot that was not written.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, runtime: Runtime) -> None:
+        self.shapes = tuple(shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.runtime = runtime
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        self.allocate()
+
+    @staticmethod
+    def block_bytes(shapes: Sequence[LayerShape], block_size: int) -> int:
+        return block_size * sum(shape.token_bytes for shape in shapes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes(self.shapes, self.block_size) if self.layers else 0
+
+    def allocate(self) -> None:
+        buffer = self.runtime.allocate_bytes(self.num_blocks * self.block_bytes(self.shapes, self.block_size))
+        layers, start = [], 0
+        for shape in self.shapes:
+            pair = []
+            for dim in (shape.key_dim, shape.value_dim):
+                size = (self.num_blocks, self.block_size, shape.heads, dim)
+                end = start + math.prod(size) * shape.dtype.itemsize
+                pair.append(buffer[start:end].view(shape.dtype).view(size))
+                start = end
+            layers.append((pair[0], pair[1]))
+        self.layers = layers
+        self.zero_null_block()
+
+    def zero_null_block(self) -> None:
+        """Padding reads and writes block 0: finite numbers, so that no NaN starts there."""
+        for pair in self.layers:
+            for cache in pair:
+                cache[0].zero_()
+
+    def release(self) -> None:
+        self.layers = []
+        self.runtime.release_memory()
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, all reads before all writes. copies: (from, to)."""
+        index = torch.tensor(copies, device=self.runtime.device)
+        source, target = index[:, 0], index[:, 1]
+        for pair in self.layers:
+            for cache in pair:
+                cache.index_copy_(0, target, cache.index_select(0, source))

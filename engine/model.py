@@ -1,0 +1,208 @@
+"""The trainer's model class as a shell around the trainer's own tensors, with paged attention inside.
+
+The shell is built on the ``meta`` device, so it owns no weight. Attention calls reach ``StepContext`` through
+transformers' ``AttentionInterface``; the context of the step travels as a keyword of the forward call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from stoker.engine.kv_cache import LayerShape
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.attention import Visibility
+
+_ATTENTION = "stoker_paged"
+_KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What attention needs of a step: operations, KV tensors by layer, the plan, and where new keys go."""
+
+    ops: Ops
+    layers: list[tuple[Tensor, Tensor]]
+    plan: Any
+    slots: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """query, key, value: [T, heads, dim]; returns [T, query heads, value dim]."""
+        key_cache, value_cache = self.layers[layer]
+        self.ops.write_kv(key, value, key_cache, value_cache, self.slots)
+        return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShapeProbe:
+    """Stands in for a context once, to see what each layer would store."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.shapes[layer] = LayerShape(
+            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype
+        )
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class _PackedPositions:
+    """In place of a cache: tells Llama 4, which reads positions from the cache's length, each token's true offset."""
+
+    is_compileable = False
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.positions - torch.arange(self.positions.shape[0], device=self.positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def _paged_attention_interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    stoker_context: StepContext,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers with [1, heads, T, dim]; returns [1, T, heads, dim]."""
+    layer: Any = module.layer_idx
+    out = stoker_context.attend(
+        layer,
+        *(t[0].transpose(0, 1) for t in (query, key, value)),
+        scale=scaling,
+        visibility=Visibility(window=sliding_window, chunk=_attention_chunk(module.config, layer)),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+def _attention_chunk(config: Any, layer: int) -> int | None:
+    types = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if types and types[layer] == "chunked_attention" else None
+
+
+AttentionInterface.register(_ATTENTION, _paged_attention_interface)
+
+
+class ModelShell:
+    """Runs packed tokens of many sequences through the trainer's architecture.
+
+    Raises ``UnsupportedModelError`` for an architecture it cannot run, before any tensor is touched.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+        check_supported(model, max_model_len)
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = _ATTENTION
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            self.module: Any = type(model)(config)
+        self.module.eval().requires_grad_(False)
+        self.config: Any = self.module.config
+        self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
+
+    def bind(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Put the trainer's tensors in place by name. No copies.
+
+        tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
+        which no name covers, are taken from ``model``.
+        """
+        own = {n: p for n, p in self.module.named_parameters(remove_duplicate=False)}
+        buffers = {n: b for n, b in self.module.named_buffers(remove_duplicate=False)}
+        wanted = own | buffers
+        missing = sorted(wanted.keys() - tensors.keys())
+        extra = sorted(tensors.keys() - wanted.keys())
+        wrong = [n for n, t in wanted.items() if n in tensors and t.shape != tensors[n].shape]
+        if missing or extra or wrong:
+            raise UnsupportedModelError(
+                f"the model's tensors are not those of its class {type(self.module).__name__}: "
+                f"missing {missing[:4]}, unknown {extra[:4]}, other shape {wrong[:4]}. Give the plain model, without "
+                "modules added or replaced"
+            )
+        for name in wanted:
+            path, _, leaf = name.rpartition(".")
+            module = self.module.get_submodule(path)
+            registry = module._parameters if name in own else module._buffers
+            registry[leaf] = tensors[name]
+        for path, module in self.module.named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    setattr(module, key, getattr(model.get_submodule(path), key))
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.get_output_embeddings().weight.device
+
+    def layer_shapes(self) -> list[LayerShape]:
+        """What each attention layer stores of a token, seen by running one token."""
+        probe = _ShapeProbe()
+        token = torch.zeros(1, dtype=torch.long, device=self.device)
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+            self(token, token, token, probe)
+        if sorted(probe.shapes) != list(range(self.config.num_hidden_layers)):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__}: only layers {sorted(probe.shapes)} of "
+                f"{self.config.num_hidden_layers} keep keys and values; layers with another state are not supported"
+            )
+        return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
+        """token_ids, positions: int64 [T]; last_token: int64 [R], tokens to project. Returns fp32 logits [R, V]."""
+        out = self.module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            past_key_values=_PackedPositions(positions),
+            use_cache=False,
+            logits_to_keep=last_token,
+            stoker_context=context,
+        )
+        logits: Tensor = out.logits[0]
+        return logits.float()
+
+
+def check_supported(model: nn.Module, max_model_len: int) -> None:
+    """Raise ``UnsupportedModelError`` naming what the engine cannot run, and the remedy."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "lm_head") and not model.get_output_embeddings():
+        raise UnsupportedModelError(f"{name} is no transformers causal language model: give a PreTrainedModel with a head")
+    config: PreTrainedConfig = model.config
+    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
+        raise UnsupportedModelError(f"{name} is not a text-only decoder: use its text model, or model.generate")
+    states = set(getattr(config, "layer_types", None) or ()) - _KV_LAYER_TYPES
+    if states or getattr(model, "_is_stateful", False):
+        what = f"layers of type {', '.join(sorted(states))}" if states else "recurrent layers"
+        raise UnsupportedModelError(
+            f"{name} has {what}, whose state is not a KV cache: recurrent and hybrid models are not supported, use "
+            "model.generate for them"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            limit = parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", config.max_position_embeddings
+            )
+            if max_model_len > limit:
+                raise UnsupportedModelError(
+                    f"{name} uses {parameters['rope_type']} rotary scaling, where a sequence longer than {limit} changes "
+                    f"the numbers of every other one in its batch: set EngineConfig(max_model_len={limit}) or less"
+                )

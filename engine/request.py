@@ -1,0 +1,114 @@
+"""One sequence being generated: two counters and what hangs on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from stoker.kernels.errors import StokerError
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSpec:
+    """Sampling parameters lowered to numbers. ``stop_ids`` holds every id that ends the completion."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int
+    min_tokens: int
+    stop_ids: frozenset[int]
+    seed: int
+    top_logprobs: int
+    logprobs_mode: int  # index into sampler.LOGPROBS_MODES
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """``computed`` tokens have their KV in the cache; it catches up with ``total``, the tokens there are.
+
+    stop_string: called with each new token, returns the stop string it completed, or None.
+    """
+
+    id: int
+    prompt: list[int]
+    spec: SamplingSpec
+    sample_index: int = 0
+    stop_string: Callable[[int], str | None] | None = None
+    group: list[Request] = field(default_factory=list)  # requests with the same prompt, this one among them
+
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    status: Status = Status.WAITING
+    slot: int = -1  # row of the static inputs while running
+    block_ids: list[int] = field(default_factory=list)
+    first_new_block: int = 0  # block ids from here on are not yet in the static block table
+    block_keys: list[bytes] = field(default_factory=list)
+    offered_blocks: int = 0  # full blocks the prefix cache has been told of
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: StokerError | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def total(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.spec.max_tokens - self.num_output
+
+    def append(self, token: int, logprob: float, version: int) -> bool:
+        """Take a sampled token; True when it ends the completion."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.weight_versions.append(version)
+        # A stop string is looked for at every token, so that the checker sees them all.
+        matched = self.stop_string(token) if self.stop_string is not None else None
+        may_stop = self.num_output > self.spec.min_tokens
+        if may_stop and token in self.spec.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif may_stop and matched is not None:
+            self.finish_reason, self.stop_reason = "stop", matched
+        elif self.remaining <= 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None

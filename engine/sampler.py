@@ -1,0 +1,133 @@
+"""From logits to tokens and log-probabilities, for rows that each ask for something else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.ops import Ops
+
+LOGPROBS_MODES = ("scaled", "raw", "processed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRows:
+    """Sampling parameters of R rows on the device, and on the host what any of them needs."""
+
+    temperature: Tensor  # fp32 [R]; 1 where greedy
+    greedy: Tensor  # bool [R]
+    top_k: Tensor  # int64 [R]
+    top_p: Tensor  # fp32 [R]
+    min_p: Tensor  # fp32 [R]
+    repetition: Tensor  # fp32 [R]
+    presence: Tensor  # fp32 [R]
+    frequency: Tensor  # fp32 [R]
+    seed: Tensor  # int64 [R]
+    sample_index: Tensor  # int64 [R]
+    first_stop: Tensor  # int64 [R]: position of the first token that may be a stop id (min_tokens)
+    stop_ids: Tensor  # int64 [R, S], padded by repeating the vocabulary size
+    mode: Tensor  # int64 [R], index into LOGPROBS_MODES
+    slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
+    any_random: bool
+    any_truncated: bool
+    any_penalised: bool
+    any_min_tokens: bool
+    modes: tuple[int, ...]  # the distinct modes among the rows
+    top_logprobs: int  # the most any row asks for
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    tokens: Tensor  # int64 [R]
+    logprobs: Tensor  # fp32 [R]
+    top_ids: Tensor | None  # int64 [R, K]
+    top_logprobs: Tensor | None  # fp32 [R, K]
+
+
+class PenaltyState:
+    """Which tokens a slot's prompt holds and how often its completion has each. Made when first asked for.
+
+    Memory: 5 bytes a slot and vocabulary entry. One spare slot takes what padded rows sample.
+    """
+
+    def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
+        self.in_prompt = torch.zeros(num_slots + 1, vocab, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)
+
+    def start(self, slot: int, prompt: Tensor, output: Tensor) -> None:
+        self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
+        self.counts[slot] = torch.bincount(output, minlength=self.counts.shape[1])
+
+    def add(self, slots: Tensor, tokens: Tensor) -> None:
+        self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+
+    def apply(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        counts = self.counts.index_select(0, rows.slots)
+        seen = self.in_prompt.index_select(0, rows.slots) | (counts > 0)
+        repetition = rows.repetition[:, None]
+        # Keskar et al. (CTRL, 2019), section 4.1, in the form every library uses: positive logits shrink, negative grow.
+        logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+        return logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
+
+
+class Sampler:
+    """Stateless but for the penalties' token counts."""
+
+    def __init__(self, ops: Ops, num_slots: int, vocab: int, device: torch.device) -> None:
+        self.ops = ops
+        self._shape = (num_slots, vocab, device)
+        self.penalties: PenaltyState | None = None
+
+    def start_penalties(self, slot: int, prompt: list[int], output: list[int]) -> None:
+        self.penalties = self.penalties or PenaltyState(*self._shape)
+        device = self._shape[2]
+        self.penalties.start(slot, *(torch.tensor(t, dtype=torch.long, device=device) for t in (prompt, output)))
+
+    def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor) -> SamplerOutput:
+        """logits: fp32 [R, V]; positions: int64 [R], of the tokens to be sampled."""
+        inverse = rows.temperature.reciprocal()
+        one = torch.ones_like(inverse)
+        processed, processed_inverse = logits, inverse
+        if rows.any_penalised:
+            assert self.penalties is not None
+            processed = self.penalties.apply(processed, rows)
+        if rows.any_min_tokens:
+            processed = self._without_stops(processed, rows, positions)
+        if rows.any_truncated:
+            processed = self.ops.truncate(processed * inverse[:, None], rows.top_k, rows.top_p, rows.min_p)
+            processed_inverse = one
+        tokens = self.ops.sample(
+            processed,
+            processed_inverse,
+            rows.greedy,
+            rows.seed,
+            positions,
+            rows.sample_index,
+            any_random=rows.any_random,
+        )
+        if rows.any_penalised:
+            assert self.penalties is not None
+            self.penalties.add(rows.slots, tokens)
+
+        by_mode = ((logits, inverse), (logits, one), (processed, processed_inverse))
+        logprobs = self.ops.token_logprobs(*by_mode[rows.modes[0]], tokens)
+        for mode in rows.modes[1:]:
+            logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*by_mode[mode], tokens), logprobs)
+        if not rows.top_logprobs:
+            return SamplerOutput(tokens, logprobs, None, None)
+        basis = by_mode[rows.modes[0]][0] * by_mode[rows.modes[0]][1][:, None]
+        for mode in rows.modes[1:]:
+            source, scale = by_mode[mode]
+            basis = torch.where((rows.mode == mode)[:, None], source * scale[:, None], basis)
+        values, ids = basis.topk(rows.top_logprobs, dim=-1)
+        return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))
+
+    @staticmethod
+    def _without_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+        early = (positions < rows.first_stop)[:, None]
+        vocab = logits.shape[-1]
+        banned = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
+        banned.scatter_(1, rows.stop_ids, True)  # the padding id falls into the extra column
+        return logits.masked_fill(banned[:, :vocab] & early, float("-inf"))

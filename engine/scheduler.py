@@ -1,0 +1,299 @@
+"""Which tokens run next. Sees counters and block ids, never a tensor.
+
+There is one rule: a request's computed tokens catch up with its total tokens. Prefill, a chunk of a prefill, decode, a
+prefix-cache hit and the return of a preempted request differ only in how far apart the two counters are.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from stoker.engine.block_pool import BlockPool
+from stoker.engine.prefix_cache import PrefixCache
+from stoker.engine.request import Request, Status
+from stoker.kernels.errors import RequestFailedError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, or ``num_steps`` decode steps in a row when every request computes one token."""
+
+    requests: list[Request]
+    num_new: list[int]  # tokens each computes (in the first step)
+    num_steps: int
+    admitted: list[Request]  # those that got a slot since the last plan
+    copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a plan's steps sampled, on the host: [num_steps][requests]."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    top: list[list[dict[int, float]]] | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0  # prompt tokens not computed because the prefix cache had them
+    shared_tokens: int = 0  # prompt tokens not computed because a sample of the same prompt had them
+    generated_tokens: int = 0
+    finished_requests: int = 0
+
+
+@dataclass(slots=True)
+class Scheduler:
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    decode_window: int
+    enable_prefix_caching: bool
+    weight_version: int = 0
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)  # in order of arrival
+    counters: Counters = field(default_factory=Counters)
+    pool: BlockPool = field(init=False)
+    prefix_cache: PrefixCache = field(init=False)
+    _free_slots: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reset_blocks()
+
+    def _reset_blocks(self) -> None:
+        self.pool = BlockPool(self.num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting.extend(requests)
+
+    def plan(self) -> Plan | None:
+        """The next step's work, with its blocks allocated; None when nothing is left to do."""
+        work: list[tuple[Request, int]] = []
+        admitted: list[Request] = []
+        copies: list[tuple[int, int]] = []
+        budget = self.max_num_batched_tokens
+        preempted = False
+
+        for request in list(self.running):
+            if request.status is not Status.RUNNING or budget == 0:
+                continue  # preempted for an earlier one, or no budget left
+            num_new = min(request.total - request.computed, budget)
+            while not self._reserve(request, num_new, copies):
+                self._preempt(self.running[-1])
+                preempted = True
+                if request.status is not Status.RUNNING:
+                    break
+            else:
+                work.append((request, num_new))
+                budget -= num_new
+
+        if not preempted:
+            for request in self._admissible():
+                if budget == 0:
+                    break
+                if not (num_new := self._admit(request, budget, copies)):
+                    break
+                admitted.append(request)
+                work.append((request, num_new))
+                budget -= num_new
+
+        if not work:
+            assert not self.running and not self.waiting, "requests are left but none can run"
+            return None
+        num_steps = 1
+        if all(r.computed + n == r.total and n == 1 for r, n in work):
+            num_steps = self._reserve_window([r for r, _ in work])
+        return Plan([r for r, _ in work], [n for _, n in work], num_steps, admitted, copies)
+
+    def commit(self, plan: Plan, sampled: Sampled) -> list[Request]:
+        """Move the counters on by what was computed; returns the requests that finished."""
+        finished = []
+        for row, (request, num_new) in enumerate(zip(plan.requests, plan.num_new, strict=True)):
+            request.computed += num_new
+            if request.computed == request.total:
+                for step in range(plan.num_steps):
+                    if step:
+                        request.computed += 1
+                    if self._take(request, sampled, step, row):
+                        finished.append(request)
+                        break
+            self._offer_to_prefix_cache(request)
+            if request.status is Status.FINISHED:
+                self._release(request)
+        if finished:
+            self.running = [r for r in self.running if r.status is Status.RUNNING]
+            self.counters.finished_requests += len(finished)
+        return finished
+
+    def _take(self, request: Request, sampled: Sampled, step: int, row: int) -> bool:
+        token, logprob = sampled.tokens[step][row], sampled.logprobs[step][row]
+        if math.isnan(logprob):
+            request.finish_reason = "error"
+            request.error = RequestFailedError(
+                f"the model gave NaN logits at position {request.total} under weight version {self.weight_version}: "
+                "check the weights and the learning rate; the engine and its other requests go on"
+            )
+            done = True
+        else:
+            done = request.append(token, logprob, self.weight_version)
+            self.counters.generated_tokens += 1
+            if sampled.top is not None and request.spec.top_logprobs:
+                request.top_logprobs.append(sampled.top[step][row])
+        if done:
+            request.status = Status.FINISHED
+        return done
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _reserve(self, request: Request, num_new: int, copies: list[tuple[int, int]]) -> bool:
+        """Blocks for the request's next ``num_new`` tokens, the first of them its own; False where they do not fit."""
+        blocks, first = request.block_ids, request.computed // self.block_size
+        shared = first < len(blocks) and self.pool.refs(blocks[first]) > 1
+        missing = -(-(request.computed + num_new) // self.block_size) - len(blocks)
+        if missing + shared > self.pool.num_free:
+            return False
+        if shared:  # copy on write
+            own = self.pool.allocate()
+            copies.append((blocks[first], own))
+            self.pool.free((blocks[first],))
+            blocks[first] = own
+            request.first_new_block = min(request.first_new_block, first)
+        blocks.extend(self.pool.allocate() for _ in range(missing))
+        return True
+
+    def _reserve_window(self, requests: Sequence[Request]) -> int:
+        """How many decode steps can run in a row, their blocks allocated: no request ends within by its length."""
+        steps = min(self.decode_window, min(r.remaining for r in requests))
+        size = self.block_size
+        while steps > 1:
+            missing = sum(max(0, -(-(r.computed + steps) // size) - len(r.block_ids)) for r in requests)
+            if missing <= self.pool.num_free:
+                break
+            steps -= 1
+        for request in requests:
+            wanted = -(-(request.computed + steps) // size)
+            request.block_ids.extend(self.pool.allocate() for _ in range(wanted - len(request.block_ids)))
+        return steps
+
+    def _release(self, request: Request) -> None:
+        self.pool.free(reversed(request.block_ids))
+        request.block_ids, request.first_new_block, request.offered_blocks = [], 0, 0
+        if request.slot >= 0:
+            self._free_slots.append(request.slot)
+            request.slot = -1
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a running request; it is the first to come back and computes its tokens again."""
+        self._release(request)
+        self.running.remove(request)
+        request.computed, request.status = 0, Status.WAITING
+        self.waiting.appendleft(request)
+        self.counters.preemptions += 1
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def _admissible(self) -> Iterable[Request]:
+        """Waiting requests in order of arrival, as long as there are slots.
+
+        A sample whose prompt another sample is computing right now waits for it; its slot is kept for it, so that later
+        arrivals do not tear the group apart.
+        """
+        for request in list(islice(self.waiting, len(self._free_slots))):
+            if not any(r.status is Status.RUNNING and r.computed < r.num_prompt for r in request.group):
+                yield request
+
+    def _admit(self, request: Request, budget: int, copies: list[tuple[int, int]]) -> int:
+        """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait."""
+        shared, computed, from_cache = self._already_computed(request)
+        for block in shared:
+            self.pool.share(block)
+        request.block_ids, request.computed = shared, computed
+        num_new = min(request.total - computed, budget)
+        # Each running request may still take a block: do not admit what would be preempted at once.
+        fits = not self.running or self.pool.num_free >= len(self.running) + -(-num_new // self.block_size)
+        copied = len(copies)
+        if not fits or not self._reserve(request, num_new, copies):
+            assert len(copies) == copied
+            self.pool.free(reversed(shared))
+            request.block_ids, request.computed = [], 0
+            return 0
+        if request.num_output == 0:
+            self.counters.prompt_tokens += request.num_prompt
+            if from_cache:
+                request.cached_tokens = computed
+                self.counters.prefix_hit_tokens += computed
+            else:
+                self.counters.shared_tokens += computed
+        self.waiting.remove(request)
+        insort(self.running, request, key=lambda r: r.id)
+        request.status, request.slot = Status.RUNNING, self._free_slots.pop()
+        return num_new
+
+    def _already_computed(self, request: Request) -> tuple[list[int], int, bool]:
+        """Blocks that hold the beginning of the request, how many tokens of it, and whether the cache had them.
+
+        At least one token is left to compute, so that there is a hidden state to sample from. A block that is only
+        partly the request's own is shared as it is; writing to it copies it first.
+        """
+        last = request.total - 1
+        for other in request.group:
+            if other.status is Status.RUNNING and other.computed >= other.num_prompt:
+                computed = min(other.num_prompt, last)
+                return other.block_ids[: -(-computed // self.block_size)], computed, False
+        cache = self.prefix_cache
+        if not cache.enabled:
+            return [], 0, True
+        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.total)
+        blocks = cache.lookup(request.block_keys)
+        return blocks, min(len(blocks) * self.block_size, last), True
+
+    def _offer_to_prefix_cache(self, request: Request) -> None:
+        full = request.computed // self.block_size
+        if not self.prefix_cache.enabled or full == request.offered_blocks:
+            return
+        cache = self.prefix_cache
+        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.computed)
+        for index in range(request.offered_blocks, full):
+            cache.insert(request.block_keys[index], request.block_ids[index])
+        request.offered_blocks = full
+
+    # -- what a user may do in between ---------------------------------------------------------------------------
+
+    def set_weight_version(self, version: int) -> None:
+        """New weights: no KV computed before may serve a prefix. Nothing may be running."""
+        assert not self.running
+        self.weight_version = version
+        self.prefix_cache.clear()
+        for request in self.waiting:
+            request.block_keys.clear()
+
+    def abort_all(self) -> None:
+        """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
+        for request in (*self.running, *self.waiting):
+            request.status, request.finish_reason = Status.FINISHED, "abort"
+            request.block_ids, request.slot = [], -1
+        self.running, self.waiting = [], deque()
+        self._reset_blocks()
+
+    def check(self) -> None:
+        """Prove the books after a step: blocks, slots and counters of every request. Raises AssertionError."""
+        self.pool.check(r.block_ids for r in self.running)
+        slots = [r.slot for r in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or held twice"
+        for r in self.running:
+            assert r.status is Status.RUNNING and r.computed < r.total
+            assert len(r.block_ids) * self.block_size >= r.computed
+        for r in self.waiting:
+            assert r.status is Status.WAITING and r.computed == 0 and not r.block_ids and r.slot == -1

@@ -1,0 +1,45 @@
+"""The table of device operations. An engine picks one table when it is built and never asks again what device it is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference import attention, norm_rotary, sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    plan_attention: Callable[..., Any]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[..., Tensor]
+    sample: Callable[..., Tensor]
+    token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
+    truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+REFERENCE = Ops(
+    rms_norm=norm_rotary.rms_norm,
+    rotary=norm_rotary.rotary,
+    silu_mul=norm_rotary.silu_mul,
+    plan_attention=attention.plan_attention,
+    write_kv=attention.write_kv,
+    paged_attention=attention.paged_attention,
+    sample=sampling.sample,
+    token_logprobs=sampling.token_logprobs,
+    truncate=sampling.truncate,
+)
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The operations for a device. Every device runs the torch reference today."""
+    return REFERENCE

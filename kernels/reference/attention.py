@@ -1,0 +1,212 @@
+"""Attention over a paged KV cache, as plain torch: the oracle of the GPU kernels and the path a CPU runs.
+
+Keys and values live in blocks, ``[num_blocks, block_size, heads, dim]``; a row's block table names its blocks in order.
+Rows with one query are batched: they are sorted by length and gathered a few at a time, so that little is padded and
+what is gathered is still in cache when it is read. Rows with several queries (prefill chunks) go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NEG_INF = float("-inf")
+# Keys gathered at a time: enough rows to amortise the calls, few enough (in tokens) to stay in the last-level cache.
+_GATHER_TOKENS = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Which earlier keys a query sees, besides causality.
+
+    window: the last ``window`` keys, its own among them (sliding-window attention); chunk: only keys of the query's
+    own chunk of ``chunk`` positions (Llama 4).
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
+        """True where the key may not be seen; ``query`` and ``key`` are positions that broadcast."""
+        hidden = key > query
+        if self.window is not None:
+            hidden |= key <= query - self.window
+        if self.chunk is not None:
+            hidden |= torch.div(key, self.chunk, rounding_mode="floor") != torch.div(
+                query, self.chunk, rounding_mode="floor"
+            )
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Rows with one query each. rows: [r], token index of each; table: [r * n] block ids."""
+
+    rows: Tensor
+    table: Tensor
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One row with several queries: tokens ``start`` to ``start + num_queries``; table: [n] block ids."""
+
+    start: int
+    num_queries: int
+    length: int
+    table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What every layer of a step does alike. ``seq_lens`` advances in place between the steps of a decode window."""
+
+    decodes: list[_Decode]
+    chunks: list[_Chunk]
+    seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
+    block_size: int
+    _biases: dict[object, Tensor | None] = field(default_factory=dict)
+
+    def next_step(self) -> None:
+        self._biases.clear()
+
+    def bias(self, key: object, make: Callable[[], Tensor | None]) -> Tensor | None:
+        if key not in self._biases:
+            self._biases[key] = make()
+        return self._biases[key]
+
+
+def plan_attention(
+    query_lens: Sequence[int],
+    max_lens: Sequence[int],
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_size: int,
+) -> AttentionPlan:
+    """Group the rows of a step.
+
+    query_lens: queries of each real row, laid out one row after the other; max_lens: keys each row will have at the
+    end of the decode window; block_tables: int64 [R, M]; seq_lens: int64 [R] (both may hold padded rows at the end).
+    """
+    starts, start = [], 0
+    for n in query_lens:
+        starts.append(start)
+        start += n
+    single = sorted((row for row, n in enumerate(query_lens) if n == 1), key=lambda row: max_lens[row])
+    decodes, begin = [], 0
+    while begin < len(single):
+        end = begin + 1
+        while end < len(single) and (end - begin + 1) * max_lens[single[end]] <= _GATHER_TOKENS:
+            end += 1
+        rows = torch.tensor(single[begin:end], device=block_tables.device)
+        num_blocks = -(-max_lens[single[end - 1]] // block_size)
+        table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
+        decodes.append(_Decode(rows, table, num_blocks))
+        begin = end
+    chunks = [
+        _Chunk(starts[row], n, max_lens[row], block_tables[row, : -(-max_lens[row] // block_size)].contiguous())
+        for row, n in enumerate(query_lens)
+        if n > 1
+    ]
+    if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
+        index = torch.tensor(starts, device=block_tables.device)
+        decodes = [_Decode(index[d.rows], d.table, d.num_blocks) for d in decodes]
+        seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
+            0, index, seq_lens[: len(starts)]
+        )
+    return AttentionPlan(decodes, chunks, seq_lens, block_size)
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset."""
+    key_cache.flatten(0, 1).index_copy_(0, slots, key)
+    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each query over its row's keys.
+
+    query: [T, Hq, Dk]; key_cache: [N, block, Hkv, Dk]; value_cache: [N, block, Hkv, Dv]; Hq a multiple of Hkv.
+    softcap: ``cap * tanh(scores / cap)`` (Gemma 2). sinks: [Hq], a logit that takes probability and gives no value
+    (gpt-oss). Returns [T, Hq, Dv]; padded tokens get zeros.
+    """
+    heads, kv_heads = query.shape[1], key_cache.shape[2]
+    group = heads // kv_heads
+    out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
+
+    for number, d in enumerate(plan.decodes):
+        rows, length = d.rows.shape[0], d.num_blocks * plan.block_size
+        key = key_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
+        value = value_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
+        q = query.index_select(0, d.rows).view(rows, kv_heads, group, -1)  # the group's heads are the queries
+
+        def decode_bias(d: _Decode = d, length: int = length) -> Tensor:
+            last = plan.seq_lens.index_select(0, d.rows)[:, None] - 1
+            hidden = visibility.hidden(last, torch.arange(length, device=last.device))
+            return _as_bias(hidden, query.dtype)[:, None, None]
+
+        bias = plan.bias((number, visibility, query.dtype), decode_bias)
+        sink = None if sinks is None else sinks.view(1, kv_heads, group, 1)
+        result = _attend(q, key, value, bias, scale, softcap, sink)
+        out.index_copy_(0, d.rows, result.reshape(rows, heads, -1))
+
+    for number, c in enumerate(plan.chunks):
+        key = key_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]
+        value = value_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]
+        tokens = slice(c.start, c.start + c.num_queries)
+        q = query[tokens].transpose(0, 1)[None]
+
+        def chunk_bias(c: _Chunk = c) -> Tensor | None:
+            if c.length == c.num_queries and visibility == Visibility() and softcap is None and sinks is None:
+                return None  # plain causal: no mask to hold
+            at = torch.arange(c.length, device=query.device)
+            return _as_bias(visibility.hidden(at[c.length - c.num_queries :, None], at), query.dtype)
+
+        bias = plan.bias(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
+        if group > 1:
+            key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+        sink = None if sinks is None else sinks.view(1, heads, 1, 1)
+        out[tokens] = _attend(q, key, value, bias, scale, softcap, sink)[0].transpose(0, 1)
+    return out
+
+
+def _as_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, NEG_INF)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """query: [B, H, Q, Dk]; key: [B, H, L, Dk]; value: [B, H, L, Dv]; no bias means causal."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=scale)
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:-1], 1)), dim=-1)
+    probs = scores.softmax(-1)
+    return probs[..., : key.shape[-2]].to(value.dtype) @ value

@@ -1,0 +1,91 @@
+"""Sampling as plain torch: counter-based noise, Gumbel-max, truncation, log-probabilities of given tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+# Philox4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+# SC 2011, table 2). The constants are the paper's.
+_ROUNDS = 7
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(key: Tensor, counter: Tensor, rounds: int = _ROUNDS) -> Tensor:
+    """Random 32-bit words. key: int64 [2, ...]; counter: int64 [4, ...], words that broadcast; returns int64 [4, ...]."""
+    multiplier = torch.tensor(_MULTIPLIERS, device=counter.device).view(2, *(1,) * (counter.dim() - 1))
+    weyl = torch.tensor(_WEYL, device=counter.device).view(2, *(1,) * (counter.dim() - 1))
+    even, odd = counter[0::2], counter[1::2]  # (c0, c2), (c1, c3)
+    for _ in range(rounds):
+        # In int64 the product wraps; its low and middle words, all that is kept, are exact.
+        product = even * multiplier
+        high, low = (product >> 32) & _MASK32, product & _MASK32
+        even, odd = high.flip(0) ^ odd ^ key, low.flip(0)
+        key = (key + weyl) & _MASK32
+    return torch.stack((even, odd), dim=1).flatten(0, 1)
+
+
+def exponential_noise(seed: Tensor, position: Tensor, sample: Tensor, vocab: int) -> Tensor:
+    """Standard exponential variates, a pure function of (seed, sample, position, token id).
+
+    seed: int64 [R], 63 bits used; position, sample: int64 [R]; returns fp32 [R, vocab].
+    """
+    quads = -(-vocab // 4)
+    key = torch.stack((seed & _MASK32, (seed >> 32) & _MASK32))[:, :, None]
+    counter = torch.zeros(4, seed.shape[0], quads, dtype=torch.long, device=seed.device)
+    counter[0] = torch.arange(quads, device=seed.device)
+    counter[1] = position[:, None]
+    counter[2] = sample[:, None]
+    words = philox(key, counter)  # word j of quad q belongs to token 4 q + j
+    uniform = words.permute(1, 2, 0).flatten(1)[:, :vocab].float().add_(0.5).mul_(2.0**-32)
+    # Small variates decide who wins. Here they keep full relative precision, which -log(uniform) near 1 would not.
+    return torch.log1p(uniform.neg_()).neg_()
+
+
+def sample(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    greedy: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    sample_index: Tensor,
+    *,
+    any_random: bool = True,
+) -> Tensor:
+    """One token a row by Gumbel-max: ``argmax(logits / temperature - log(exponential))``.
+
+    logits: fp32 [R, V], -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
+    take the plain argmax; seed, position, sample_index: int64 [R]. Returns int64 [R].
+    """
+    scores = logits * inverse_temperature[:, None]
+    if any_random:
+        noise = exponential_noise(seed, position, sample_index, logits.shape[-1]).log_()
+        scores = scores - noise.masked_fill_(greedy[:, None], 0.0)
+    return scores.argmax(-1)
+
+
+def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> Tensor:
+    """``log_softmax(logits / temperature)[token]``. logits: fp32 [R, V]; tokens: int64 [R]; returns fp32 [R]."""
+    scaled = logits * inverse_temperature[:, None]
+    return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """-inf for the tokens outside top-k, then top-p, then min-p, each over what the one before left.
+
+    logits: fp32 [R, V], already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R]. The most
+    likely token always stays. Tokens tied with the last one kept by top-k stay; ties in top-p go by the order of the sort.
+    """
+    vocab = logits.shape[-1]
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)[:, None]
+    values = values.masked_fill(values < values.gather(1, k - 1), float("-inf"))
+    probs = values.softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of the more likely tokens
+    drop = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    drop |= probs < min_p[:, None] * probs[:, :1]
+    drop[:, 0] = False
+    values = values.masked_fill(drop, float("-inf"))
+    return torch.empty_like(logits).scatter_(1, order, values)

@@ -1,0 +1,80 @@
+"""Every accepted form of prompts, turned into lists of token ids and checked before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.errors import InvalidRequestError
+
+
+def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    prompts: list of str | list of token-id lists | list of chats (lists of ``{"role", "content"}``) | int64 [B, T],
+    of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt.
+    """
+    if attention_mask is not None and not isinstance(prompts, Tensor):
+        raise InvalidRequestError("attention_mask goes with prompts given as a tensor [B, T]; lists need none")
+    if isinstance(prompts, Tensor):
+        return _from_tensor(prompts, attention_mask)
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
+    return [_one(row, prompt, tokenizer) for row, prompt in enumerate(prompts)]
+
+
+def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, str):
+        ids = _tokenizer(tokenizer, "text prompts")(prompt)["input_ids"]
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
+        ids = _tokenizer(tokenizer, "chat prompts").apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+    elif isinstance(prompt, Tensor):
+        if prompt.dim() != 1 or prompt.is_floating_point():
+            raise InvalidRequestError(f"prompt {row} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
+        ids = prompt.tolist()
+    elif isinstance(prompt, Sequence):
+        ids = list(prompt)
+    else:
+        raise InvalidRequestError(
+            f"prompt {row} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
+        )
+    return ids
+
+
+def _from_tensor(prompts: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
+        raise InvalidRequestError(f"prompts is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]")
+    if attention_mask is None:
+        return prompts.tolist()  # type: ignore[no-any-return]
+    if attention_mask.shape != prompts.shape:
+        raise InvalidRequestError(
+            f"attention_mask has shape {tuple(attention_mask.shape)} and prompts {tuple(prompts.shape)}: they must agree"
+        )
+    return [ids[mask.bool()].tolist() for ids, mask in zip(prompts, attention_mask, strict=True)]
+
+
+def _tokenizer(tokenizer: Any, what: str) -> Any:
+    if tokenizer is None:
+        raise InvalidRequestError(f"{what} need a tokenizer: RolloutEngine(model, tokenizer=...), or give token ids")
+    return tokenizer
+
+
+def check_prompt(row: int, ids: list[int], vocab: int, max_model_len: int) -> None:
+    """Raise ``InvalidRequestError`` for a prompt that cannot be served, naming its row."""
+    if not ids:
+        raise InvalidRequestError(f"prompt {row} is empty: give at least one token (a BOS token, say)")
+    for at, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            raise InvalidRequestError(
+                f"prompt {row} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
+            )
+    if len(ids) >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt {row} has {len(ids)} tokens and max_model_len is {max_model_len}, so nothing can be generated: "
+            "shorten the prompt or raise EngineConfig.max_model_len"
+        )

@@ -1,0 +1,46 @@
+"""Finds stop strings in a growing completion, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class StopStringChecker:
+    """Decodes only what is new: a call costs a few tokens' decoding, however long the completion is.
+
+    Text is decoded with special tokens left in, so that one may be a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.tokenizer = tokenizer
+        self.stops = tuple(stops)
+        self._keep = max(map(len, self.stops)) - 1  # characters of old text a stop string may begin in
+        self._tail = ""
+        self._context: list[int] = []  # tokens whose text is out: how a token decodes may depend on those before it
+        self._pending: list[int] = []  # tokens that do not make whole characters yet
+
+    def __call__(self, token: int) -> str | None:
+        """Take the next token; returns the stop string that it completed, the earliest in the text, or None."""
+        self._pending.append(token)
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._pending)
+        if after.endswith("�"):  # inside a multi-byte character
+            return None
+        text = self._tail + after[len(before) :]
+        self._context, self._pending = self._pending[-4:], []
+        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        self._tail = text[-self._keep :] if self._keep else ""
+        return min(found)[1] if found else None
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+def completion_text(tokenizer: Any, token_ids: list[int], stop_reason: int | str | None) -> str:
+    """The completion without special tokens, and without the stop string that ended it."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
+    if isinstance(stop_reason, str):
+        at = text.find(stop_reason)
+        text = text[:at] if at >= 0 else text
+    return text
