@@ -7,6 +7,7 @@ layer only where it gives the same numbers on a probe; any other layer stays wha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,12 +38,11 @@ class _Linears:
 
 
 class FusedDecoderLayer(nn.Module):
-    """Stands in for one decoder layer of the shell. Holds references to the original's modules, and no weights."""
+    """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
     def __init__(self, layer: Any, ops: Ops, fused: Mapping[tuple[str, ...], Tensor], prefix: str) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self.__dict__["original"] = layer  # not a submodule: its parameters keep one name
         self.ops = ops
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
@@ -52,9 +52,20 @@ class FusedDecoderLayer(nn.Module):
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.visibility = Visibility(window=window)
         self.use_rope = bool(getattr(attention, "use_rope", True))
-        self.qkv, self.gate_up = (
-            _Linears([linear for _, linear in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
+        qkv, gate_up = (
+            _Linears([m for _, m in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
             for group in _groups(layer)
+        )
+        normed = hasattr(attention, "q_norm")
+        self.parts = _Parts(
+            qkv,
+            _Linears([attention.o_proj], attention.o_proj.weight, attention.o_proj.bias),
+            gate_up,
+            _Linears([mlp.down_proj], mlp.down_proj.weight, mlp.down_proj.bias),
+            _norm(layer.input_layernorm),
+            _norm(layer.post_attention_layernorm),
+            _norm(attention.q_norm) if normed else None,
+            _norm(attention.k_norm) if normed else None,
         )
 
     def forward(
@@ -66,28 +77,37 @@ class FusedDecoderLayer(nn.Module):
         **_: Any,
     ) -> Tensor:
         """hidden_states: [1, T, D]; position_embeddings: cos and sin, each [1, T, head_dim]."""
-        layer, ops = self.original, self.ops
-        attention, norm = layer.self_attn, layer.input_layernorm
-        x = hidden_states[0]
-        qkv = self.qkv(ops.rms_norm(x, norm.weight, norm.variance_epsilon)).view(x.shape[0], -1, self.head_dim)
-        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if hasattr(attention, "q_norm"):
-            query = ops.rms_norm(query, attention.q_norm.weight, attention.q_norm.variance_epsilon)
-            key = ops.rms_norm(key, attention.k_norm.weight, attention.k_norm.variance_epsilon)
+        w, ops, x = self.parts, self.ops, hidden_states[0]
+        qkv = w.qkv(ops.rms_norm(x, *w.input_norm)).view(x.shape[0], -1, self.head_dim)
+        query, key, value = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            query, key = ops.rms_norm(query, *w.q_norm), ops.rms_norm(key, *w.k_norm)
         if self.use_rope:
             cos, sin = position_embeddings[0][0], position_embeddings[1][0]
             query, key = ops.rotary(query, cos, sin), ops.rotary(key, cos, sin)
         out = stoker_context.attend(
             self.layer_idx, query, key, value, scale=self.scale, visibility=self.visibility, softcap=None, sinks=None
         )
-        x = x + attention.o_proj(out.flatten(1))
-        norm = layer.post_attention_layernorm
-        x = x + layer.mlp.down_proj(ops.silu_mul(self.gate_up(ops.rms_norm(x, norm.weight, norm.variance_epsilon))))
-        return x[None]
+        x = w.out(out.flatten(1)).add_(x)
+        return w.down(ops.silu_mul(w.gate_up(ops.rms_norm(x, *w.mlp_norm)))).add_(x)[None]
 
-    @property
-    def original(self) -> Any:
-        return self.__dict__["original"]
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a fused layer reads, held outside the module so that reading it is cheap and no parameter is renamed."""
+
+    qkv: _Linears
+    out: _Linears
+    gate_up: _Linears
+    down: _Linears
+    input_norm: tuple[Tensor, float]
+    mlp_norm: tuple[Tensor, float]
+    q_norm: tuple[Tensor, float] | None
+    k_norm: tuple[Tensor, float] | None
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight, module.variance_epsilon
 
 
 def _groups(layer: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
@@ -112,7 +132,7 @@ def _has_common_structure(layer: Any) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     if hasattr(attention, "q_norm"):
         norms += [attention.q_norm, attention.k_norm]
-    linears = [getattr(attention, n, None) for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    linears: list[Any] = [getattr(attention, n, None) for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
     linears += [getattr(mlp, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
     return (
         all(type(m) is nn.Linear for m in linears)

@@ -109,8 +109,9 @@ class ModelShell:
     Raises ``UnsupportedModelError`` for an architecture it cannot run, before any tensor is touched.
     """
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+    def __init__(self, model: nn.Module, max_model_len: int) -> None:
         check_supported(model, max_model_len)
+        assert isinstance(model, PreTrainedModel)
         config = copy.deepcopy(model.config)
         config._attn_implementation = _ATTENTION
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -125,8 +126,8 @@ class ModelShell:
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
         which no name covers, are taken from ``model``.
         """
-        own = {n: p for n, p in self.module.named_parameters(remove_duplicate=False)}
-        buffers = {n: b for n, b in self.module.named_buffers(remove_duplicate=False)}
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
         wanted = own | buffers
         missing = sorted(wanted.keys() - tensors.keys())
         extra = sorted(tensors.keys() - wanted.keys())
@@ -149,7 +150,8 @@ class ModelShell:
 
     @property
     def device(self) -> torch.device:
-        return self.module.get_output_embeddings().weight.device
+        weight: Tensor = self.module.get_output_embeddings().weight
+        return weight.device
 
     def layer_shapes(self) -> list[LayerShape]:
         """What each attention layer stores of a token, seen by running one token."""
@@ -181,8 +183,10 @@ class ModelShell:
 def check_supported(model: nn.Module, max_model_len: int) -> None:
     """Raise ``UnsupportedModelError`` naming what the engine cannot run, and the remedy."""
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not hasattr(model, "lm_head") and not model.get_output_embeddings():
-        raise UnsupportedModelError(f"{name} is no transformers causal language model: give a PreTrainedModel with a head")
+    if not isinstance(model, PreTrainedModel) or (not hasattr(model, "lm_head") and not model.get_output_embeddings()):
+        raise UnsupportedModelError(
+            f"{name} is no transformers causal language model: give a PreTrainedModel with a head"
+        )
     config: PreTrainedConfig = model.config
     if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
         raise UnsupportedModelError(f"{name} is not a text-only decoder: use its text model, or model.generate")

@@ -31,6 +31,7 @@ class SamplingRows:
     mode: Tensor  # int64 [R], index into LOGPROBS_MODES
     slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
     any_random: bool
+    any_greedy: bool
     any_truncated: bool
     any_penalised: bool
     any_min_tokens: bool
@@ -98,7 +99,7 @@ class Sampler:
         if rows.any_truncated:
             processed = self.ops.truncate(processed * inverse[:, None], rows.top_k, rows.top_p, rows.min_p)
             processed_inverse = one
-        tokens = self.ops.sample(
+        tokens, own_logprobs = self.ops.sample(
             processed,
             processed_inverse,
             rows.greedy,
@@ -106,20 +107,24 @@ class Sampler:
             positions,
             rows.sample_index,
             any_random=rows.any_random,
+            any_greedy=rows.any_greedy,
         )
         if rows.any_penalised:
             assert self.penalties is not None
             self.penalties.add(rows.slots, tokens)
 
-        by_mode = ((logits, inverse), (logits, one), (processed, processed_inverse))
-        logprobs = self.ops.token_logprobs(*by_mode[rows.modes[0]], tokens)
-        for mode in rows.modes[1:]:
-            logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*by_mode[mode], tokens), logprobs)
+        # Each mode is a softmax over these logits at this inverse temperature; "processed" is what was sampled from.
+        bases = ((logits, inverse), (logits, one), (processed, processed_inverse))
+        as_sampled = 0 if processed is logits else 2
+        logprobs = own_logprobs
+        for mode in rows.modes:
+            if mode not in (as_sampled, 2):
+                logprobs = torch.where(rows.mode == mode, self.ops.token_logprobs(*bases[mode], tokens), logprobs)
         if not rows.top_logprobs:
             return SamplerOutput(tokens, logprobs, None, None)
-        basis = by_mode[rows.modes[0]][0] * by_mode[rows.modes[0]][1][:, None]
-        for mode in rows.modes[1:]:
-            source, scale = by_mode[mode]
+        basis = torch.empty_like(logits)
+        for mode in rows.modes:
+            source, scale = bases[mode]
             basis = torch.where((rows.mode == mode)[:, None], source * scale[:, None], basis)
         values, ids = basis.topk(rows.top_logprobs, dim=-1)
         return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))

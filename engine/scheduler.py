@@ -211,8 +211,15 @@ class Scheduler:
         arrivals do not tear the group apart.
         """
         for request in list(islice(self.waiting, len(self._free_slots))):
-            if not any(r.status is Status.RUNNING and r.computed < r.num_prompt for r in request.group):
+            computing = any(r.status is Status.RUNNING for r in request.group)
+            if not computing or self._with_prompt(request) is not None:
                 yield request
+
+    @staticmethod
+    def _with_prompt(request: Request) -> Request | None:
+        """A running sample of the same prompt that has computed all of it."""
+        have = (r for r in request.group if r.status is Status.RUNNING and r.computed >= r.num_prompt)
+        return next(have, None)
 
     def _admit(self, request: Request, budget: int, copies: list[tuple[int, int]]) -> int:
         """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait."""
@@ -248,10 +255,9 @@ class Scheduler:
         partly the request's own is shared as it is; writing to it copies it first.
         """
         last = request.total - 1
-        for other in request.group:
-            if other.status is Status.RUNNING and other.computed >= other.num_prompt:
-                computed = min(other.num_prompt, last)
-                return other.block_ids[: -(-computed // self.block_size)], computed, False
+        if (other := self._with_prompt(request)) is not None:
+            computed = min(other.num_prompt, last)
+            return other.block_ids[: -(-computed // self.block_size)], computed, False
         cache = self.prefix_cache
         if not cache.enabled:
             return [], 0, True

@@ -119,8 +119,8 @@ class StepInputs:
             self._write_slot(request)
         for request in requests:
             if request.first_new_block < len(request.block_ids):
-                new = request.block_ids[request.first_new_block :]
-                self._tables[request.slot, request.first_new_block : len(request.block_ids)] = new
+                fresh = slice(request.first_new_block, len(request.block_ids))
+                self._tables[request.slot, fresh] = request.block_ids[fresh]
                 request.first_new_block = len(request.block_ids)
 
         count = len(requests)
@@ -215,6 +215,7 @@ class StepInputs:
             stop_ids=stop_ids.to(self.runtime.device),
             slots=put(self._slot_rows, kept, rows),
             any_random=any(s.temperature > 0 for s in specs),
+            any_greedy=any(s.temperature == 0 for s in specs),
             any_truncated=any(s.truncated for s in specs),
             any_penalised=any(s.penalised for s in specs),
             any_min_tokens=any_min_tokens,

@@ -22,7 +22,7 @@ class Ops:
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
-    sample: Callable[..., Tensor]
+    sample: Callable[..., tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

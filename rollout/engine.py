@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Self
 
 import torch
@@ -191,7 +192,9 @@ class RolloutEngine:
     def _check_params(self, row: int, prompt: list[int], params: SamplingParams) -> None:
         vocab = self._shell.vocab
         if params.stop and self.tokenizer is None:
-            raise InvalidRequestError(f"prompt {row}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)")
+            raise InvalidRequestError(
+                f"prompt {row}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)"
+            )
         if params.logprobs > vocab:
             raise InvalidRequestError(f"prompt {row}: logprobs={params.logprobs} and the vocabulary has {vocab} tokens")
         if any(not 0 <= t < vocab for t in params.stop_token_ids):
@@ -226,7 +229,10 @@ class RolloutEngine:
     def _lower(self, prompt: list[int], p: SamplingParams) -> SamplingSpec:
         # Without a seed of its own a request draws from the engine's seed and its number: new tokens at every call,
         # the same ones in every run.
-        seed = p.seed if p.seed is not None else hash((self.config.seed, "request", self._requests_made).__repr__())
+        seed = p.seed
+        if seed is None:
+            name = f"{self.config.seed}:{self._requests_made}".encode()
+            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         return SamplingSpec(
             temperature=p.temperature,
             top_p=p.top_p,
@@ -296,7 +302,7 @@ class RolloutEngine:
         return self.core.scheduler.weight_version
 
     def _bind_shell(self) -> ModelShell:
-        shell = ModelShell(self._source.module, self.max_model_len)  # type: ignore[arg-type]
+        shell = ModelShell(self._source.module, self.max_model_len)
         shell.bind(self._source.tensors(), self._source.module)
         fused = self._source.rehome(fusion_groups(shell))
         shell.bind(self._source.tensors(), self._source.module)
@@ -408,7 +414,9 @@ class RolloutEngine:
                 raise InvalidConfigError("the model's config has no max_position_embeddings: set max_model_len")
             return int(limit)
         if limit is not None and self.config.max_model_len > limit:
-            raise InvalidConfigError(f"max_model_len={self.config.max_model_len} is beyond the model's {limit} positions")
+            raise InvalidConfigError(
+                f"max_model_len={self.config.max_model_len} is beyond the model's {limit} positions"
+            )
         return self.config.max_model_len
 
     def _num_blocks(self) -> int:

@@ -35,22 +35,26 @@ def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
         )["input_ids"]
     elif isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point():
-            raise InvalidRequestError(f"prompt {row} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
+            raise InvalidRequestError(
+                f"prompt {row} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]"
+            )
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence):
-        ids = list(prompt)
+        ids = prompt
     else:
         raise InvalidRequestError(
             f"prompt {row} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
         )
-    return ids
+    return list(ids)
 
 
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
-        raise InvalidRequestError(f"prompts is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]")
+        raise InvalidRequestError(
+            f"prompts is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
+        )
     if attention_mask is None:
-        return prompts.tolist()  # type: ignore[no-any-return]
+        return prompts.tolist()
     if attention_mask.shape != prompts.shape:
         raise InvalidRequestError(
             f"attention_mask has shape {tuple(attention_mask.shape)} and prompts {tuple(prompts.shape)}: they must agree"

@@ -47,7 +47,7 @@ class AliasedSource:
             whole = _view_side_by_side(parts)
             if whole is None and all(_owns_storage(p, owners) for p in parts) and _alike(parts):
                 whole = torch.cat([p.detach() for p in parts])
-                for part, rows in zip(parts, whole.split([p.shape[0] for p in parts]), strict=True):
+                for part, rows in zip(parts, torch.split(whole, [p.shape[0] for p in parts]), strict=True):
                     part.data = rows
                     if isinstance(part, nn.Parameter):
                         self._rehomed.append(part)
@@ -78,7 +78,7 @@ class AliasedSource:
     def check(self) -> None:
         """Raise ``WeightsMovedError`` where the parameters can no longer be borrowed."""
         for name, parameter in self.module.named_parameters():
-            if parameter.dtype != self.dtype and parameter.is_floating_point() or parameter.device != self.device:
+            if (parameter.dtype != self.dtype and parameter.is_floating_point()) or parameter.device != self.device:
                 raise WeightsMovedError(
                     f"parameter {name} is now {parameter.dtype} on {parameter.device}; the engine was built for "
                     f"{self.dtype} on {self.device}. Move the model back, or build a new engine on it"
@@ -119,4 +119,4 @@ def _view_side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
         offset += tensor.numel()
     whole = first.detach().new_empty(0)
     rows = sum(t.shape[0] for t in tensors)
-    return whole.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]))  # type: ignore[no-any-return]
+    return whole.set_(first.untyped_storage(), first.storage_offset(), (rows, *first.shape[1:]), first.stride())

@@ -35,7 +35,11 @@ def source_for(model: nn.Module) -> AliasedSource:
         )
     if getattr(module, "quantization_method", None) is not None:
         raise UnsupportedModelError(f"{what} is quantised ({module.quantization_method}), which is not supported yet")
-    if isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel) if torch.distributed.is_available() else False:
+    if (
+        isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel)
+        if torch.distributed.is_available()
+        else False
+    ):
         raise UnsupportedModelError(f"{what} is sharded by FSDP, which is not supported yet")
     parameters = dict(module.named_parameters())
     if not parameters:

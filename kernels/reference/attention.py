@@ -17,6 +17,7 @@ from torch import Tensor
 NEG_INF = float("-inf")
 # Keys gathered at a time: enough rows to amortise the calls, few enough (in tokens) to stay in the last-level cache.
 _GATHER_TOKENS = 8192
+_MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +45,16 @@ class Visibility:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Rows with one query each. rows: [r], token index of each; table: [r * n] block ids."""
+    """Rows with one query each. rows: [r], token index of each, None for all in order; table: [r * n] block ids."""
 
-    rows: Tensor
+    rows: Tensor | None
     table: Tensor
     num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One row with several queries: tokens ``start`` to ``start + num_queries``; table: [n] block ids."""
+    """Several queries of one row: tokens ``start`` to ``start + num_queries``; table: [n] block ids."""
 
     start: int
     num_queries: int
@@ -93,6 +94,10 @@ def plan_attention(
     query_lens: queries of each real row, laid out one row after the other; max_lens: keys each row will have at the
     end of the decode window; block_tables: int64 [R, M]; seq_lens: int64 [R] (both may hold padded rows at the end).
     """
+    longest = max(max_lens)
+    if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= _GATHER_TOKENS:
+        table = block_tables[:, : -(-longest // block_size)]
+        return AttentionPlan([_Decode(None, table.reshape(-1), table.shape[1])], [], seq_lens, block_size)
     starts, start = [], 0
     for n in query_lens:
         starts.append(start)
@@ -108,14 +113,17 @@ def plan_attention(
         table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
         decodes.append(_Decode(rows, table, num_blocks))
         begin = end
-    chunks = [
-        _Chunk(starts[row], n, max_lens[row], block_tables[row, : -(-max_lens[row] // block_size)].contiguous())
-        for row, n in enumerate(query_lens)
-        if n > 1
-    ]
+    chunks = []
+    for row, n in enumerate(query_lens):
+        if n > 1:
+            for done in range(0, n, _MAX_QUERIES):
+                count = min(n - done, _MAX_QUERIES)
+                length = max_lens[row] - n + done + count
+                table = block_tables[row, : -(-length // block_size)].contiguous()
+                chunks.append(_Chunk(starts[row] + done, count, length, table))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
-        decodes = [_Decode(index[d.rows], d.table, d.num_blocks) for d in decodes]
+        decodes = [_Decode(index[d.rows], d.table, d.num_blocks) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
@@ -150,20 +158,24 @@ def paged_attention(
     out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
 
     for number, d in enumerate(plan.decodes):
-        rows, length = d.rows.shape[0], d.num_blocks * plan.block_size
+        rows, length = d.table.shape[0] // d.num_blocks, d.num_blocks * plan.block_size
         key = key_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
         value = value_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
-        q = query.index_select(0, d.rows).view(rows, kv_heads, group, -1)  # the group's heads are the queries
+        q = query if d.rows is None else query.index_select(0, d.rows)
+        q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
         def decode_bias(d: _Decode = d, length: int = length) -> Tensor:
-            last = plan.seq_lens.index_select(0, d.rows)[:, None] - 1
+            lens = plan.seq_lens if d.rows is None else plan.seq_lens.index_select(0, d.rows)
+            last = lens[:, None] - 1
             hidden = visibility.hidden(last, torch.arange(length, device=last.device))
             return _as_bias(hidden, query.dtype)[:, None, None]
 
         bias = plan.bias((number, visibility, query.dtype), decode_bias)
         sink = None if sinks is None else sinks.view(1, kv_heads, group, 1)
-        result = _attend(q, key, value, bias, scale, softcap, sink)
-        out.index_copy_(0, d.rows, result.reshape(rows, heads, -1))
+        result = _attend(q, key, value, bias, scale, softcap, sink).reshape(rows, heads, -1)
+        if d.rows is None:  # it is the only piece of the plan
+            return result
+        out.index_copy_(0, d.rows, result)
 
     for number, c in enumerate(plan.chunks):
         key = key_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]

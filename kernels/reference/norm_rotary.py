@@ -13,6 +13,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x: [..., D]; weight: [D]. The result has the dtype of ``x``; the weight multiplies after the cast back, as
     transformers' Llama does.
     """
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 

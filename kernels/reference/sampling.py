@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+SAMPLE_BLOCK = 128
 _MASK32 = 0xFFFFFFFF
 # Philox4x32 with 7 rounds, the fewest that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
 # SC 2011, table 2). The constants are the paper's.
@@ -15,33 +17,35 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 def philox(key: Tensor, counter: Tensor, rounds: int = _ROUNDS) -> Tensor:
     """Random 32-bit words. key: int64 [2, ...]; counter: int64 [4, ...], words that broadcast; returns int64 [4, ...]."""
-    multiplier = torch.tensor(_MULTIPLIERS, device=counter.device).view(2, *(1,) * (counter.dim() - 1))
-    weyl = torch.tensor(_WEYL, device=counter.device).view(2, *(1,) * (counter.dim() - 1))
+    ones = (1,) * (counter.dim() - 1)
+    multiplier = torch.tensor(_MULTIPLIERS, device=counter.device).view(2, *ones)
+    weyl = torch.tensor(_WEYL, device=counter.device).view(2, *ones)
     even, odd = counter[0::2], counter[1::2]  # (c0, c2), (c1, c3)
     for _ in range(rounds):
         # In int64 the product wraps; its low and middle words, all that is kept, are exact.
         product = even * multiplier
-        high, low = (product >> 32) & _MASK32, product & _MASK32
-        even, odd = high.flip(0) ^ odd ^ key, low.flip(0)
+        high, low = (product >> 32).bitwise_and_(_MASK32), product.bitwise_and_(_MASK32)
+        even, odd = high.flip(0).bitwise_xor_(odd).bitwise_xor_(key), low.flip(0)
         key = (key + weyl) & _MASK32
     return torch.stack((even, odd), dim=1).flatten(0, 1)
 
 
-def exponential_noise(seed: Tensor, position: Tensor, sample: Tensor, vocab: int) -> Tensor:
-    """Standard exponential variates, a pure function of (seed, sample, position, token id).
+def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: int, count: int) -> Tensor:
+    """Standard Gumbel variates, a pure function of (seed, sample, position, stream, index).
 
-    seed: int64 [R], 63 bits used; position, sample: int64 [R]; returns fp32 [R, vocab].
+    seed: int64 [R], 63 bits used; position, sample_index: int64 [R]; returns fp32 [R, count].
     """
-    quads = -(-vocab // 4)
+    quads = -(-count // 4)
     key = torch.stack((seed & _MASK32, (seed >> 32) & _MASK32))[:, :, None]
-    counter = torch.zeros(4, seed.shape[0], quads, dtype=torch.long, device=seed.device)
+    counter = torch.empty(4, seed.shape[0], quads, dtype=torch.long, device=seed.device)
     counter[0] = torch.arange(quads, device=seed.device)
     counter[1] = position[:, None]
-    counter[2] = sample[:, None]
-    words = philox(key, counter)  # word j of quad q belongs to token 4 q + j
-    uniform = words.permute(1, 2, 0).flatten(1)[:, :vocab].float().add_(0.5).mul_(2.0**-32)
-    # Small variates decide who wins. Here they keep full relative precision, which -log(uniform) near 1 would not.
-    return torch.log1p(uniform.neg_()).neg_()
+    counter[2] = sample_index[:, None]
+    counter[3] = stream
+    words = philox(key, counter)  # word j of quad q is number 4 q + j
+    uniform = words.permute(1, 2, 0).flatten(1)[:, :count].float().add_(0.5).mul_(2.0**-32)
+    # The exponential variate -log(1 - u) decides by its small values, and there it keeps full relative precision.
+    return torch.log1p(uniform.neg_()).neg_().log_().neg_()
 
 
 def sample(
@@ -53,17 +57,31 @@ def sample(
     sample_index: Tensor,
     *,
     any_random: bool = True,
-) -> Tensor:
-    """One token a row by Gumbel-max: ``argmax(logits / temperature - log(exponential))``.
+    any_greedy: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """One token a row from softmax(logits / temperature), and its log-probability under it.
+
+    Gumbel-max in two stages, which is exact: first a block of ``SAMPLE_BLOCK`` tokens by the block's log-sum-exp (needed
+    for the normaliser anyway), then a token within it. This takes V / 128 + 128 random numbers a row and not V.
 
     logits: fp32 [R, V], -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
-    take the plain argmax; seed, position, sample_index: int64 [R]. Returns int64 [R].
+    take the argmax; seed, position, sample_index: int64 [R]. Returns (int64 [R], fp32 [R]).
     """
-    scores = logits * inverse_temperature[:, None]
+    rows, vocab = logits.shape
+    scaled = logits * inverse_temperature[:, None]
+    blocks = -(-vocab // SAMPLE_BLOCK)
+    padded = F.pad(scaled, (0, blocks * SAMPLE_BLOCK - vocab), value=float("-inf")).view(rows, blocks, SAMPLE_BLOCK)
+    mass = padded.logsumexp(-1)
+    tokens = logits.argmax(-1) if any_greedy else None
     if any_random:
-        noise = exponential_noise(seed, position, sample_index, logits.shape[-1]).log_()
-        scores = scores - noise.masked_fill_(greedy[:, None], 0.0)
-    return scores.argmax(-1)
+        noise = gumbel_noise(seed, position, sample_index, 0, blocks)
+        block = (mass + noise).argmax(-1)
+        inside = padded.gather(1, block[:, None, None].expand(rows, 1, SAMPLE_BLOCK))[:, 0]
+        noise = gumbel_noise(seed, position, sample_index, 1, SAMPLE_BLOCK)
+        drawn = block * SAMPLE_BLOCK + (inside + noise).argmax(-1)
+        tokens = drawn if tokens is None else torch.where(greedy, tokens, drawn)
+    assert tokens is not None, "a row is greedy or random"
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - mass.logsumexp(-1)
 
 
 def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> Tensor:

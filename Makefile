@@ -1,0 +1,82 @@
+# Everything runs in .venv, made on first use. `make gpu` alone uses what the CUDA host has installed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROOMS := rollout engine weight_sync kernels integrations
+MYPY_PACKAGES := $(ROOMS:%=-p stoker.%)
+
+# Written when the dependencies are in place, so an interrupted install is taken up again.
+DEPENDENCIES := $(VENV)/.dependencies
+# The name carries a checksum of all that is installed: an edited, added or deleted file asks for another stamp.
+SOURCES := find $(ROOMS) pyproject.toml -name '*.py' -o -name py.typed -o -name pyproject.toml
+INSTALLED := $(VENV)/.installed-$(shell $(SOURCES) | LC_ALL=C sort | xargs cksum | cksum | cut -d ' ' -f 1)
+# Setuptools puts whatever an earlier build left there into the next wheel, deleted modules too.
+CLEAN_BUILD := rm -rf build stoker.egg-info
+
+export PYTHONUNBUFFERED := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test bench lint gpu clean
+
+help:
+	@echo "make demo          train a small model with GRPO on this machine (ARGS: more flags)"
+	@echo "make test          lint, then the tests that need no GPU (ARGS: more pytest arguments)"
+	@echo "make bench         the benchmarks (ARGS: more flags)"
+	@echo "make lint          ruff and mypy"
+	@echo "make gpu OUT=DIR   GPU tests, then the benchmarks, on a CUDA host with torch; results in DIR"
+	@echo "make clean         remove the environment, the caches and what builds left"
+	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/grpo_arithmetic.py --output outputs/demo $(ARGS)
+
+# `pytest`, not `python -m pytest`: the latter puts the repository root on sys.path.
+test: lint
+	$(BIN)/pytest -m "not gpu" $(ARGS)
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/rollout.py $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(MYPY_PACKAGES)
+
+gpu: SHELL := bash
+gpu: .SHELLFLAGS := -o pipefail -c
+gpu:
+	@test -n "$(OUT)" || { echo "make gpu needs a folder for its results: make gpu OUT=results" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make gpu needs a CUDA device and a torch that sees it; $(PYTHON) has none." >&2; exit 2; }
+	@mkdir -p "$(OUT)"; \
+	  site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
+	  $(CLEAN_BUILD); \
+	  $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --target "$$site" . || exit; \
+	  $(CLEAN_BUILD); \
+	  export PYTHONPATH="$$site"; failed=0; \
+	  $(PYTHON) -P -m pytest -m gpu --junitxml="$(OUT)/gpu-tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/gpu-tests.log" || failed=1; \
+	  $(PYTHON) benchmarks/rollout.py --device cuda --output "$(OUT)" || failed=1; \
+	  exit $$failed
+
+clean:
+	$(CLEAN_BUILD)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(DEPENDENCIES): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Stoker needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 2; }
+	@echo "Setting up $(VENV); the first time this downloads torch and takes some minutes."
+	$(PYTHON) -m venv $(VENV)
+	$(CLEAN_BUILD)
+	$(BIN)/python -m pip install -c constraints-cpu.txt setuptools
+	$(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[trl,peft,plot,dev]'
+	touch $@
+
+$(INSTALLED): $(DEPENDENCIES)
+	@rm -f $(VENV)/.installed-*
+	@$(CLEAN_BUILD)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
+	@$(CLEAN_BUILD)
+	@touch $@

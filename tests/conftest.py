@@ -1,0 +1,31 @@
+"""Settings every test runs under, made before triton and transformers are first imported: both read them only then."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # the kernels run in triton's interpreter, on the CPU
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is a bug
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns whenever a test starts a process
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Random tensors are the same whether a test runs alone or after others."""
+    random.seed(0)
+    torch.manual_seed(0)
