@@ -161,10 +161,11 @@ class StepInputs:
         batch_positions = put(self._positions, positions, tokens)
         attention = self.ops.plan_attention(
             num_new,
-            (lengths + plan.num_steps - 1).tolist(),
+            lengths.tolist(),
             block_tables,
             seq_lens,
             block_size=self.block_size,
+            num_steps=plan.num_steps,
         )
         complete = [r.computed + n == r.total for r, n in zip(requests, num_new, strict=True)]
         return Batch(

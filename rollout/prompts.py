@@ -72,11 +72,11 @@ def check_prompt(row: int, ids: list[int], vocab: int, max_model_len: int) -> No
     """Raise ``InvalidRequestError`` for a prompt that cannot be served, naming its row."""
     if not ids:
         raise InvalidRequestError(f"prompt {row} is empty: give at least one token (a BOS token, say)")
-    for at, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-            raise InvalidRequestError(
-                f"prompt {row} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
-            )
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
+        at, token = next((at, t) for at, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab)
+        raise InvalidRequestError(
+            f"prompt {row} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
+        )
     if len(ids) >= max_model_len:
         raise InvalidRequestError(
             f"prompt {row} has {len(ids)} tokens and max_model_len is {max_model_len}, so nothing can be generated: "

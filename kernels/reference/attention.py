@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_T = TypeVar("_T")
 NEG_INF = float("-inf")
 # Keys gathered at a time: enough rows to amortise the calls, few enough (in tokens) to stay in the last-level cache.
 _GATHER_TOKENS = 8192
@@ -50,6 +52,7 @@ class _Decode:
     rows: Tensor | None
     table: Tensor
     num_blocks: int
+    written: int  # keys that every row has, whatever the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +73,39 @@ class AttentionPlan:
     chunks: list[_Chunk]
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
-    _biases: dict[object, Tensor | None] = field(default_factory=dict)
+    _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
-        self._biases.clear()
+        self._masks.clear()
 
-    def bias(self, key: object, make: Callable[[], Tensor | None]) -> Tensor | None:
-        if key not in self._biases:
-            self._biases[key] = make()
-        return self._biases[key]
+    def once(self, key: object, make: Callable[[], _T]) -> _T:
+        """What ``make`` returns, made once a step for all layers."""
+        if key not in self._masks:
+            self._masks[key] = make()
+        return self._masks[key]  # type: ignore[no-any-return]
 
 
 def plan_attention(
     query_lens: Sequence[int],
-    max_lens: Sequence[int],
+    key_lens: Sequence[int],
     block_tables: Tensor,
     seq_lens: Tensor,
     *,
     block_size: int,
+    num_steps: int = 1,
 ) -> AttentionPlan:
     """Group the rows of a step.
 
-    query_lens: queries of each real row, laid out one row after the other; max_lens: keys each row will have at the
-    end of the decode window; block_tables: int64 [R, M]; seq_lens: int64 [R] (both may hold padded rows at the end).
+    query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
+    first of ``num_steps`` steps; block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
+    padded rows at the end).
     """
+    max_lens = [n + num_steps - 1 for n in key_lens]
     longest = max(max_lens)
     if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= _GATHER_TOKENS:
         table = block_tables[:, : -(-longest // block_size)]
-        return AttentionPlan([_Decode(None, table.reshape(-1), table.shape[1])], [], seq_lens, block_size)
+        written = min(key_lens) if len(key_lens) == len(seq_lens) else 1
+        return AttentionPlan([_Decode(None, table.reshape(-1), table.shape[1], written)], [], seq_lens, block_size)
     starts, start = [], 0
     for n in query_lens:
         starts.append(start)
@@ -111,7 +119,7 @@ def plan_attention(
         rows = torch.tensor(single[begin:end], device=block_tables.device)
         num_blocks = -(-max_lens[single[end - 1]] // block_size)
         table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
-        decodes.append(_Decode(rows, table, num_blocks))
+        decodes.append(_Decode(rows, table, num_blocks, key_lens[single[begin]]))
         begin = end
     chunks = []
     for row, n in enumerate(query_lens):
@@ -123,7 +131,7 @@ def plan_attention(
                 chunks.append(_Chunk(starts[row] + done, count, length, table))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
-        decodes = [_Decode(index[d.rows], d.table, d.num_blocks) for d in decodes if d.rows is not None]
+        decodes = [_Decode(index[d.rows], d.table, d.num_blocks, d.written) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
@@ -159,18 +167,29 @@ def paged_attention(
 
     for number, d in enumerate(plan.decodes):
         rows, length = d.table.shape[0] // d.num_blocks, d.num_blocks * plan.block_size
-        key = key_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
-        value = value_cache.index_select(0, d.table).view(rows, length, kv_heads, -1).transpose(1, 2)
+
+        def last_key(d: _Decode = d) -> Tensor:
+            lens = plan.seq_lens if d.rows is None else plan.seq_lens.index_select(0, d.rows)
+            return lens[:, None] - 1
+
+        def unwritten(d: _Decode = d, length: int = length) -> Tensor:
+            return (torch.arange(d.written, length, device=query.device) > last_key())[:, :, None, None]
+
+        key = key_cache.index_select(0, d.table).view(rows, length, kv_heads, -1)
+        value = value_cache.index_select(0, d.table).view(rows, length, kv_heads, -1)
+        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
+            garbage = plan.once((number, "unwritten"), unwritten)
+            for gathered in (key, value):
+                gathered[:, d.written :].masked_fill_(garbage, 0.0)
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
-        def decode_bias(d: _Decode = d, length: int = length) -> Tensor:
-            lens = plan.seq_lens if d.rows is None else plan.seq_lens.index_select(0, d.rows)
-            last = lens[:, None] - 1
-            hidden = visibility.hidden(last, torch.arange(length, device=last.device))
+        def decode_bias(length: int = length) -> Tensor:
+            hidden = visibility.hidden(last_key(), torch.arange(length, device=query.device))
             return _as_bias(hidden, query.dtype)[:, None, None]
 
-        bias = plan.bias((number, visibility, query.dtype), decode_bias)
+        bias = plan.once((number, visibility, query.dtype), decode_bias)
         sink = None if sinks is None else sinks.view(1, kv_heads, group, 1)
         result = _attend(q, key, value, bias, scale, softcap, sink).reshape(rows, heads, -1)
         if d.rows is None:  # it is the only piece of the plan
@@ -189,7 +208,7 @@ def paged_attention(
             at = torch.arange(c.length, device=query.device)
             return _as_bias(visibility.hidden(at[c.length - c.num_queries :, None], at), query.dtype)
 
-        bias = plan.bias(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
+        bias = plan.once(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
         if group > 1:
             key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         sink = None if sinks is None else sinks.view(1, heads, 1, 1)

@@ -1,0 +1,276 @@
+"""Tiny random fp32 models of every supported family: what the engine is compared with, and what it must refuse.
+
+Every mechanism that a family has is switched on with a value that changes the result within a few tokens: sliding
+windows and attention chunks shorter than the test sequences, partial rotary, softcaps, sinks, multipliers, router
+biases. Weights are drawn wide enough that generations vary, and one-dimensional parameters are moved off their
+defaults, so a wrong norm convention or a dropped bias shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCAB = 128
+WINDOW = 12  # sliding window, and attention chunk, of every family that has one
+_SLIDING_FULL = ["sliding_attention", "full_attention", "sliding_attention"]
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    # The embeddings' standard deviation: small, or the token dominates the residual stream and tied weights repeat it.
+    "initializer_range": 0.3,
+}
+
+
+def _rope(theta: float = 1000.0, **extra: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **extra}
+
+
+# Fields besides _COMMON. hidden_size / num_attention_heads is 12 where no head_dim is given.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"sliding_window": WINDOW, "head_dim": 16},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "phi3": {
+        "sliding_window": WINDOW,
+        "hidden_size": 64,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": _rope(partial_rotary_factor=0.75),
+    },
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+    },
+    "gemma3": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+        "layer_types": _SLIDING_FULL,
+        "rope_parameters": {
+            "sliding_attention": _rope(100.0),
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+        },
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+    },
+    "olmo2": {},
+    "glm4": {"head_dim": 16, "attention_bias": True, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    },
+    "cohere2": {
+        "hidden_size": 64,
+        "sliding_window": WINDOW,
+        "layer_types": _SLIDING_FULL,
+        "logit_scale": 1.5,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "starcoder2": {"sliding_window": WINDOW, "use_bias": True, "tie_word_embeddings": True, "initializer_range": 0.15},
+    "exaone4": {"sliding_window": WINDOW, "layer_types": _SLIDING_FULL},
+    "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False, "clip_qkv": 1.0},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": _rope(partial_rotary_factor=0.5),
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
+    "gpt_neox": {"hidden_size": 64, "rope_parameters": _rope(partial_rotary_factor=0.25)},
+    "llama4": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 2],
+        "no_rope_layers": [1, 0, 1, 1],
+        "attention_chunk_size": WINDOW,
+        "attn_temperature_tuning": True,
+        "floor_scale": 5,
+        "attn_scale": 0.4,
+    },
+}
+
+# Families with a recurrent state, which the engine refuses.
+REFUSED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "falcon_h1": {
+        "num_hidden_layers": 2,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+}
+
+_TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+
+
+def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    fields = _COMMON | (FAMILIES | REFUSED)[family] | overrides
+    config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
+    config.eos_token_id = fields["eos_token_id"]  # glm4 puts its own ids where it is None
+    return config
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A model in eval mode, on the CPU, in fp32. It has no EOS: set ``generation_config.eos_token_id`` to have one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_config(family, **overrides), dtype=torch.float32).eval()
+        randomise(model)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> None:
+    """Draw every parameter and persistent buffer anew."""
+    embeddings = model.get_input_embeddings().weight
+    for tensor in model.parameters():
+        if tensor is embeddings:
+            tensor.copy_(model.config.initializer_range * torch.randn_like(tensor))
+        elif tensor.ndim == 1:  # norm weights about their default of 0 or 1, biases and sinks about 0
+            tensor.add_(0.25 * torch.randn_like(tensor))
+        else:
+            tensor.copy_(1.5 * tensor.shape[-1] ** -0.5 * torch.randn_like(tensor))
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            buffer.add_(0.25 * torch.randn_like(buffer))

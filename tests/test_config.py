@@ -1,0 +1,89 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from stoker.kernels.errors import InvalidConfigError, StokerError
+from stoker.rollout.config import EngineConfig, parse_bytes
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_num_seqs = 1
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8", None])
+def test_counts_are_positive_integers(name, value):
+    with pytest.raises(InvalidConfigError, match=rf"^{name}={value!r}: it has to be a positive integer"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 2.5, "4096"])
+def test_max_model_len_is_none_or_a_positive_integer(value):
+    assert EngineConfig(max_model_len=None).max_model_len is None
+    with pytest.raises(InvalidConfigError, match=r"^max_model_len="):
+        EngineConfig(max_model_len=value)
+
+
+@pytest.mark.parametrize("value", [1.5, None, True, "0"])
+def test_seed_is_an_integer(value):
+    with pytest.raises(InvalidConfigError, match=r"^seed="):
+        EngineConfig(seed=value)
+
+
+def test_dtype_by_name_or_value():
+    assert EngineConfig().dtype == "auto"
+    assert EngineConfig(dtype="bfloat16").dtype is torch.bfloat16
+    assert EngineConfig(dtype=torch.float16).dtype is torch.float16
+
+
+@pytest.mark.parametrize("value", ["bf16", "Tensor", "int8", torch.int64, 16, None])
+def test_a_dtype_that_is_none_is_refused(value):
+    with pytest.raises(InvalidConfigError, match=r"no floating-point torch dtype"):
+        EngineConfig(dtype=value)
+
+
+def test_device():
+    assert EngineConfig(device="cuda:1").device == torch.device("cuda", 1)
+    assert EngineConfig(device=torch.device("cpu")).device == torch.device("cpu")
+    for value in ("gpu", "cpu:x", None):
+        with pytest.raises(InvalidConfigError, match=r"^device="):
+            EngineConfig(device=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        (1, 1),
+        (4096, 4096),
+        ("4096", 4096),
+        ("12B", 12),
+        ("4GiB", 4 * 2**30),
+        ("512 MB", 512 * 10**6),
+        (" 1.5 gib ", 3 * 2**29),
+        ("2G", 2 * 10**9),
+        ("2Gi", 2 * 2**30),
+        ("3KiB", 3 * 2**10),
+        ("1kb", 1000),
+        ("7mib", 7 * 2**20),
+    ],
+)
+def test_amounts_of_bytes(text, amount):
+    assert parse_bytes(text) == amount
+    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == amount
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.5, True, None, "", "0", "0.2B", "4 TiB", "-4GiB", "4iB", "GiB", "many", "1e9", math.nan]
+)
+def test_a_bad_amount_is_refused(value):
+    with pytest.raises(InvalidConfigError, match=r"kv_cache_memory=.*'4GiB', or 'auto'") as error:
+        EngineConfig(kv_cache_memory=value)
+    assert isinstance(error.value, StokerError) and isinstance(error.value, ValueError)
+
+
+def test_auto_memory_stays_auto():
+    assert EngineConfig(kv_cache_memory="auto").kv_cache_memory == "auto"

@@ -1,0 +1,138 @@
+"""Every supported family against the plain Hugging Face forward, under everything the scheduler does to a request."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import oracle
+import pytest
+import torch
+from families import FAMILIES, REFUSED, VOCAB, make_model
+from transformers import PreTrainedModel
+
+from stoker.engine.device import Runtime
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.rollout.config import EngineConfig
+from stoker.rollout.engine import RolloutEngine
+from stoker.rollout.outputs import RolloutBatch
+from stoker.rollout.sampling_params import SamplingParams
+
+NEW_TOKENS = 24
+BLOCK = 4
+BLOCKS = 24  # of 4 tokens: the longest request fills 16, all six would fill 62
+
+
+def draw(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+PROMPTS = [draw(length, length) for length in (17, 40, 1, 28, 3, 9)]
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+SAMPLED = [
+    SamplingParams(temperature=0.7 if i % 2 else 1.0, seed=i, max_tokens=NEW_TOKENS) for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small are several times slower when their operations are split over threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot of the KV cache that is read before it is written spoils the result every time, not now and then."""
+    monkeypatch.setattr(
+        Runtime, "allocate_bytes", lambda self, n: torch.full((n,), 255, dtype=torch.uint8, device=self.device)
+    )
+
+
+@cache
+def model_of(family: str) -> PreTrainedModel:
+    return make_model(family)
+
+
+@cache
+def greedy_of(family: str) -> list[list[int]]:
+    return [oracle.greedy(model_of(family), prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def crowded_engine(family: str) -> RolloutEngine:
+    """Prefill in chunks of at most 16 tokens, and a KV cache for under half of what the prompts need together."""
+    with RolloutEngine(model_of(family), config=EngineConfig(block_size=BLOCK, kv_cache_memory="1MiB")) as probe:
+        block_bytes = probe.stats().kv_block_bytes
+    config = EngineConfig(block_size=BLOCK, kv_cache_memory=BLOCKS * block_bytes, max_num_batched_tokens=16)
+    return RolloutEngine(model_of(family), config=config)
+
+
+def tokens(batch: RolloutBatch) -> list[list[int]]:
+    batch.raise_for_errors()
+    return [output.completions[0].token_ids for output in batch]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_agrees_with_itself(family):
+    """The oracle's own footing: its cached, its padded and its plain forward give the same tokens."""
+    model = model_of(family)
+    for prompt, completion in zip(PROMPTS, greedy_of(family), strict=True):
+        assert oracle.logits(model, prompt, completion).argmax(-1).tolist() == completion
+    if family != "llama4":  # its temperature tuning counts the padding as positions
+        assert oracle.greedy_batch(model, PROMPTS, NEW_TOKENS) == greedy_of(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate(family):
+    with crowded_engine(family) as engine:
+        batch = engine.generate_batch(PROMPTS, GREEDY)
+        assert tokens(batch) == greedy_of(family)
+        assert [c.finish_reason for output in batch for c in output.completions] == ["length"] * len(PROMPTS)
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prefix_hit_changes_nothing(family):
+    long = PROMPTS[1]
+    branch = long[:30] + draw(99, 5)
+    with crowded_engine(family) as engine:
+        assert tokens(engine.generate_batch([long], GREEDY)) == [greedy_of(family)[1]]
+        assert engine.stats().prefix_cache_hit_tokens == 0
+        again = engine.generate_batch([long], GREEDY)
+        assert tokens(again) == [greedy_of(family)[1]]
+        assert again[0].cached_tokens >= len(long) - BLOCK
+        branched = engine.generate_batch([branch], GREEDY)
+        assert tokens(branched) == [oracle.greedy(model_of(family), branch, NEW_TOKENS)]
+        assert branched[0].cached_tokens == 30 // BLOCK * BLOCK
+        assert engine.stats().prefix_cache_hit_tokens == again[0].cached_tokens + branched[0].cached_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_plain_forward(family):
+    model = model_of(family)
+    with crowded_engine(family) as engine:
+        batches = [engine.generate_batch(PROMPTS, SAMPLED), engine.generate_batch(PROMPTS, GREEDY)]
+        assert engine.stats().num_preemptions > 0
+    for batch, params in zip(batches, (SAMPLED, [GREEDY] * len(PROMPTS)), strict=True):
+        batch.raise_for_errors()
+        for prompt, output, p in zip(PROMPTS, batch, params, strict=True):
+            (completion,) = output.completions
+            assert len(completion.token_ids) == len(completion.logprobs) == NEW_TOKENS
+            expected = oracle.logprobs(model, prompt, completion.token_ids, p.temperature or 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
+def test_sampled_tokens_do_not_depend_on_neighbours(family):
+    with crowded_engine(family) as engine:
+        together = tokens(engine.generate_batch(PROMPTS, SAMPLED))
+    with RolloutEngine(model_of(family), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        alone = [tokens(engine.generate_batch([p], s))[0] for p, s in zip(PROMPTS, SAMPLED, strict=True)]
+    assert alone == together
+    assert len(set(map(tuple, together))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_recurrent_hybrids_are_refused(family):
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        RolloutEngine(make_model(family), config=EngineConfig(kv_cache_memory="1MiB"))

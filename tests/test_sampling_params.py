@@ -1,0 +1,162 @@
+import math
+
+import numpy as np
+import pytest
+from transformers import GenerationConfig
+
+from stoker.kernels.errors import InvalidRequestError, StokerError
+from stoker.rollout.sampling_params import SamplingParams
+
+
+def test_defaults_sample_from_the_full_distribution():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.stop, params.stop_token_ids) == (16, 0, (), ())
+    assert params.logprobs_mode == "scaled" and params.seed is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("n", v) for v in (0, -1, 1.0, True, "2", None)),
+        *(("max_tokens", v) for v in (0, -5, 2.5, None)),
+        *(("min_tokens", v) for v in (-1, 0.5)),
+        *(("top_k", v) for v in (-1, 3.0, None)),
+        *(("logprobs", v) for v in (-1, 1.5, None, True)),
+        *(("temperature", v) for v in (-0.1, math.nan, math.inf, "1", None, True)),
+        *(("top_p", v) for v in (0.0, -0.5, 1.01, math.nan)),
+        *(("min_p", v) for v in (-0.1, 1.1, math.nan)),
+        *(("repetition_penalty", v) for v in (0.0, -1.0, math.inf)),
+        *(("presence_penalty", v) for v in (math.nan, math.inf)),
+        *(("frequency_penalty", v) for v in (math.nan, "0")),
+        *(("stop", v) for v in ("", ("a", ""), (1,), 3, None)),
+        *(("stop_token_ids", v) for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
+        *(("seed", v) for v in (1.5, "0", True)),
+        *(("logprobs_mode", v) for v in ("scale", None)),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(field, value):
+    with pytest.raises(InvalidRequestError, match=rf"^{field}=") as error:
+        SamplingParams(**{field: value})
+    assert repr(value) in str(error.value)
+    assert isinstance(error.value, StokerError) and isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_p": 0.0}, "above 0.0 and at most 1.0"),
+        ({"temperature": -1.0}, "a finite number at least 0.0"),
+        ({"presence_penalty": math.nan}, "a finite number$"),
+        ({"n": 0}, "an integer of at least 1"),
+        ({"seed": 0.5}, "an integer$"),
+        ({"logprobs_mode": "x"}, "scaled, raw, processed"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is above max_tokens=4"),
+    ],
+)
+def test_the_message_names_the_accepted_range(fields, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**fields)
+
+
+def test_values_become_plain_python():
+    params = SamplingParams(
+        n=np.int64(2), seed=np.int64(3), temperature=np.float32(0.5), top_p=1, stop="###", stop_token_ids=[np.int64(4)]
+    )
+    assert [type(v) for v in (params.n, params.seed, params.temperature, params.top_p)] == [int, int, float, float]
+    assert params.stop == ("###",) and params.stop_token_ids == (4,)
+    assert params == SamplingParams(n=2, seed=3, temperature=0.5, stop=["###"], stop_token_ids=(4,))
+    assert hash(params) is not None
+
+
+def test_edges_are_accepted():
+    SamplingParams(temperature=0, top_p=1e-9, min_p=1.0, min_tokens=16, seed=-1, presence_penalty=-2)
+
+
+def test_unknown_and_positional_arguments_are_refused():
+    with pytest.raises(TypeError):
+        SamplingParams(max_new_tokens=4)
+    with pytest.raises(TypeError):
+        SamplingParams(2)
+
+
+def test_a_default_generation_config_is_greedy():
+    assert SamplingParams.from_generation_config(GenerationConfig()) == SamplingParams(temperature=0.0)
+
+
+def test_generation_config_fields_are_translated():
+    config = GenerationConfig(
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        max_new_tokens=32,
+        min_new_tokens=2,
+        num_return_sequences=4,
+        stop_strings=["\n\n"],
+        eos_token_id=[1, 2],
+        max_length=4096,  # max_new_tokens wins, as it does under generate
+    )
+    assert SamplingParams.from_generation_config(config) == SamplingParams(
+        temperature=0.7,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        max_tokens=32,
+        min_tokens=2,
+        n=4,
+        stop=("\n\n",),
+        stop_token_ids=(1, 2),
+    )
+    assert SamplingParams.from_generation_config(config, max_tokens=8, n=1).max_tokens == 8
+    assert SamplingParams.from_generation_config(config.to_dict()) == SamplingParams.from_generation_config(config)
+
+
+def test_all_of_transformers_own_defaults_are_translated():
+    defaults = GenerationConfig._get_default_generation_params()
+    params = SamplingParams.from_generation_config(defaults, max_tokens=3)
+    assert params == SamplingParams(temperature=0.0, max_tokens=3)
+
+
+def test_unset_top_k_is_the_50_of_generate():
+    assert SamplingParams.from_generation_config(GenerationConfig(do_sample=True)).top_k == 50
+    assert SamplingParams.from_generation_config(GenerationConfig(do_sample=True, top_k=0)).top_k == 0
+    assert SamplingParams.from_generation_config(GenerationConfig(do_sample=True), top_k=0).top_k == 0
+
+
+def test_greedy_ignores_the_sampling_fields():
+    params = SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6, "top_p": 0.5, "top_k": 9})
+    assert params == SamplingParams(temperature=0.0)
+
+
+def test_one_eos_id():
+    assert SamplingParams.from_generation_config(GenerationConfig(eos_token_id=5)).stop_token_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_beams", 2),
+        ("typical_p", 0.5),
+        ("no_repeat_ngram_size", 3),
+        ("bad_words_ids", [[1]]),
+        ("guidance_scale", 1.5),
+        ("suppress_tokens", [3]),
+        ("forced_eos_token_id", 2),
+        ("min_length", 7),
+        ("max_time", 1.0),
+        ("output_scores", True),
+    ],
+)
+def test_what_the_engine_does_not_do_is_refused(field, value):
+    with pytest.raises(InvalidRequestError, match=rf"{field}=.*unset it, or use model.generate"):
+        SamplingParams.from_generation_config({field: value})
+
+
+def test_a_total_length_bound_is_refused():
+    with pytest.raises(InvalidRequestError, match=r"max_length.*set max_new_tokens, or pass max_tokens="):
+        SamplingParams.from_generation_config(GenerationConfig(max_length=100))
+    assert SamplingParams.from_generation_config(GenerationConfig(max_length=100), max_tokens=4).max_tokens == 4
