@@ -7,7 +7,7 @@ transformers' ``AttentionInterface``; the context of the step travels as a keywo
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class _ShapeProbe:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if layer in self.shapes:
+            raise UnsupportedModelError(f"layer {layer} attends more than once, and the cache holds one key a token")
         self.shapes[layer] = LayerShape(
             heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype
         )
@@ -84,6 +86,8 @@ def _paged_attention_interface(
 ) -> tuple[Tensor, None]:
     """Called by transformers with [1, heads, T, dim]; returns [1, T, heads, dim]."""
     layer: Any = module.layer_idx
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"layer {layer} is not plain causal attention: {type(module).__name__}")
     out = stoker_context.attend(
         layer,
         *(t[0].transpose(0, 1) for t in (query, key, value)),
@@ -110,14 +114,18 @@ class ModelShell:
     """
 
     def __init__(self, model: nn.Module, max_model_len: int) -> None:
-        check_supported(model, max_model_len)
+        check_supported(model)
         assert isinstance(model, PreTrainedModel)
+        check_length(model, max_model_len)
         config = copy.deepcopy(model.config)
         config._attn_implementation = _ATTENTION
+        config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
         self.config: Any = self.module.config
+        self.forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = self._module_forward
+        self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
 
     def bind(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -154,20 +162,31 @@ class ModelShell:
         return weight.device
 
     def layer_shapes(self) -> list[LayerShape]:
-        """What each attention layer stores of a token, seen by running one token."""
+        """What each attention layer stores of a token, seen by running two tokens."""
         probe = _ShapeProbe()
-        token = torch.zeros(1, dtype=torch.long, device=self.device)
-        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-            self(token, token, token, probe)
+        positions = torch.arange(2, device=self.device)
+        name = type(self.module).__name__
+        try:
+            with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+                self(torch.zeros_like(positions), positions, positions[1:], probe)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: this is where an unknown architecture first meets the engine
+            raise UnsupportedModelError(
+                f"{name} does not run in the engine ({error}): use model.generate for it"
+            ) from error
         if sorted(probe.shapes) != list(range(self.config.num_hidden_layers)):
             raise UnsupportedModelError(
-                f"{type(self.module).__name__}: only layers {sorted(probe.shapes)} of "
+                f"{name}: only layers {sorted(probe.shapes)} of "
                 f"{self.config.num_hidden_layers} keep keys and values; layers with another state are not supported"
             )
         return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
 
     def __call__(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
         """token_ids, positions: int64 [T]; last_token: int64 [R], tokens to project. Returns fp32 logits [R, V]."""
+        return self.forward(token_ids, positions, last_token, context).float()
+
+    def _module_forward(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
         out = self.module(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -177,13 +196,17 @@ class ModelShell:
             stoker_context=context,
         )
         logits: Tensor = out.logits[0]
-        return logits.float()
+        return logits
 
 
-def check_supported(model: nn.Module, max_model_len: int) -> None:
+def check_supported(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` naming what the engine cannot run, and the remedy."""
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or (not hasattr(model, "lm_head") and not model.get_output_embeddings()):
+    if (
+        not isinstance(model, PreTrainedModel)
+        or not model.can_generate()
+        or (not hasattr(model, "lm_head") and not model.get_output_embeddings())
+    ):
         raise UnsupportedModelError(
             f"{name} is no transformers causal language model: give a PreTrainedModel with a head"
         )
@@ -199,6 +222,11 @@ def check_supported(model: nn.Module, max_model_len: int) -> None:
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
+
+
+def check_length(model: PreTrainedModel, max_model_len: int) -> None:
+    """Raise ``UnsupportedModelError`` where sequences of that length would not be independent of each other."""
+    name, config = type(model).__name__, model.config
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):

@@ -28,12 +28,13 @@ class EagerStep:
         tops: list[tuple[Tensor, Tensor]] = []
         with torch.inference_mode(), torch.autocast(self.model.device.type, enabled=False):
             context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
+            # The position sampled for is the one after the row's last token.
+            noise = self.sampler.noise(batch.sampling, batch.seq_lens, batch.num_steps)
             for step in range(batch.num_steps):
                 if step:
                     batch.advance(tokens[-1])
                 logits = self.model(batch.token_ids, batch.positions, batch.last_token, context)
-                # Real rows only cost a view; the position sampled for is the one after the row's last token.
-                out = self.sampler(logits, batch.sampling, batch.seq_lens)
+                out = self.sampler(logits, batch.sampling, batch.seq_lens, noise[step])
                 tokens.append(out.tokens)
                 logprobs.append(out.logprobs)
                 if out.top_ids is not None and out.top_logprobs is not None:

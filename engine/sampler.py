@@ -86,8 +86,20 @@ class Sampler:
         device = self._shape[2]
         self.penalties.start(slot, *(torch.tensor(t, dtype=torch.long, device=device) for t in (prompt, output)))
 
-    def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor) -> SamplerOutput:
-        """logits: fp32 [R, V]; positions: int64 [R], of the tokens to be sampled."""
+    def noise(self, rows: SamplingRows, positions: Tensor, num_steps: int) -> list[Tensor | None]:
+        """The random numbers of each step of a window, which nothing sampled in it can change.
+
+        positions: int64 [R], of the tokens that the first step samples.
+        """
+        if not rows.any_random:
+            return [None] * num_steps
+        at = positions + torch.arange(num_steps, device=positions.device)[:, None]
+        seed, sample_index = rows.seed.expand_as(at), rows.sample_index.expand_as(at)
+        drawn = self.ops.gumbel_noise(seed.flatten(), at.flatten(), sample_index.flatten(), self._shape[1])
+        return list(drawn.view(num_steps, len(positions), -1))
+
+    def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
+        """logits: fp32 [R, V]; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
         inverse = rows.temperature.reciprocal()
         one = torch.ones_like(inverse)
         processed, processed_inverse = logits, inverse
@@ -102,12 +114,8 @@ class Sampler:
         tokens, own_logprobs = self.ops.sample(
             processed,
             processed_inverse,
-            rows.greedy,
-            rows.seed,
-            positions,
-            rows.sample_index,
-            any_random=rows.any_random,
-            any_greedy=rows.any_greedy,
+            rows.greedy if rows.any_greedy else None,
+            noise,
         )
         if rows.any_penalised:
             assert self.penalties is not None

@@ -82,7 +82,7 @@ class Scheduler:
         """The next step's work, with its blocks allocated; None when nothing is left to do."""
         work: list[tuple[Request, int]] = []
         admitted: list[Request] = []
-        copies: list[tuple[int, int]] = []
+        copies: dict[int, int] = {}  # KV blocks by the block they are copied to
         budget = self.max_num_batched_tokens
         preempted = False
 
@@ -115,7 +115,8 @@ class Scheduler:
         num_steps = 1
         if all(r.computed + n == r.total and n == 1 for r, n in work):
             num_steps = self._reserve_window([r for r, _ in work])
-        return Plan([r for r, _ in work], [n for _, n in work], num_steps, admitted, copies)
+        pairs = [(source, target) for target, source in copies.items()]
+        return Plan([r for r, _ in work], [n for _, n in work], num_steps, admitted, pairs)
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Request]:
         """Move the counters on by what was computed; returns the requests that finished."""
@@ -157,16 +158,16 @@ class Scheduler:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, request: Request, num_new: int, copies: list[tuple[int, int]]) -> bool:
+    def _reserve(self, request: Request, num_new: int, copies: dict[int, int]) -> bool:
         """Blocks for the request's next ``num_new`` tokens, the first of them its own; False where they do not fit."""
         blocks, first = request.block_ids, request.computed // self.block_size
         shared = first < len(blocks) and self.pool.refs(blocks[first]) > 1
         missing = -(-(request.computed + num_new) // self.block_size) - len(blocks)
         if missing + shared > self.pool.num_free:
             return False
-        if shared:  # copy on write
+        if shared:  # copy on write; what is itself still to be copied is copied from where it comes from
             own = self.pool.allocate()
-            copies.append((blocks[first], own))
+            copies[own] = copies.get(blocks[first], blocks[first])
             self.pool.free((blocks[first],))
             blocks[first] = own
             request.first_new_block = min(request.first_new_block, first)
@@ -195,11 +196,11 @@ class Scheduler:
             request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request; it is the first to come back and computes its tokens again."""
+        """Take everything from a running request; it comes back in its turn and computes its tokens again."""
         self._release(request)
         self.running.remove(request)
         request.computed, request.status = 0, Status.WAITING
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=lambda r: r.id)
         self.counters.preemptions += 1
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -211,17 +212,16 @@ class Scheduler:
         arrivals do not tear the group apart.
         """
         for request in list(islice(self.waiting, len(self._free_slots))):
-            computing = any(r.status is Status.RUNNING for r in request.group)
+            computing = any(r.group is request.group for r in self.running)
             if not computing or self._with_prompt(request) is not None:
                 yield request
 
-    @staticmethod
-    def _with_prompt(request: Request) -> Request | None:
+    def _with_prompt(self, request: Request) -> Request | None:
         """A running sample of the same prompt that has computed all of it."""
-        have = (r for r in request.group if r.status is Status.RUNNING and r.computed >= r.num_prompt)
+        have = (r for r in self.running if r.group is request.group and r.computed >= r.num_prompt)
         return next(have, None)
 
-    def _admit(self, request: Request, budget: int, copies: list[tuple[int, int]]) -> int:
+    def _admit(self, request: Request, budget: int, copies: dict[int, int]) -> int:
         """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait."""
         shared, computed, from_cache = self._already_computed(request)
         for block in shared:

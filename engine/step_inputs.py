@@ -84,6 +84,7 @@ class StepInputs:
         max_num_batched_tokens: int,
         max_blocks: int,
         block_size: int,
+        token_bytes: int,
         vocab: int,
     ) -> None:
         self.ops = ops
@@ -91,6 +92,7 @@ class StepInputs:
         self.max_rows = max_num_seqs
         self.max_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.block_size = block_size
+        self.token_bytes = token_bytes
         self.vocab = vocab
         # One row more than there are slots: the padding, greedy and without any request's ids.
         self._host: dict[str, NDArray[Any]] = {
@@ -165,6 +167,7 @@ class StepInputs:
             block_tables,
             seq_lens,
             block_size=self.block_size,
+            token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
         )
         complete = [r.computed + n == r.total for r, n in zip(requests, num_new, strict=True)]

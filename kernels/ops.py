@@ -17,23 +17,25 @@ class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    qk_norm_rotary: Callable[..., tuple[Tensor, Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
-    sample: Callable[..., tuple[Tensor, Tensor]]
+    gumbel_noise: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
-    rotary=norm_rotary.rotary,
+    qk_norm_rotary=norm_rotary.qk_norm_rotary,
     silu_mul=norm_rotary.silu_mul,
     plan_attention=attention.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,
+    gumbel_noise=sampling.gumbel_noise,
     sample=sampling.sample,
     token_logprobs=sampling.token_logprobs,
     truncate=sampling.truncate,

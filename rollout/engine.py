@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
-from stoker.engine.kv_cache import KVCache
-from stoker.engine.model import ModelShell
+from stoker.engine.kv_cache import KVCache, LayerShape
+from stoker.engine.model import ModelShell, check_supported
 from stoker.engine.request import Request, SamplingSpec
 from stoker.engine.runner import EagerStep
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler
@@ -31,7 +33,8 @@ from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput
 from stoker.rollout.prompts import check_prompt, to_token_ids
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text
-from stoker.weight_sync.source import source_for
+from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.source import source_for, unwrap
 
 _SEED_MASK = 2**63 - 1
 
@@ -65,30 +68,46 @@ class RolloutEngine:
     that they are one matmul each); ``close`` undoes that. tokenizer: for text and chat prompts, ``text`` and stop
     strings.
 
-    Raises ``UnsupportedModelError`` or ``InvalidConfigError`` before anything is allocated.
+    Raises ``UnsupportedModelError`` or ``InvalidConfigError``; the model is then as it was.
     """
 
+    @torch.inference_mode(False)  # or the buffers made here could not be written to outside of the caller's
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._model = model
         self._closed = False
         self._busy = False
+        self._interrupted = False
         self._last_update_seconds = 0.0
         self._requests_made = 0
+        self._checksums: list[int] | None = None
         self._source = source_for(model)
+        check_supported(self._source.module)
         self._check_config()
         self.ops = ops_for(self._source.device)
         self.runtime = runtime_for(self._source.device)
         self.max_model_len = self._max_model_len()
-        self._shell = self._bind_shell()
+        self._shell = self._new_shell(self._source)
         self._eos_ids = self._find_eos_ids()
-
         shapes = self._shell.layer_shapes()
-        block_size = self.config.block_size
-        self._block_bytes = KVCache.block_bytes(shapes, block_size)
+        self._block_bytes = KVCache.block_bytes(shapes, self.config.block_size)
         num_blocks = self._num_blocks()
-        self._kv = KVCache(shapes, num_blocks, block_size, self.runtime)
+        try:
+            self._kv = KVCache(shapes, num_blocks, self.config.block_size, self.runtime)
+        except (RuntimeError, MemoryError) as error:
+            raise InvalidConfigError(
+                f"{self._no_memory(num_blocks)}. Free some or set a smaller EngineConfig.kv_cache_memory"
+            ) from error
+        self.core = self._new_core(shapes)
+        try:
+            self._fuse(self._shell, self._source)
+        except BaseException:
+            self._source.release()
+            raise
+
+    def _new_core(self, shapes: Sequence[LayerShape]) -> EngineCore:
+        block_size, num_blocks = self.config.block_size, self._kv.num_blocks
         scheduler = Scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -105,10 +124,11 @@ class RolloutEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_blocks=min(-(-self.max_model_len // block_size), num_blocks),
             block_size=block_size,
+            token_bytes=max(shape.token_bytes for shape in shapes),
             vocab=vocab,
         )
         sampler = Sampler(self.ops, self.config.max_num_seqs, vocab, self._source.device)
-        self.core = EngineCore(scheduler, inputs, EagerStep(self._shell, sampler, self._kv, self.ops))
+        return EngineCore(scheduler, inputs, EagerStep(self._shell, sampler, self._kv, self.ops))
 
     @classmethod
     def from_pretrained(
@@ -116,8 +136,8 @@ class RolloutEngine:
     ) -> Self:
         """An engine on a local folder of safetensors (one file or a sharded index).
 
-        On a CPU the weights stay memory-mapped, but for the few that are laid side by side; on CUDA they go straight
-        to the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
+        On a CPU the weights stay memory-mapped where ``config.dtype`` is that of the files; on CUDA they go straight to
+        the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -127,9 +147,15 @@ class RolloutEngine:
         device = config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=config.dtype, device_map={"": device}, local_files_only=True
-        )
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise InvalidConfigError(f"{path} cannot be loaded: {error}") from error
+        if info["missing_keys"]:
+            lacking = ", ".join(sorted(info["missing_keys"])[:4])
+            raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
         if tokenizer == "auto":
             has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
@@ -137,6 +163,7 @@ class RolloutEngine:
 
     # -- generation ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def generate_batch(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]] | Tensor,
@@ -149,7 +176,7 @@ class RolloutEngine:
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
         count without one). sampling_params: one for all, or one per prompt. Consecutive equal prompts are computed
-        once. Weights that were changed in place or moved since the last call are noticed, as by ``update_weights``.
+        once. Weights that were changed or moved since the last call are noticed, as by ``update_weights``.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
         prompt, ``EngineStateError`` while asleep, closed or inside another call. A request that fails while running
@@ -162,18 +189,22 @@ class RolloutEngine:
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
             check_prompt(row, prompt, self._shell.vocab, self.max_model_len)
             self._check_params(row, prompt, p)
-        if self._source.changed():
-            self.update_weights()
+        self._notice_changes()
         by_prompt = self._make_requests(ids, params)
         requests = [r for rs in by_prompt for r in rs]
-        self._busy = True
         try:
+            self._busy = True
+            if self._interrupted:  # a second interrupt came before the first was dealt with
+                self.core.scheduler.abort_all()
+            self._interrupted = True
             self.core.add(requests)
             with tqdm(total=len(requests), unit="completion", disable=not progress_bar) as progress:
                 while self.core.has_work:
                     progress.update(len(self.core.step()))
+            self._interrupted = False
         except BaseException:
             self.core.scheduler.abort_all()
+            self._interrupted = False
             raise
         finally:
             self._busy = False
@@ -260,7 +291,7 @@ class RolloutEngine:
                     index=r.sample_index,
                     token_ids=r.output,
                     logprobs=r.logprobs,
-                    top_logprobs=r.top_logprobs if r.spec.top_logprobs else None,
+                    top_logprobs=_most_likely(r.top_logprobs, r.spec.top_logprobs) if r.spec.top_logprobs else None,
                     finish_reason=r.finish_reason,  # type: ignore[arg-type]
                     stop_reason=r.stop_reason,
                     weight_versions=r.weight_versions,
@@ -274,6 +305,7 @@ class RolloutEngine:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def update_weights(self, *, version: int | None = None) -> int:
         """Take the model's weights as they are now; returns the new weight version.
 
@@ -283,16 +315,15 @@ class RolloutEngine:
         ``UnsupportedModelError`` where the model can no longer be borrowed; the engine then keeps its old version and
         refuses to generate.
         """
-        self._check_open()
+        self._check_idle("update its weights")
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidRequestError(f"version={version!r} is not an integer")
         if version is not None and version <= self.weight_version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
         start = time.perf_counter()
-        self._source.check()
-        if self._source.moved() or source_for(self._model).module is not self._source.module:
+        if self._moved():
             self._rebind()
-        self._source.bind()
+        self._checksums = None
         self.core.scheduler.set_weight_version(self.weight_version + 1 if version is None else version)
         self._last_update_seconds = time.perf_counter() - start
         return self.weight_version
@@ -301,34 +332,48 @@ class RolloutEngine:
     def weight_version(self) -> int:
         return self.core.scheduler.weight_version
 
-    def _bind_shell(self) -> ModelShell:
-        shell = ModelShell(self._source.module, self.max_model_len)
-        shell.bind(self._source.tensors(), self._source.module)
-        fused = self._source.rehome(fusion_groups(shell))
-        shell.bind(self._source.tensors(), self._source.module)
-        self._fused_layers = fuse_layers(shell, self.ops, fused)
-        self._source.bind()
+    def _notice_changes(self) -> None:
+        if self._moved():
+            self.update_weights()
+        checksums = self._source.checksums()
+        if self._checksums is not None and checksums != self._checksums:
+            self.update_weights()
+        self._checksums = checksums
+
+    def _moved(self) -> bool:
+        return unwrap(self._model) is not self._source.module or self._source.moved()
+
+    def _new_shell(self, source: AliasedSource) -> ModelShell:
+        shell = ModelShell(source.module, self.max_model_len)
+        shell.bind(source.tensors(), source.module)
         return shell
 
+    def _fuse(self, shell: ModelShell, source: AliasedSource) -> None:
+        fused = source.rehome(fusion_groups(shell))
+        self._fused_layers = fuse_layers(shell, self.ops, fused)
+        source.bind()
+
     def _rebind(self) -> None:
+        """A new shell on the model as it is now. Where that fails, the engine keeps the old one, and goes on failing."""
+        self._source.check()
         source = source_for(self._model)
-        if (source.dtype, source.device) != (self._source.dtype, self._source.device):
-            self._source.check()
-        self._source.module = source.module
-        self._shell = self.core.runner.model = self._bind_shell()
-        if self._shell.layer_shapes() != list(self._kv.shapes):
+        shell = self._new_shell(source)
+        same_kind = (source.dtype, source.device) == (self._source.dtype, self._source.device)
+        if not same_kind or shell.layer_shapes() != list(self._kv.shapes) or shell.vocab != self._shell.vocab:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
+        source.succeed(self._source)
+        self._fuse(shell, source)
+        self._source, self._shell, self.core.runner.model = source, shell, shell
 
     # -- memory --------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Give the KV cache's memory back; weights are the trainer's and stay. Asleep already: nothing happens."""
-        self._check_open()
-        if self._busy:
-            raise EngineStateError("the engine cannot sleep inside generate_batch")
+        self._check_idle("sleep")
         self.core.scheduler.prefix_cache.clear()
         self._kv.release()
 
+    @torch.inference_mode(False)
     def wake_up(self) -> None:
         """Allocate the KV cache again. Raises ``EngineStateError`` where memory is short; it can be tried again."""
         self._check_open()
@@ -337,11 +382,12 @@ class RolloutEngine:
         try:
             self._kv.allocate()
         except (RuntimeError, MemoryError) as error:
-            wanted = self._kv.num_blocks * self._block_bytes
-            raise EngineStateError(
-                f"no memory for the KV cache: {wanted} bytes wanted, {self.runtime.free_memory()} free. Free some and "
-                "call wake_up() again"
-            ) from error
+            wanted = self._no_memory(self._kv.num_blocks)
+            raise EngineStateError(f"{wanted}. Free some and call wake_up() again") from error
+
+    def _no_memory(self, num_blocks: int) -> str:
+        wanted, free = num_blocks * self._block_bytes, self.runtime.free_memory()
+        return f"no memory for the KV cache: {wanted} bytes wanted, {free} free"
 
     @property
     def is_sleeping(self) -> bool:
@@ -369,11 +415,11 @@ class RolloutEngine:
             last_update_seconds=self._last_update_seconds,
         )
 
+    @torch.inference_mode(False)  # or the model could not be trained any more
     def close(self) -> None:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
         if not self._closed:
-            if self._busy:
-                raise EngineStateError("the engine cannot be closed inside generate_batch")
+            self._check_idle("close")
             self._kv.release()
             self._source.release()
             self._closed = True
@@ -389,6 +435,13 @@ class RolloutEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStateError("the engine is closed: build a new one")
+
+    def _check_idle(self, action: str) -> None:
+        self._check_open()
+        if self._busy:
+            raise EngineStateError(
+                f"the engine cannot {action} inside generate_batch: wait until the call has returned"
+            )
 
     def _check_ready(self) -> None:
         self._check_open()
@@ -441,4 +494,9 @@ class RolloutEngine:
             eos = getattr(owner, "eos_token_id", None)
             if eos is not None:
                 found.update([eos] if isinstance(eos, int) else eos)
-        return frozenset(found)
+        return frozenset(t for t in found if 0 <= t < self._shell.vocab)  # a tokenizer may know more tokens
+
+
+def _most_likely(top: list[dict[int, float]], count: int) -> list[dict[int, float]]:
+    """The first ``count`` of each: a step makes as many for every row as one of its rows wants."""
+    return [dict(islice(one.items(), count)) for one in top]

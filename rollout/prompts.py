@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
+
+_INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"}
 
 
 def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any) -> list[list[int]]:
@@ -21,7 +23,7 @@ def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any) ->
         raise InvalidRequestError("attention_mask goes with prompts given as a tensor [B, T]; lists need none")
     if isinstance(prompts, Tensor):
         return _from_tensor(prompts, attention_mask)
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
     return [_one(row, prompt, tokenizer) for row, prompt in enumerate(prompts)]
 
@@ -30,16 +32,19 @@ def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         ids = _tokenizer(tokenizer, "text prompts")(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
-        ids = _tokenizer(tokenizer, "chat prompts").apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-    elif isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point():
+        chat = _tokenizer(tokenizer, "chat prompts")
+        try:
+            ids = chat.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)
+        except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
+            raise InvalidRequestError(f"prompt {row}: {error}") from error
+        ids = ids["input_ids"]
+    elif isinstance(prompt, (Tensor, np.ndarray)):
+        if prompt.ndim != 1 or str(prompt.dtype).removeprefix("torch.") not in _INTEGERS:
             raise InvalidRequestError(
                 f"prompt {row} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]"
             )
         ids = prompt.tolist()
-    elif isinstance(prompt, Sequence):
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         ids = prompt
     else:
         raise InvalidRequestError(
@@ -49,12 +54,14 @@ def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
 
 
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
+    if prompts.dim() != 2 or str(prompts.dtype).removeprefix("torch.") not in _INTEGERS:
         raise InvalidRequestError(
             f"prompts is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
         )
     if attention_mask is None:
         return prompts.tolist()
+    if not isinstance(attention_mask, Tensor):
+        raise InvalidRequestError(f"attention_mask is a {type(attention_mask).__name__}: give a tensor [B, T]")
     if attention_mask.shape != prompts.shape:
         raise InvalidRequestError(
             f"attention_mask has shape {tuple(attention_mask.shape)} and prompts {tuple(prompts.shape)}: they must agree"

@@ -29,7 +29,9 @@ class StopStringChecker:
             return None
         text = self._tail + after[len(before) :]
         self._context, self._pending = self._pending[-4:], []
-        found = [(text.find(stop), stop) for stop in self.stops if stop in text]
+        # Only a match that ends in the new text: one in the old text was reported when it was new.
+        old = len(self._tail)
+        found = [(at, s) for s in self.stops if (at := text.find(s, max(0, old - len(s) + 1))) >= 0]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(found)[1] if found else None
 
@@ -41,6 +43,8 @@ def completion_text(tokenizer: Any, token_ids: list[int], stop_reason: int | str
     """The completion without special tokens, and without the stop string that ended it."""
     text: str = tokenizer.decode(token_ids, skip_special_tokens=True)
     if isinstance(stop_reason, str):
-        at = text.find(stop_reason)
+        # The last token completed it; an occurrence further up came before min_tokens and belongs to the text.
+        before = tokenizer.decode(token_ids[:-1], skip_special_tokens=True).rstrip("�")
+        at = text.find(stop_reason, max(0, len(before) - len(stop_reason) + 1))
         text = text[:at] if at >= 0 else text
     return text

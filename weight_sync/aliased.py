@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import WeightsMovedError
+
+# A name, its tensor, and where that lies: address, dtype, shape, stride.
+_Place = tuple[str, Tensor, tuple[Any, ...]]
 
 
 class AliasedSource:
@@ -20,7 +24,7 @@ class AliasedSource:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._rehomed: list[nn.Parameter] = []
-        self._bound: list[tuple[dict[str, Tensor | None], str, Tensor, int, int]] = []
+        self._bound: list[_Place] = []
         weight = next(module.parameters())
         self.dtype, self.device = weight.dtype, weight.device
 
@@ -33,8 +37,8 @@ class AliasedSource:
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
-        A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight) is never
-        moved. Parameters that lie side by side already are only viewed.
+        A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
+        file) is never moved. Parameters that lie side by side already are only viewed.
         """
         named = self.tensors()
         owners: dict[int, int] = {}
@@ -48,41 +52,57 @@ class AliasedSource:
             if whole is None and all(_owns_storage(p, owners) for p in parts) and _alike(parts):
                 whole = torch.cat([p.detach() for p in parts])
                 for part, rows in zip(parts, torch.split(whole, [p.shape[0] for p in parts]), strict=True):
-                    part.data = rows
                     if isinstance(part, nn.Parameter):
                         self._rehomed.append(part)
+                    part.data = rows
             if whole is not None:
                 fused[group] = whole
         return fused
 
     def bind(self) -> None:
-        """Remember where every tensor lies now, so that ``moved`` and ``changed`` can tell."""
-        self._bound = []
-        for module in self.module.modules():
+        """Remember where every tensor lies now, so that ``moved`` can tell."""
+        self._bound = list(self._places())
+
+    def _places(self) -> Iterator[_Place]:
+        for path, module in self.module.named_modules():
             for registry in (module._parameters, module._buffers):
                 for name, tensor in registry.items():
                     if tensor is not None:
-                        self._bound.append((registry, name, tensor, tensor.data_ptr(), tensor._version))  # type: ignore[arg-type]
+                        layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                        yield f"{path}.{name}", tensor, layout
 
     def moved(self) -> bool:
-        """Whether any tensor is another object, or lies elsewhere, than when it was bound."""
-        return any(
-            registry.get(name) is not tensor or tensor.data_ptr() != address
-            for registry, name, tensor, address, _ in self._bound
+        """Whether a tensor was added, taken away, renamed or replaced since ``bind``, or lies elsewhere."""
+        now = list(self._places())
+        return len(now) != len(self._bound) or any(
+            name != bound_name or tensor is not bound or layout != bound_layout
+            for (name, tensor, layout), (bound_name, bound, bound_layout) in zip(now, self._bound, strict=True)
         )
 
-    def changed(self) -> bool:
-        """Whether a tensor has moved or was written to in place (as autograd counts it) since ``bind``."""
-        return self.moved() or any(tensor._version != version for _, _, tensor, _, version in self._bound)
+    def checksums(self) -> list[int]:
+        """One number for each bound tensor, which another content would not have, but by rare chance.
+
+        Autograd's version counters would cost nothing, and miss fused optimizers and whatever writes through
+        ``.data`` or a flat buffer. This reads the weights once, as one decode step does, and at the same speed.
+        """
+        with torch.no_grad():
+            tensors = {id(t): t for _, t, _ in self._bound if t.numel()}
+            sums: list[int] = torch.stack([_checksum(t).to(self.device) for t in tensors.values()]).tolist()
+        return sums
 
     def check(self) -> None:
-        """Raise ``WeightsMovedError`` where the parameters can no longer be borrowed."""
-        for name, parameter in self.module.named_parameters():
-            if (parameter.dtype != self.dtype and parameter.is_floating_point()) or parameter.device != self.device:
+        """Raise ``WeightsMovedError`` where a bound parameter changed its dtype or device."""
+        for name, tensor, _ in self._bound:
+            moved = tensor.device != self.device or (tensor.dtype != self.dtype and tensor.is_floating_point())
+            if moved and isinstance(tensor, nn.Parameter):
                 raise WeightsMovedError(
-                    f"parameter {name} is now {parameter.dtype} on {parameter.device}; the engine was built for "
+                    f"parameter {name} is now {tensor.dtype} on {tensor.device}; the engine was built for "
                     f"{self.dtype} on {self.device}. Move the model back, or build a new engine on it"
                 )
+
+    def succeed(self, former: AliasedSource) -> None:
+        """Take over the duty to give the parameters that another source has moved storages of their own again."""
+        self._rehomed = former._rehomed
 
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again."""
@@ -92,11 +112,23 @@ class AliasedSource:
         self._rehomed, self._bound = [], []
 
 
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's bytes in words of 64 bits, which runs at memory speed; int64 scalar."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole], data[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    return words.view(torch.int64).sum() + rest.sum()
+
+
 def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
     storage = tensor.untyped_storage()
     return (
         tensor.is_contiguous()
+        and not tensor.is_inference()  # its data cannot be set
         and tensor.storage_offset() == 0
+        and storage.resizable()  # torch's own memory, no mapped file
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
     )

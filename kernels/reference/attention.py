@@ -17,8 +17,10 @@ from torch import Tensor
 
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
-# Keys gathered at a time: enough rows to amortise the calls, few enough (in tokens) to stay in the last-level cache.
-_GATHER_TOKENS = 8192
+# Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
+_GATHER_BYTES = 8 * 2**20
+# Where a layer's keys and values are this few they are gathered once a decode window, and each step adds its own.
+_HOLD_BYTES = 4 * 2**20
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
@@ -73,10 +75,17 @@ class AttentionPlan:
     chunks: list[_Chunk]
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
+    hold: bool  # keep what a step gathers for the steps after it
+    held: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
         self._masks.clear()
+
+    def last_key(self, d: _Decode) -> Tensor:
+        """Position of each row's newest key, int64 [r, 1]."""
+        lens = self.seq_lens if d.rows is None else self.seq_lens.index_select(0, d.rows)
+        return lens[:, None] - 1
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What ``make`` returns, made once a step for all layers."""
@@ -92,20 +101,24 @@ def plan_attention(
     seq_lens: Tensor,
     *,
     block_size: int,
+    token_bytes: int,
     num_steps: int = 1,
 ) -> AttentionPlan:
     """Group the rows of a step.
 
     query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
     first of ``num_steps`` steps; block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
-    padded rows at the end).
+    padded rows at the end); token_bytes: what one layer keeps of a token.
     """
+    most = max(1, _GATHER_BYTES // token_bytes)
     max_lens = [n + num_steps - 1 for n in key_lens]
     longest = max(max_lens)
-    if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= _GATHER_TOKENS:
+    if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= most:
         table = block_tables[:, : -(-longest // block_size)]
         written = min(key_lens) if len(key_lens) == len(seq_lens) else 1
-        return AttentionPlan([_Decode(None, table.reshape(-1), table.shape[1], written)], [], seq_lens, block_size)
+        hold = num_steps > 1 and table.numel() * block_size * token_bytes <= _HOLD_BYTES
+        piece = _Decode(None, table.reshape(-1), table.shape[1], written)
+        return AttentionPlan([piece], [], seq_lens, block_size, hold)
     starts, start = [], 0
     for n in query_lens:
         starts.append(start)
@@ -114,7 +127,7 @@ def plan_attention(
     decodes, begin = [], 0
     while begin < len(single):
         end = begin + 1
-        while end < len(single) and (end - begin + 1) * max_lens[single[end]] <= _GATHER_TOKENS:
+        while end < len(single) and (end - begin + 1) * max_lens[single[end]] <= most:
             end += 1
         rows = torch.tensor(single[begin:end], device=block_tables.device)
         num_blocks = -(-max_lens[single[end - 1]] // block_size)
@@ -135,7 +148,7 @@ def plan_attention(
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
-    return AttentionPlan(decodes, chunks, seq_lens, block_size)
+    return AttentionPlan(decodes, chunks, seq_lens, block_size, hold=False)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -166,27 +179,13 @@ def paged_attention(
     out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
 
     for number, d in enumerate(plan.decodes):
-        rows, length = d.table.shape[0] // d.num_blocks, d.num_blocks * plan.block_size
-
-        def last_key(d: _Decode = d) -> Tensor:
-            lens = plan.seq_lens if d.rows is None else plan.seq_lens.index_select(0, d.rows)
-            return lens[:, None] - 1
-
-        def unwritten(d: _Decode = d, length: int = length) -> Tensor:
-            return (torch.arange(d.written, length, device=query.device) > last_key())[:, :, None, None]
-
-        key = key_cache.index_select(0, d.table).view(rows, length, kv_heads, -1)
-        value = value_cache.index_select(0, d.table).view(rows, length, kv_heads, -1)
-        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
-            garbage = plan.once((number, "unwritten"), unwritten)
-            for gathered in (key, value):
-                gathered[:, d.written :].masked_fill_(garbage, 0.0)
-        key, value = key.transpose(1, 2), value.transpose(1, 2)
+        key, value = (t.transpose(1, 2) for t in _decode_keys(number, d, plan, key_cache, value_cache))
+        rows, length = key.shape[0], key.shape[2]
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
-        def decode_bias(length: int = length) -> Tensor:
-            hidden = visibility.hidden(last_key(), torch.arange(length, device=query.device))
+        def decode_bias(d: _Decode = d, length: int = length) -> Tensor:
+            hidden = visibility.hidden(plan.last_key(d), torch.arange(length, device=query.device))
             return _as_bias(hidden, query.dtype)[:, None, None]
 
         bias = plan.once((number, visibility, query.dtype), decode_bias)
@@ -208,12 +207,46 @@ def paged_attention(
             at = torch.arange(c.length, device=query.device)
             return _as_bias(visibility.hidden(at[c.length - c.num_queries :, None], at), query.dtype)
 
-        bias = plan.once(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
+        mask = plan.once(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
         if group > 1:
             key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         sink = None if sinks is None else sinks.view(1, heads, 1, 1)
-        out[tokens] = _attend(q, key, value, bias, scale, softcap, sink)[0].transpose(0, 1)
+        out[tokens] = _attend(q, key, value, mask, scale, softcap, sink)[0].transpose(0, 1)
     return out
+
+
+def _decode_keys(
+    number: int, d: _Decode, plan: AttentionPlan, key_cache: Tensor, value_cache: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of a piece's rows, [r, L, H, D] each; zeros where a row has none."""
+    size, length = plan.block_size, d.num_blocks * plan.block_size
+    rows = d.table.shape[0] // d.num_blocks
+
+    def unwritten() -> Tensor:
+        at = torch.arange(d.written, length, device=d.table.device)
+        return (at > plan.last_key(d))[:, :, None, None]
+
+    def newest() -> tuple[Tensor, Tensor]:
+        last = plan.last_key(d)
+        slots = d.table.view(rows, -1).gather(1, last // size) * size + last % size
+        return slots[:, 0], torch.arange(rows, device=last.device) * length + last[:, 0]
+
+    def gather(cache: Tensor) -> Tensor:
+        found = cache.index_select(0, d.table).view(rows, length, *cache.shape[2:])
+        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
+            found[:, d.written :].masked_fill_(plan.once((number, "unwritten"), unwritten), 0.0)
+        return found
+
+    which = (number, key_cache.data_ptr())
+    if which in plan.held:
+        slots, at = plan.once((number, "newest"), newest)
+        for cache, kept in zip((key_cache, value_cache), plan.held[which], strict=True):
+            kept.flatten(0, 1).index_copy_(0, at, cache.flatten(0, 1).index_select(0, slots))
+        return plan.held[which]
+    found = gather(key_cache), gather(value_cache)
+    if plan.hold:
+        plan.held[which] = found
+    return found
 
 
 def _as_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,10 +25,34 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: [T, H, D]; cos, sin: [T, R] with R <= D: only the first R dimensions of a head are rotated.
     """
     rotated = cos.shape[-1]
-    part = x[..., :rotated]
+    part = x if rotated == x.shape[-1] else x[..., :rotated]
     a, b = part.chunk(2, dim=-1)
-    out = part * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
-    return out if rotated == x.shape[-1] else torch.cat((out, x[..., rotated:]), dim=-1)
+    out = torch.addcmul(part * cos.unsqueeze(1), torch.cat((-b, a), dim=-1), sin.unsqueeze(1))
+    return out if part is x else torch.cat((out, x[..., rotated:]), dim=-1)
+
+
+def qk_norm_rotary(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    norm: tuple[Tensor, Tensor, float] | None,
+    cos_sin: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From projected heads to what attention takes: query and key normalised by head and rotated, either or neither.
+
+    qkv: [T, heads + 2 * kv_heads, D]; norm: query weight [D], key weight [D] and epsilon; cos_sin: [T, R] each.
+    Returns query [T, heads, D], key and value [T, kv_heads, D].
+    """
+    both = qkv[:, : heads + kv_heads]
+    if norm is not None:
+        query_weight, key_weight, eps = norm
+        wide = both.float()
+        both = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(both.dtype)
+        both[:, :heads].mul_(query_weight)
+        both[:, heads:].mul_(key_weight)
+    if cos_sin is not None:
+        both = rotary(both, *cos_sin)
+    return both[:, :heads], both[:, heads:], qkv[:, heads + kv_heads :]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -30,18 +30,19 @@ def philox(key: Tensor, counter: Tensor, rounds: int = _ROUNDS) -> Tensor:
     return torch.stack((even, odd), dim=1).flatten(0, 1)
 
 
-def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: int, count: int) -> Tensor:
-    """Standard Gumbel variates, a pure function of (seed, sample, position, stream, index).
+def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: int) -> Tensor:
+    """The standard Gumbel variates that ``sample`` takes, a pure function of (seed, sample, position, index).
 
-    seed: int64 [R], 63 bits used; position, sample_index: int64 [R]; returns fp32 [R, count].
+    seed: int64 [R], 63 bits used; position, sample_index: int64 [R]. Returns fp32 [R, SAMPLE_BLOCK + blocks]: for the
+    tokens of a block, then for the blocks of the vocabulary.
     """
+    count = SAMPLE_BLOCK + -(-vocab // SAMPLE_BLOCK)
     quads = -(-count // 4)
     key = torch.stack((seed & _MASK32, (seed >> 32) & _MASK32))[:, :, None]
-    counter = torch.empty(4, seed.shape[0], quads, dtype=torch.long, device=seed.device)
+    counter = torch.zeros(4, seed.shape[0], quads, dtype=torch.long, device=seed.device)
     counter[0] = torch.arange(quads, device=seed.device)
     counter[1] = position[:, None]
     counter[2] = sample_index[:, None]
-    counter[3] = stream
     words = philox(key, counter)  # word j of quad q is number 4 q + j
     uniform = words.permute(1, 2, 0).flatten(1)[:, :count].float().add_(0.5).mul_(2.0**-32)
     # The exponential variate -log(1 - u) decides by its small values, and there it keeps full relative precision.
@@ -49,15 +50,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, stream: i
 
 
 def sample(
-    logits: Tensor,
-    inverse_temperature: Tensor,
-    greedy: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    sample_index: Tensor,
-    *,
-    any_random: bool = True,
-    any_greedy: bool = True,
+    logits: Tensor, inverse_temperature: Tensor, greedy: Tensor | None, noise: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One token a row from softmax(logits / temperature), and its log-probability under it.
 
@@ -65,22 +58,21 @@ def sample(
     for the normaliser anyway), then a token within it. This takes V / 128 + 128 random numbers a row and not V.
 
     logits: fp32 [R, V], -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
-    take the argmax; seed, position, sample_index: int64 [R]. Returns (int64 [R], fp32 [R]).
+    take the argmax, None where no row does; noise: of ``gumbel_noise``, None where every row is greedy.
+    Returns (int64 [R], fp32 [R]).
     """
     rows, vocab = logits.shape
     scaled = logits * inverse_temperature[:, None]
     blocks = -(-vocab // SAMPLE_BLOCK)
     padded = F.pad(scaled, (0, blocks * SAMPLE_BLOCK - vocab), value=float("-inf")).view(rows, blocks, SAMPLE_BLOCK)
     mass = padded.logsumexp(-1)
-    tokens = logits.argmax(-1) if any_greedy else None
-    if any_random:
-        noise = gumbel_noise(seed, position, sample_index, 0, blocks)
-        block = (mass + noise).argmax(-1)
+    tokens = logits.argmax(-1) if greedy is not None or noise is None else None
+    if noise is not None:
+        block = (mass + noise[:, SAMPLE_BLOCK:]).argmax(-1)
         inside = padded.gather(1, block[:, None, None].expand(rows, 1, SAMPLE_BLOCK))[:, 0]
-        noise = gumbel_noise(seed, position, sample_index, 1, SAMPLE_BLOCK)
-        drawn = block * SAMPLE_BLOCK + (inside + noise).argmax(-1)
-        tokens = drawn if tokens is None else torch.where(greedy, tokens, drawn)
-    assert tokens is not None, "a row is greedy or random"
+        drawn = block * SAMPLE_BLOCK + (inside + noise[:, :SAMPLE_BLOCK]).argmax(-1)
+        tokens = drawn if tokens is None or greedy is None else torch.where(greedy, tokens, drawn)
+    assert tokens is not None
     return tokens, scaled.gather(1, tokens[:, None])[:, 0] - mass.logsumexp(-1)
 
 
