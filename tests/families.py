@@ -68,6 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _rope(partial_rotary_factor=0.75),
     },
     "gemma2": {
+        "attn_implementation": "eager",  # transformers below 5.18 defaults to sdpa, which ignores the softcap
         "head_dim": 16,
         "query_pre_attn_scalar": 24,
         "sliding_window": WINDOW,
