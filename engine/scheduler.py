@@ -170,7 +170,6 @@ class Scheduler:
             copies[own] = copies.get(blocks[first], blocks[first])
             self.pool.free((blocks[first],))
             blocks[first] = own
-            request.first_new_block = min(request.first_new_block, first)
         blocks.extend(self.pool.allocate() for _ in range(missing))
         return True
 
@@ -198,9 +197,10 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it comes back in its turn and computes its tokens again."""
         self._release(request)
+        # Into one queue before out of the other: an exception in between must not lose the request.
+        insort(self.waiting, request, key=lambda r: r.id)
         self.running.remove(request)
         request.computed, request.status = 0, Status.WAITING
-        insort(self.waiting, request, key=lambda r: r.id)
         self.counters.preemptions += 1
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -236,15 +236,16 @@ class Scheduler:
             self.pool.free(reversed(shared))
             request.block_ids, request.computed = [], 0
             return 0
-        if request.num_output == 0:
+        if not request.started:
+            request.started = True
             self.counters.prompt_tokens += request.num_prompt
             if from_cache:
                 request.cached_tokens = computed
                 self.counters.prefix_hit_tokens += computed
             else:
                 self.counters.shared_tokens += computed
-        self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.id)
+        self.waiting.remove(request)
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
         return num_new
 

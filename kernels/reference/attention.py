@@ -172,7 +172,7 @@ def paged_attention(
 
     query: [T, Hq, Dk]; key_cache: [N, block, Hkv, Dk]; value_cache: [N, block, Hkv, Dv]; Hq a multiple of Hkv.
     softcap: ``cap * tanh(scores / cap)`` (Gemma 2). sinks: [Hq], a logit that takes probability and gives no value
-    (gpt-oss). Returns [T, Hq, Dv]; padded tokens get zeros.
+    (gpt-oss). Returns [T, Hq, Dv], for padded tokens something finite.
     """
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     group = heads // kv_heads

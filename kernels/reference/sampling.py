@@ -44,7 +44,8 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: in
     counter[1] = position[:, None]
     counter[2] = sample_index[:, None]
     words = philox(key, counter)  # word j of quad q is number 4 q + j
-    uniform = words.permute(1, 2, 0).flatten(1)[:, :count].float().add_(0.5).mul_(2.0**-32)
+    # The largest words round up to 2^32: scaled by the float before 2^-32, so that no uniform is 1, no noise infinite.
+    uniform = words.permute(1, 2, 0).flatten(1)[:, :count].float().add_(0.5).mul_(2.0**-32 - 2.0**-56)
     # The exponential variate -log(1 - u) decides by its small values, and there it keeps full relative precision.
     return torch.log1p(uniform.neg_()).neg_().log_().neg_()
 

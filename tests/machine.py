@@ -1,0 +1,268 @@
+"""A machine for the scheduler to run on, without a model.
+
+In place of a KV cache there is a memory of marks. A token's mark is a hash of its own and of the mark that the block
+table names for the token before it, so a mark is right only if the whole sequence before it was, under the present
+weights. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, repeat
+from typing import Any
+
+from stoker.engine.request import Request, SamplingSpec, Status
+from stoker.engine.scheduler import Plan, Sampled, Scheduler
+
+VOCAB = 5  # few, so that prompts share prefixes and samples meet again
+FAULTY = 99
+
+
+def root(version: int) -> int:
+    return hash((version,))
+
+
+def mark(before: int, token: int) -> int:
+    return hash((before, token))
+
+
+def draw(last: int, spec: SamplingSpec, sample_index: int) -> tuple[int, float]:
+    """The model: a token and its log-probability, which under the seed FAULTY is NaN now and then."""
+    token = hash((last,) if spec.temperature == 0 else (last, spec.seed, sample_index)) % VOCAB
+    return token, math.nan if spec.seed == FAULTY and last % 23 == 0 else -(last % 1000) / 1000
+
+
+class Repeats:
+    """A stop string: the same token three times in a row. Right only if it sees every token, once."""
+
+    def __init__(self) -> None:
+        self.tail: list[int] = []
+
+    def __call__(self, token: int) -> str | None:
+        self.tail = [*self.tail, token][-3:]
+        return str(token) * 3 if self.tail == [token] * 3 else None
+
+
+def make_spec(**fields: Any) -> SamplingSpec:
+    defaults = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": 8,
+        "min_tokens": 0,
+        "stop_ids": frozenset(),
+        "seed": 0,
+        "top_logprobs": 0,
+        "logprobs_mode": 0,
+    }
+    return SamplingSpec(**(defaults | fields))
+
+
+def make_group(first_id: int, prompt: list[int], specs: Iterable[SamplingSpec]) -> list[Request]:
+    """Samples of one prompt, one for each spec."""
+    group: list[Request] = []
+    group.extend(Request(first_id + i, prompt, spec, i, None, group) for i, spec in enumerate(specs))
+    return group
+
+
+def make_scheduler(**fields: Any) -> Scheduler:
+    defaults = {
+        "num_blocks": 65,
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "decode_window": 1,
+        "enable_prefix_caching": True,
+    }
+    return Scheduler(**(defaults | fields))
+
+
+def expected(request: Request, version: int) -> tuple[list[int], list[float], str]:
+    """What the request gives alone; its tokens were sampled under its versions, the next one under ``version``."""
+    spec, tokens, logprobs = request.spec, list(request.prompt), []
+    checker = Repeats() if request.stop_string else lambda token: None
+    versions = [*request.weight_versions, *repeat(version, spec.max_tokens)]
+    for count in range(1, spec.max_tokens + 1):
+        token, logprob = draw(reduce(mark, tokens, root(versions[count - 1])), spec, request.sample_index)
+        if math.isnan(logprob):
+            return tokens[request.num_prompt :], logprobs, "error"
+        tokens.append(token)
+        logprobs.append(logprob)
+        matched = checker(token)
+        if count > spec.min_tokens and (token in spec.stop_ids or matched):
+            return tokens[request.num_prompt :], logprobs, "stop"
+    return tokens[request.num_prompt :], logprobs, "length"
+
+
+def until(condition: Callable[[], bool], step: Callable[[], object], most: int = 2000) -> None:
+    for _ in range(most):
+        if condition():
+            return
+        step()
+    raise AssertionError(f"not so after {most} steps")
+
+
+class Machine:
+    """Runs plans on the memory of marks as a device would, and distrusts everything about them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.size = scheduler.block_size
+        self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
+        self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
+        self.tokens_computed = 0
+        self.copies = 0
+
+    def step(self) -> list[Request]:
+        """One plan from beginning to end, the books proved at every stage; returns what finished, proved too."""
+        s = self.scheduler
+        had_running = s.running[0] if s.running else None
+        waited = list(s.waiting)
+        for block in s.pool._empty:  # free, and nothing in it worth keeping
+            self.memory[block * self.size : (block + 1) * self.size] = [None] * self.size
+        plan = s.plan()
+        s.check()
+        if plan is None:
+            assert not s.running and not s.waiting
+            return []
+        assert had_running is None or had_running in plan.requests, "the oldest request stands still"
+        self._check_plan(plan, waited)
+        sampled = self.run(plan)
+        finished = s.commit(plan, sampled)
+        s.check()
+        self._check_marks()
+        for request in finished:
+            self._check_result(request)
+        return finished
+
+    def drain(self) -> list[Request]:
+        """Run until nothing is left. Returns the finished requests in the order they finished in."""
+        finished: list[Request] = []
+        s = self.scheduler
+        until(lambda: not s.running and not s.waiting, lambda: finished.extend(self.step()))
+        return finished
+
+    def run(self, plan: Plan) -> Sampled:
+        self._copy(plan.copies)
+        for request in plan.admitted:
+            self.tables[request.slot] = []
+        for request in plan.requests:
+            row = self.tables[request.slot]
+            row[request.first_new_block :] = request.block_ids[request.first_new_block :]
+            request.first_new_block = len(request.block_ids)
+            assert row == request.block_ids, "the static block table missed a change"
+        last = [
+            [self._write(r, p, r.tokens[p]) for p in range(r.computed, r.computed + n)][-1]
+            for r, n in zip(plan.requests, plan.num_new, strict=True)
+        ]
+        drawn = [[draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)]]
+        for step in range(1, plan.num_steps):
+            last = [
+                self._write(r, r.computed + step, token) for r, (token, _) in zip(plan.requests, drawn[-1], strict=True)
+            ]
+            drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
+        self.tokens_computed += sum(plan.num_new) + (plan.num_steps - 1) * len(plan.requests)
+        return Sampled(
+            [[token for token, _ in row] for row in drawn],
+            [[logprob for _, logprob in row] for row in drawn],
+            [[{token: logprob} for token, logprob in row] for row in drawn],
+        )
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        size = self.size
+        read = [self.memory[source * size : (source + 1) * size] for source, _ in copies]
+        for (_, target), marks in zip(copies, read, strict=True):
+            self.memory[target * size : (target + 1) * size] = marks
+        self.copies += len(copies)
+
+    def _at(self, request: Request, position: int) -> int:
+        return self.tables[request.slot][position // self.size] * self.size + position % self.size
+
+    def _write(self, request: Request, position: int, token: int) -> int:
+        before = self.memory[self._at(request, position - 1)] if position else root(self.scheduler.weight_version)
+        assert before is not None, "reads what nobody wrote"
+        new, at = mark(before, token), self._at(request, position)
+        if self.scheduler.pool.refs(at // self.size) > 1:
+            assert self.memory[at] == new, "writes to a block that others read"
+        self.memory[at] = new
+        return new
+
+    def _check_plan(self, plan: Plan, waited: list[Request]) -> None:
+        s = self.scheduler
+        assert len(plan.requests) == len(plan.num_new) == len(set(plan.requests)) <= s.max_num_seqs
+        assert set(plan.admitted) <= set(plan.requests) <= set(s.running)
+        assert 0 < sum(plan.num_new) <= s.max_num_batched_tokens and min(plan.num_new) > 0
+        assert s.running == sorted(s.running, key=lambda r: r.id)
+        for request, n in zip(plan.requests, plan.num_new, strict=True):
+            assert request.computed + n <= request.total
+        assert 1 <= plan.num_steps <= s.decode_window
+        if plan.num_steps > 1:
+            assert set(plan.num_new) == {1} and all(r.computed + 1 == r.total for r in plan.requests)
+            assert plan.num_steps <= min(r.remaining for r in plan.requests)
+        targets = [target for _, target in plan.copies]
+        assert len(targets) == len(set(targets))
+        held = [block for r in plan.requests for block in r.block_ids]
+        assert all(held.count(target) == 1 for target in targets), "a copy is not its request's own"
+        # Only a sample whose prompt is being computed is overtaken.
+        for request in s.waiting:
+            if any(later.id > request.id for later in plan.admitted) and request in waited:
+                assert any(r.status is Status.RUNNING for r in request.group), "overtaken"
+
+    def _check_marks(self) -> None:
+        start = root(self.scheduler.weight_version)
+        for r in self.scheduler.running:
+            right = list(accumulate(r.tokens[: r.computed], mark, initial=start))[1:]
+            assert [self.memory[self._at(r, p)] for p in range(r.computed)] == right
+
+    def _check_result(self, r: Request) -> None:
+        tokens, logprobs, reason = expected(r, self.scheduler.weight_version)
+        assert (r.output, r.logprobs, r.finish_reason) == (tokens, logprobs, reason)
+        assert r.status is Status.FINISHED and (r.error is not None) == (reason == "error")
+        assert len(r.weight_versions) == len(tokens)
+        top = [dict([pair]) for pair in zip(tokens, logprobs, strict=True)]
+        assert r.top_logprobs == (top if r.spec.top_logprobs else [])
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Random batches of prompts that often begin alike, some of them consecutive and equal."""
+
+    rng: random.Random
+    room: int  # tokens a request may grow to
+
+    def batch(self, first_id: int) -> list[Request]:
+        requests: list[Request] = []
+        for _ in range(self.rng.randint(1, 3)):
+            prompt = self._prompt()
+            specs = [spec for _ in range(self.rng.randint(1, 2)) for spec in self._samples(len(prompt))]
+            requests += make_group(first_id + len(requests), prompt, specs)
+        for request in requests:
+            request.sample_index = self.rng.randrange(3)
+            request.stop_string = Repeats() if self.rng.random() < 0.3 else None
+        return requests
+
+    def _prompt(self) -> list[int]:
+        rng = self.rng
+        begin = [(i * i + rng.choice((0, 0, 1))) % VOCAB for i in range(self.room)]
+        own = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+        return (begin[: rng.randint(0, self.room - 4)] + own)[: self.room - 1] or [0]
+
+    def _samples(self, num_prompt: int) -> list[SamplingSpec]:
+        rng = self.rng
+        spec = make_spec(
+            temperature=rng.choice((0.0, 1.0)),
+            seed=rng.choice((0, 1, 2, FAULTY)),
+            max_tokens=rng.randint(1, self.room - num_prompt),
+            min_tokens=rng.randint(0, 3),
+            stop_ids=frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 1)))),
+            top_logprobs=rng.randint(0, 1),
+        )
+        return [spec] * rng.randint(1, 4)

@@ -1,0 +1,327 @@
+"""Paged attention against one token at a time in float64; norm, rotary and activation against transformers' modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rotary
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from stoker.kernels.reference import attention
+from stoker.kernels.reference.attention import Visibility, paged_attention, plan_attention, write_kv
+from stoker.kernels.reference.norm_rotary import qk_norm_rotary, rms_norm, rotary, silu_mul
+
+# For values of about one and scores of up to ten, each a few times rounded.
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+
+def naive(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    *,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One token. query: [Hq, Dk]; keys: [L, Hkv, Dk]; values: [L, Hkv, Dv]; returns float64 [Hq, Dv]."""
+    group = query.shape[0] // keys.shape[1]
+    seen = [
+        p
+        for p in range(position + 1)
+        if (visibility.window is None or position - p < visibility.window)
+        and (visibility.chunk is None or position // visibility.chunk == p // visibility.chunk)
+    ]
+    keys, values = (t[seen].double().repeat_interleave(group, dim=1).transpose(0, 1) for t in (keys, values))
+    scores = torch.stack([k @ q for k, q in zip(keys, query.double(), strict=True)]) * scale  # [Hq, seen]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.exp()
+    total = weights.sum(1) + (0 if sinks is None else sinks.double().exp())
+    return torch.stack([w @ v for w, v in zip(weights, values, strict=True)]) / total[:, None]
+
+
+@dataclass(frozen=True)
+class Shape:
+    kv_heads: int = 2
+    group: int = 2
+    key_dim: int = 8
+    value_dim: int = 8
+    block_size: int = 4
+    dtype: torch.dtype = torch.float32
+
+
+class Rows:
+    """Sequences of random keys and values, and a paged cache in which every slot that was not written holds NaN."""
+
+    def __init__(self, shape: Shape, history: list[int], new: list[int], num_steps: int, padded_rows: int) -> None:
+        self.shape, self.history, self.new, self.num_steps = shape, history, new, num_steps
+        size = shape.block_size
+        self.lengths = [h + n for h, n in zip(history, new, strict=True)]  # in the first step
+        longest = [n + num_steps - 1 for n in self.lengths]
+        blocks = [-(-n // size) for n in longest]
+        rows, width = len(history) + padded_rows, max(blocks) + 1
+        order = (torch.randperm(sum(blocks)) + 1).split(blocks)
+        self.tables = torch.zeros(rows, width, dtype=torch.long)  # block 0 where a row has no block
+        for row, ids in enumerate(order):
+            self.tables[row, : len(ids)] = ids
+        self.seq_lens = torch.tensor([*self.lengths, *[1] * padded_rows])
+        self.keys = [torch.randn(n, shape.kv_heads, shape.key_dim, dtype=shape.dtype) for n in longest]
+        self.values = [torch.randn(n, shape.kv_heads, shape.value_dim, dtype=shape.dtype) for n in longest]
+        self.key_cache, self.value_cache = (
+            torch.full((sum(blocks) + 1, size, shape.kv_heads, dim), float("nan"), dtype=shape.dtype)
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        for row, n in enumerate(self.lengths):
+            self.write(row, 0, n)
+
+    def write(self, row: int, start: int, end: int) -> None:
+        at = torch.arange(start, end)
+        size = self.shape.block_size
+        slots = self.tables[row, at // size] * size + at % size
+        write_kv(self.keys[row][at], self.values[row][at], self.key_cache, self.value_cache, slots)
+
+    def take_blocks_of(self, other: Rows) -> None:
+        self.tables = other.tables
+        for cache in (self.key_cache, self.value_cache):
+            cache.fill_(float("nan"))
+        for row, n in enumerate(self.lengths):
+            self.write(row, 0, n)
+
+    def plan(self, gather_tokens: int = 8192) -> attention.AttentionPlan:
+        return plan_attention(
+            self.new,
+            self.lengths,
+            self.tables,
+            self.seq_lens,
+            block_size=self.shape.block_size,
+            token_bytes=attention._GATHER_BYTES // gather_tokens,
+            num_steps=self.num_steps,
+        )
+
+    def check(self, plan: attention.AttentionPlan, step: int, padded_tokens: int, **options: Any) -> Tensor:
+        """Compare every query of a step; returns what the padded tokens got."""
+        shape, count = self.shape, sum(self.new)
+        heads = shape.kv_heads * shape.group
+        # As a model gives it: heads before tokens, seen the other way round.
+        query = torch.randn(heads, count + padded_tokens, shape.key_dim, dtype=shape.dtype).transpose(0, 1)
+        out = paged_attention(query, self.key_cache, self.value_cache, plan, **options)
+        assert out.shape == (count + padded_tokens, heads, shape.value_dim) and out.dtype == shape.dtype
+        places = [
+            (row, position)
+            for row, (history, n) in enumerate(zip(self.history, self.new, strict=True))
+            for position in range(history + step, history + step + n)
+        ]
+        wanted = torch.stack(
+            [naive(q, self.keys[r], self.values[r], p, **options) for q, (r, p) in zip(query, places, strict=False)]
+        )
+        torch.testing.assert_close(out[:count].double(), wanted, rtol=0, atol=TOLERANCE[shape.dtype])
+        return out[count:]
+
+
+SINKS = torch.linspace(-1, 2, 8)
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"visibility": Visibility(window=1)},
+    {"visibility": Visibility(window=5)},
+    {"visibility": Visibility(chunk=4)},
+    {"visibility": Visibility(window=3, chunk=7)},
+    {"softcap": 1.5},
+    {"sinks": SINKS},
+    {"sinks": SINKS, "visibility": Visibility(window=6)},
+    {"sinks": SINKS, "softcap": 2.0, "visibility": Visibility(chunk=8)},
+    {"scale": 1.0},
+]
+
+
+def options_of(feature: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    options = {"scale": shape.key_dim**-0.5, "visibility": Visibility()} | feature
+    if "sinks" in options:
+        options["sinks"] = options["sinks"][: shape.kv_heads * shape.group].to(shape.dtype)
+    return options
+
+
+SHAPES = [
+    Shape(kv_heads=2, group=1, block_size=1),
+    Shape(kv_heads=2, group=2, key_dim=12, value_dim=6, block_size=4),
+    Shape(kv_heads=2, group=4, key_dim=6, value_dim=10, block_size=16),
+    Shape(kv_heads=1, group=8, block_size=4),
+]
+
+
+def name(shape: Shape) -> str:
+    return f"{shape.kv_heads}x{shape.group}-{shape.key_dim}-{shape.value_dim}-{shape.block_size}"
+
+
+# (keys before this step, queries) of each row
+LAYOUTS = {
+    "decode": [(0, 1), (16, 1), (4, 1), (33, 1), (15, 1), (3, 1)],
+    "one row": [(21, 1)],
+    "prompts": [(0, 9), (0, 4), (0, 17)],
+    "one prompt": [(0, 16)],
+    "chunks": [(7, 5), (16, 9), (1, 2)],
+    "mixed": [(9, 1), (0, 12), (30, 1), (5, 6), (0, 1), (12, 1), (16, 2)],
+}
+
+
+@pytest.mark.parametrize("small_pieces", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_query_sees_its_own_keys(
+    layout: str, shape: Shape, small_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All options in one plan, as the layers of a model mix them."""
+    if small_pieces:
+        monkeypatch.setattr(attention, "_MAX_QUERIES", 4)
+    history, new = map(list, zip(*LAYOUTS[layout], strict=True))
+    decode = set(new) == {1}
+    rows = Rows(shape, history, new, num_steps=1, padded_rows=2)
+    plan = rows.plan(20 if small_pieces else 8192)
+    if small_pieces:
+        assert len(plan.decodes) + len(plan.chunks) > 1 or layout == "one row"
+    for feature in FEATURES:
+        padding = rows.check(plan, 0, 2 if decode else 3, **options_of(feature, shape))
+        if not decode:
+            assert not padding.any()
+
+
+@pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
+@pytest.mark.parametrize("padded_rows", [0, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_a_decode_window_advances_in_place(shape: Shape, padded_rows: int, gather_tokens: int) -> None:
+    """Two layers take turns, as in a model."""
+    history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
+    layers = [Rows(shape, history, new, num_steps=6, padded_rows=padded_rows) for _ in range(2)]
+    layers[1].take_blocks_of(layers[0])
+    plan = layers[0].plan(gather_tokens)
+    for step in range(6):
+        if step:
+            layers[0].seq_lens.add_(1)
+            plan.next_step()
+        for layer in layers:
+            if step:
+                for row, n in enumerate(layer.lengths):
+                    layer.write(row, n + step - 1, n + step)
+            for feature in FEATURES:
+                layer.check(plan, step, padded_rows, **options_of(feature, shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["decode", "mixed"])
+def test_half_precision(layout: str, dtype: torch.dtype) -> None:
+    history, new = map(list, zip(*LAYOUTS[layout], strict=True))
+    shape = replace(SHAPES[1], dtype=dtype)
+    rows = Rows(shape, history, new, num_steps=1, padded_rows=0)
+    plan = rows.plan()
+    for feature in FEATURES:
+        rows.check(plan, 0, 0, **options_of(feature, shape))
+
+
+def test_one_plan_serves_layers_of_different_heads_and_dtypes() -> None:
+    history, new = map(list, zip(*LAYOUTS["mixed"], strict=True))
+    rows = Rows(SHAPES[1], history, new, num_steps=1, padded_rows=0)
+    plan = rows.plan()
+    for shape in (SHAPES[1], SHAPES[3], replace(SHAPES[1], dtype=torch.float16)):
+        layer = Rows(shape, history, new, num_steps=1, padded_rows=0)
+        layer.take_blocks_of(rows)
+        layer.check(plan, 0, 0, **options_of({"visibility": Visibility(window=7)}, shape))
+
+
+def test_what_is_longer_than_a_split_is_still_causal() -> None:
+    """The split of the real size, with keys before it and a piece left over."""
+    shape = Shape(kv_heads=1, group=1, key_dim=4, value_dim=4, block_size=16)
+    count = 2 * attention._MAX_QUERIES + 5
+    rows = Rows(shape, [9], [count], num_steps=1, padded_rows=0)
+    query = torch.randn(count, 1, 4)
+    options = options_of({"visibility": Visibility(window=1500)}, shape)
+    out = paged_attention(query, rows.key_cache, rows.value_cache, rows.plan(), **options)
+    for token in (0, 1022, 1023, 1024, 1500, 2047, 2048, count - 1):
+        wanted = naive(query[token], rows.keys[0], rows.values[0], 9 + token, **options)
+        torch.testing.assert_close(out[token].double(), wanted, rtol=0, atol=TOLERANCE[torch.float32])
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
+    key_cache, value_cache = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 5)
+    key, value = torch.randn(3, 2, 6), torch.randn(3, 2, 5)
+    write_kv(key, value, key_cache, value_cache, torch.tensor([9, 0, 7]))
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        assert torch.equal(torch.stack((cache[2, 1], cache[0, 0], cache[1, 3])), new)
+        assert cache.ne(0).any(-1).any(-1).sum() == 3
+
+
+# -- norm, rotary, activation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(5, 48), (5, 3, 16)])
+def test_rms_norm_is_that_of_llama(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (torch.randn(size) * 3).to(dtype)
+    module = LlamaRMSNorm(size[-1], eps=1e-5).to(dtype)
+    module.weight.data = torch.randn(size[-1]).to(dtype)
+    out = rms_norm(x, module.weight, 1e-5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, module(x), rtol=1e-6, atol=0)
+    tiny = rms_norm(x * 1e-3, module.weight, 1e-2)
+    assert tiny.abs().max() < 0.2, "eps counts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_is_that_of_llama(dtype: torch.dtype) -> None:
+    q, k = torch.randn(7, 4, 16, dtype=dtype), torch.randn(7, 2, 16, dtype=dtype)
+    angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(8)
+    cos, sin = (f(torch.cat((angle, angle), -1)).to(dtype) for f in (torch.cos, torch.sin))
+    wanted = apply_rotary_pos_emb(*(t.transpose(0, 1)[None] for t in (q, k)), cos[None], sin[None])
+    for x, w in zip((q, k), wanted, strict=True):
+        torch.testing.assert_close(rotary(x, cos, sin), w[0].transpose(0, 1), rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_only_the_first_dimensions_rotate_where_cos_is_short() -> None:
+    q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
+    angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(3)
+    cos, sin = (f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin))
+    wanted = partial_rotary(*(t.transpose(0, 1)[None] for t in (q, k)), cos[None], sin[None])
+    for x, w in zip((q, k), wanted, strict=True):
+        out = rotary(x, cos, sin)
+        torch.testing.assert_close(out, w[0].transpose(0, 1), rtol=0, atol=1e-6)
+        assert torch.equal(out[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("normed", "rotated"), [(True, 16), (True, 6), (True, 0), (False, 16), (False, 0)])
+def test_query_and_key_are_normalised_then_rotated(normed: bool, rotated: int, dtype: torch.dtype) -> None:
+    """As Qwen3 does; with only some dimensions rotated, as GPT-NeoX does."""
+    qkv = torch.randn(7, 4 + 2 + 2, 16, dtype=dtype) * 2
+    before = qkv.clone()
+    q, k, value = (t.transpose(0, 1)[None] for t in qkv.split([4, 2, 2], dim=1))
+    norm = cos_sin = None
+    if normed:
+        modules = [LlamaRMSNorm(16, eps=1e-5).to(dtype) for _ in range(2)]
+        for module in modules:
+            module.weight.data = torch.randn(16).to(dtype)
+        norm = (modules[0].weight, modules[1].weight, 1e-5)
+        q, k = (module(t) for module, t in zip(modules, (q, k), strict=True))
+    if rotated:
+        angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(rotated // 2)
+        cos_sin = tuple(f(torch.cat((angle, angle), -1)).to(dtype) for f in (torch.cos, torch.sin))
+        q, k = partial_rotary(q, k, *(t[None] for t in cos_sin))
+    with torch.no_grad():
+        out = qk_norm_rotary(qkv, 4, 2, norm, cos_sin)
+    for x, wanted in zip(out, (q, k, value), strict=True):
+        torch.testing.assert_close(x, wanted[0].transpose(0, 1), rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_is_the_middle_of_llamas_mlp(dtype: torch.dtype) -> None:
+    mlp = LlamaMLP(LlamaConfig(hidden_size=12, num_attention_heads=2, intermediate_size=20)).to(dtype)
+    mlp.down_proj = nn.Identity()
+    x = torch.randn(5, 12, dtype=dtype)
+    gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
+    torch.testing.assert_close(silu_mul(gate_up), mlp(x), rtol=1e-6, atol=0)

@@ -1,0 +1,306 @@
+"""The sampler: penalties, min_tokens and log-probabilities of rows that each ask for something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from stoker.engine.sampler import LOGPROBS_MODES, Sampler, SamplerOutput, SamplingRows
+from stoker.kernels.ops import REFERENCE
+
+VOCAB = 300
+SLOTS = 6
+SCALED, RAW, PROCESSED = range(3)
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "greedy": False,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition": 1.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "seed": 0,
+    "sample_index": 0,
+    "first_stop": 0,
+    "stops": (),
+    "mode": SCALED,
+    "slot": SLOTS,  # the spare one
+}
+
+
+def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
+    """Rows of these requests, and the flags as the engine sets them: what any row needs."""
+    full = [DEFAULTS | r for r in requests]
+    width = max(len(r["stops"]) for r in full)
+    names = ("temperature", "greedy", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed")
+    return SamplingRows(
+        **{name: torch.tensor([r[name] for r in full]) for name in (*names, "sample_index", "first_stop", "mode")},
+        stop_ids=torch.tensor([[*r["stops"], *[VOCAB] * (width - len(r["stops"]))] for r in full], dtype=torch.long),
+        slots=torch.tensor([r["slot"] for r in full]),
+        any_random=any(not r["greedy"] for r in full),
+        any_greedy=any(r["greedy"] for r in full),
+        any_truncated=any(r["top_k"] > 0 or r["top_p"] < 1 or r["min_p"] > 0 for r in full),
+        any_penalised=any(r["repetition"] != 1 or r["presence"] or r["frequency"] for r in full),
+        any_min_tokens=width > 0,
+        modes=tuple(sorted({r["mode"] for r in full})),
+        top_logprobs=top_logprobs,
+    )
+
+
+@pytest.fixture
+def sampler() -> Sampler:
+    return Sampler(REFERENCE, SLOTS, VOCAB, torch.device("cpu"))
+
+
+def positions(count: int, start: int = 40) -> Tensor:
+    return torch.arange(start, start + count)
+
+
+def sample(sampler: Sampler, logits: Tensor, rows: SamplingRows, at: Tensor) -> SamplerOutput:
+    (noise,) = sampler.noise(rows, at, 1)
+    return sampler(logits, rows, at, noise)
+
+
+def chosen(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def assert_logprobs(actual: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), wanted, rtol=0, atol=1e-5)
+
+
+# -- penalties ---------------------------------------------------------------------------------------------------
+
+
+def penalised(logits: Tensor, prompt: list[int], output: list[int], r: dict[str, Any]) -> Tensor:
+    """Repetition over prompt and completion, as transformers has it; then, over the completion, OpenAI's and vLLM's
+    ``logit - count * frequency - (count > 0) * presence``."""
+    out = RepetitionPenaltyLogitsProcessor(r["repetition"])(torch.tensor([prompt + output]), logits[None].clone())[0]
+    for token in set(output):
+        out[token] -= output.count(token) * r["frequency"] + r["presence"]
+    return out
+
+
+PENALISED = [
+    {"repetition": 1.7},
+    {"repetition": 0.6},
+    {"presence": 0.8},
+    {"frequency": 0.3},
+    {"repetition": 1.3, "presence": -0.5, "frequency": 0.7},
+    {},
+]
+
+
+def test_penalties_are_those_of_transformers_and_openai(sampler: Sampler) -> None:
+    prompts = [torch.randint(VOCAB, (20,)).tolist() for _ in PENALISED]
+    outputs = [torch.randint(VOCAB, (n,)).tolist() + [7, 7, 9, 7] * (n > 0) for n in (0, 1, 5, 30, 30, 30)]
+    for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        sampler.start_penalties(slot, prompt, output)
+    order = torch.randperm(len(PENALISED)).tolist()  # rows need not be in the order of the slots
+    rows = make_rows(*(PENALISED[slot] | {"slot": slot} for slot in order))
+    logits = torch.randn(len(order), VOCAB) * 4
+    assert sampler.penalties is not None
+    out = sampler.penalties.apply(logits, rows)
+    wanted = [penalised(x, prompts[s], outputs[s], DEFAULTS | PENALISED[s]) for x, s in zip(logits, order, strict=True)]
+    torch.testing.assert_close(out, torch.stack(wanted), rtol=1e-6, atol=1e-6)
+    # Nothing asked, nothing changed: to the bit.
+    free = order.index(5)
+    assert torch.equal(out[free], logits[free])
+
+
+def test_counts_follow_what_is_sampled_through_preemption(sampler: Sampler) -> None:
+    """Two greedy requests, one of which loses its slot for a while and goes on in another; a third uses it meanwhile."""
+    requests = [{"greedy": True, "frequency": 0.9, "presence": 0.4}, {"greedy": True, "repetition": 1.5}]
+    prompts = [[1, 2, 3], [4, 5, 5]]
+    outputs: list[list[int]] = [[], []]
+    slots = [0, 1]
+    logits = torch.randn(2, VOCAB)  # the same at every step: only the penalties make the tokens differ
+    for request, prompt in enumerate(prompts):
+        sampler.start_penalties(slots[request], prompt, [])
+    for step in range(40):
+        running = [0, 1]
+        if 10 <= step < 20:
+            running = [0]
+            if step == 10:
+                sampler.start_penalties(1, [9], [8, 8])  # somebody else's
+        elif step == 20:
+            slots[1] = 3
+            sampler.start_penalties(3, prompts[1], outputs[1])
+        elif step == 30:  # preempted and back at once, in the same slot
+            sampler.start_penalties(0, prompts[0], outputs[0])
+        padding = {"greedy": True}
+        rows = make_rows(*(requests[i] | {"slot": slots[i]} for i in running), padding, padding)
+        given = torch.cat((logits[running], torch.zeros(2, VOCAB)))
+        tokens = sample(sampler, given, rows, positions(len(given))).tokens.tolist()
+        for i, token in zip(running, tokens, strict=False):
+            wanted = penalised(logits[i], prompts[i], outputs[i], DEFAULTS | requests[i])
+            assert token == wanted.argmax().item()
+            outputs[i].append(token)
+    assert all(len(set(output)) > 3 for output in outputs), "the penalties did nothing"
+    assert max(map(outputs[0].count, outputs[0])) > 1
+
+
+def test_what_a_row_samples_for_nobody_is_not_counted(sampler: Sampler) -> None:
+    """A chunk of a prompt that is not its last samples a token too; its row points to the spare slot."""
+    sampler.start_penalties(2, [1], [])
+    assert sampler.penalties is not None
+    request = {"frequency": 1.0, "greedy": True}
+    sample(sampler, torch.randn(2, VOCAB), make_rows(request, request), positions(2))
+    assert not sampler.penalties.counts[:SLOTS].any() and sampler.penalties.counts[SLOTS].sum() == 2
+
+
+def test_a_slot_starts_clean(sampler: Sampler) -> None:
+    sampler.start_penalties(0, [1, 2, 3], [4, 4, 5])
+    sampler.start_penalties(0, [6], [])
+    assert sampler.penalties is not None
+    assert sampler.penalties.in_prompt[0].nonzero().flatten().tolist() == [6]
+    assert not sampler.penalties.counts[0].any()
+
+
+# -- min_tokens --------------------------------------------------------------------------------------------------
+
+
+def test_stop_ids_are_not_sampled_before_min_tokens(sampler: Sampler) -> None:
+    logits = torch.randn(4, VOCAB)
+    logits[:, [3, VOCAB - 1]] = 30.0
+    rows = make_rows(
+        {"stops": (3, VOCAB - 1), "first_stop": 42},
+        {"stops": (3,), "first_stop": 42},
+        {"stops": (3, VOCAB - 1), "first_stop": 43, "greedy": True},
+        {},
+    )
+    for at, banned in ((41, (True, True, True)), (42, (False, False, True)), (43, (False, False, False))):
+        tokens = sample(sampler, logits, rows, torch.full((4,), at)).tokens.tolist()
+        assert (tokens[0] not in (3, VOCAB - 1)) == banned[0]
+        assert tokens[1] == VOCAB - 1 if banned[1] else tokens[1] in (3, VOCAB - 1)
+        assert (tokens[2] not in (3, VOCAB - 1)) == banned[2]
+        assert tokens[3] in (3, VOCAB - 1)
+
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def processed_logits(logits: Tensor, r: dict[str, Any], prompt: list[int], output: list[int], at: int) -> Tensor:
+    """What a request's token is drawn from, temperature included; one row, plainly."""
+    out = penalised(logits, prompt, output, r)
+    if at < r["first_stop"]:
+        out[list(r["stops"])] = float("-inf")
+    out = out / r["temperature"]
+    if r["top_k"]:
+        out[out < out.sort(descending=True).values[r["top_k"] - 1]] = float("-inf")
+    probs, order = out.softmax(0).sort(descending=True)
+    outside = probs.cumsum(0) - probs >= r["top_p"]
+    if r["top_p"] < 1:
+        out[order[outside]] = float("-inf")
+    out[out.softmax(0) < r["min_p"] * out.softmax(0).max()] = float("-inf")
+    return out
+
+
+PROCESSINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "greedy": {"greedy": True},
+    "truncated": {"temperature": 1.4, "top_k": 30, "top_p": 0.8, "min_p": 0.05},
+    "penalised": {"temperature": 0.8, "repetition": 1.4, "presence": 0.5, "frequency": 0.2},
+    "min tokens": {"stops": (5, 6), "first_stop": 100},
+    "all": {
+        "temperature": 1.2,
+        "top_p": 0.7,
+        "repetition": 0.8,
+        "frequency": 0.4,
+        "stops": (5, 6, 7),
+        "first_stop": 60,
+    },
+}
+
+
+def run(sampler: Sampler, names: list[str], modes: list[int], top: int = 0) -> tuple[SamplerOutput, list[Tensor]]:
+    """The sampler's output, and what log-probabilities each row should have, over the vocabulary, in float64."""
+    logits = torch.randn(len(names), VOCAB) * 3
+    logits[:, 5] += 4
+    histories = [(torch.randint(VOCAB, (9,)).tolist(), torch.randint(VOCAB, (6,)).tolist()) for _ in names]
+    requests = [
+        PROCESSINGS[name] | {"mode": mode, "slot": slot % SLOTS, "seed": slot}
+        for slot, (name, mode) in enumerate(zip(names, modes, strict=True))
+    ]
+    for slot, (prompt, output) in enumerate(histories[:SLOTS]):
+        sampler.start_penalties(slot, prompt, output)
+    out = sample(sampler, logits, make_rows(*requests, top_logprobs=top), positions(len(names)))
+    wanted = []
+    for row, request in enumerate(requests):
+        full = DEFAULTS | request
+        bases = (
+            logits[row] / full["temperature"],
+            logits[row],
+            processed_logits(logits[row], full, *histories[row % SLOTS], 40 + row),
+        )
+        wanted.append(bases[full["mode"]].double().log_softmax(0))
+        assert bases[PROCESSED][out.tokens[row]].isfinite(), "drew what was taken away"
+    return out, wanted
+
+
+@pytest.mark.parametrize("mode", [SCALED, RAW, PROCESSED])
+@pytest.mark.parametrize("name", PROCESSINGS)
+def test_logprobs_of_one_mode(name: str, mode: int, sampler: Sampler) -> None:
+    out, wanted = run(sampler, [name] * SLOTS, [mode] * SLOTS)
+    assert out.top_ids is None and out.top_logprobs is None
+    assert_logprobs(out.logprobs, chosen(torch.stack(wanted), out.tokens))
+
+
+@pytest.mark.parametrize(
+    "names", [["plain", "temperature", "greedy"], ["truncated", "temperature", "penalised"], ["all"]]
+)
+def test_modes_mix_in_a_batch(names: list[str], sampler: Sampler) -> None:
+    assert LOGPROBS_MODES == ("scaled", "raw", "processed")
+    rows = [(name, mode) for name in names for mode in (SCALED, RAW, PROCESSED)][:SLOTS]
+    out, wanted = run(sampler, *map(list, zip(*rows, strict=True)), top=4)
+    assert_logprobs(out.logprobs, chosen(torch.stack(wanted), out.tokens))
+    assert out.top_ids is not None and out.top_logprobs is not None
+    values, ids = torch.stack(wanted).topk(4)
+    assert torch.equal(out.top_ids, ids)
+    assert_logprobs(out.top_logprobs, values)
+
+
+def test_a_row_does_not_depend_on_what_its_neighbours_ask(sampler: Sampler) -> None:
+    logits = torch.randn(4, VOCAB) * 3
+    mine = [{"seed": 11}, {"temperature": 0.7, "seed": 12}, {"greedy": True}]
+    other = PROCESSINGS["all"] | {"slot": 0, "mode": PROCESSED}
+    sampler.start_penalties(0, [1, 2], [3])
+    crowd = sample(sampler, logits, make_rows(*mine, other, top_logprobs=3), positions(4))
+    for row, request in enumerate(mine):
+        alone = sample(sampler, logits[row : row + 1], make_rows(request), positions(4)[row : row + 1])
+        assert torch.equal(alone.tokens, crowd.tokens[row : row + 1])
+        torch.testing.assert_close(alone.logprobs, crowd.logprobs[row : row + 1], rtol=0, atol=2e-6)
+
+
+def test_noise_of_a_window_is_that_of_its_steps(sampler: Sampler) -> None:
+    rows = make_rows({"seed": 3}, {"seed": 2**62 + 1, "sample_index": 4}, {"greedy": True})
+    window = sampler.noise(rows, positions(3), 5)
+    assert len(window) == 5
+    for step, noise in enumerate(window):
+        alone = REFERENCE.gumbel_noise(rows.seed, positions(3) + step, rows.sample_index, VOCAB)
+        assert noise is not None and torch.equal(noise, alone)
+    assert sampler.noise(make_rows({"greedy": True}), positions(1), 2) == [None, None]
+
+
+def test_greedy_and_random_rows_mix(sampler: Sampler) -> None:
+    logits = torch.randn(64, VOCAB)
+    rows = make_rows(*({"greedy": i % 2 == 0, "seed": i} for i in range(64)))
+    hits = sample(sampler, logits, rows, positions(64)).tokens.eq(logits.argmax(-1))
+    assert hits[::2].all() and hits[1::2].sum() < 8
+
+
+def test_greedy_takes_the_most_likely_of_what_is_left(sampler: Sampler) -> None:
+    logits = torch.randn(2, VOCAB)
+    best = logits.topk(2).indices
+    sampler.start_penalties(0, [], [best[0, 0].item()])
+    rows = make_rows(
+        {"greedy": True, "presence": 50.0, "slot": 0},
+        {"greedy": True, "stops": (best[1, 0].item(),), "first_stop": 100, "top_k": 1},
+    )
+    assert torch.equal(sample(sampler, logits, rows, positions(2)).tokens, best[:, 1])
