@@ -457,8 +457,10 @@ class RolloutEngine:
                 f"dtype={dtype} and the model is in {self._source.dtype}: the engine runs a live model in its own dtype, "
                 "set dtype='auto' or cast the model"
             )
-        if device != "auto" and torch.device(device).type != self._source.device.type:
-            raise InvalidConfigError(f"device={device} and the model is on {self._source.device}: set device='auto'")
+        if device != "auto":
+            wanted, actual = torch.device(device), self._source.device
+            if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
+                raise InvalidConfigError(f"device={device} and the model is on {actual}: set device='auto'")
 
     def _max_model_len(self) -> int:
         limit = getattr(self._source.module.config, "max_position_embeddings", None)

@@ -1,0 +1,549 @@
+"""What cannot work is refused with a message that names cause and remedy, before any work; the engine stays usable."""
+
+import array
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from families import REFUSED, VOCAB, make_model
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    StokerError,
+    UnsupportedModelError,
+    WeightsMovedError,
+)
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5]
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64, max_num_seqs=8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def llama() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RolloutEngine]:
+    with RolloutEngine(llama(), config=CONFIG) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared) -> Iterator[RolloutEngine]:
+    """An engine that has to be as it was, and still right, when a test is over."""
+    before = shared.stats()
+    yield shared
+    assert shared.stats() == before, "a refused call has done some work"
+    assert_usable(shared, llama())
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+def assert_usable(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    batch = engine.generate_batch([PROMPT], GREEDY)
+    batch.raise_for_errors()
+    assert batch[0].completions[0].token_ids == oracle.greedy(model, PROMPT, 6)
+    engine.core.scheduler.check()
+
+
+# -- prompts and parameters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], r"^prompt 0 is empty: give at least one token"),
+        ([PROMPT, ()], r"^prompt 1 is empty"),
+        ([PROMPT, list(range(64))], r"^prompt 1 has 64 tokens and max_model_len is 64.*shorten.*max_model_len"),
+        ([[1, VOCAB]], r"^prompt 0 has 128 at position 1: token ids are integers from 0 to 127"),
+        ([PROMPT, [2, -1, 3]], r"^prompt 1 has -1 at position 1"),
+        ([[1.0]], r"^prompt 0 has 1.0 at position 0"),
+        ([[1, math.nan]], r"^prompt 0 has nan at position 1"),
+        ([[True, 1]], r"^prompt 0 has True at position 0"),
+        ([[None]], r"^prompt 0 has None at position 0"),
+        ([[10**30]], r"^prompt 0 has 10{30} at position 0"),
+        ([["text in a list"]], r"^prompt 0 has 'text in a list' at position 0"),
+        ([[PROMPT]], r"^prompt 0 has \[3, 1, 4, 1, 5\] at position 0"),
+        ("a", r"^prompts is one str: give a list of prompts"),
+        (None, r"^prompts is one NoneType: give a list"),
+        (b"ab", r"^prompts is one bytes: give a list"),
+        ({"input_ids": [[1]]}, r"^prompts is one dict: give a list"),
+        (PROMPT, r"^prompt 0 is a int: give text, a list of token ids"),
+        ([b"ab"], r"^prompt 0 is a bytes: give text, a list of token ids"),
+        ([None], r"^prompt 0 is a NoneType: give text"),
+        ([np.array([1.5])], r"^prompt 0 is a float64 tensor of shape \(1,\): give ids \[T\]"),
+        ([{"role": "user", "content": "x"}], r"^prompt 0 is a dict: give text"),
+        (["a"], r"^text prompts need a tokenizer: RolloutEngine\(model, tokenizer=...\), or give token ids"),
+        ([[{"role": "user", "content": "x"}]], r"^chat prompts need a tokenizer"),
+        (torch.tensor(PROMPT), r"^prompts is a torch.int64 tensor of shape \(5,\): give ids \[B, T\]"),
+        (torch.tensor([[1.5]]), r"^prompts is a torch.float32 tensor"),
+        (torch.tensor([[True]]), r"^prompts is a torch.bool tensor"),
+        (torch.tensor([[1, 128]]), r"^prompt 0 has 128 at position 1"),
+        (torch.zeros(2, 0, dtype=torch.long), r"^prompt 0 is empty"),
+        ([torch.tensor([1.0])], r"^prompt 0 is a torch.float32 tensor"),
+        ([torch.tensor([[1]])], r"^prompt 0 is a torch.int64 tensor of shape \(1, 1\): give ids \[T\]"),
+        ([torch.tensor([True])], r"^prompt 0 is a torch.bool tensor"),
+    ],
+)
+def test_prompts(engine, prompts, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.generate_batch(prompts, GREEDY)
+
+
+def test_other_sequences_of_whole_numbers_are_prompts_too():
+    expected = [oracle.greedy(llama(), PROMPT, 6), oracle.greedy(llama(), [3, 4, 5], 6)]
+    with RolloutEngine(llama(), config=CONFIG) as engine:
+        for prompts in (
+            [np.array(PROMPT), range(3, 6)],
+            [array.array("q", PROMPT), np.array([3, 4, 5], dtype=np.uint8)],
+        ):
+            batch = engine.generate_batch(prompts, GREEDY)
+            assert [o.completions[0].token_ids for o in batch] == expected
+            assert {type(t) for o in batch for t in o.prompt_token_ids} == {int}
+
+
+def test_padding_inside_a_prompt_is_dropped_as_generate_does():
+    ids, mask = torch.tensor([[9, 3, 1, 77, 4, 1, 5]]), torch.tensor([[0, 1, 1, 0, 1, 1, 1]])
+    theirs = llama().generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)[0, 7:].tolist()
+    with RolloutEngine(llama(), config=CONFIG) as engine:
+        batch = engine.generate_batch(ids, GREEDY, attention_mask=mask)
+        assert batch[0].prompt_token_ids == PROMPT
+        assert batch[0].completions[0].token_ids == theirs == oracle.greedy(llama(), PROMPT, 6)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mask", "message"),
+    [
+        ([PROMPT], torch.ones(1, 5), r"^attention_mask goes with prompts given as a tensor"),
+        (torch.tensor([PROMPT]), torch.ones(1, 4), r"^attention_mask has shape \(1, 4\) and prompts \(1, 5\)"),
+        (torch.tensor([PROMPT]), torch.ones(5), r"^attention_mask has shape \(5,\)"),
+        (torch.tensor([PROMPT]), [[1] * 5], r"^attention_mask is a list: give a tensor"),
+        (torch.tensor([PROMPT] * 2), torch.tensor([[1] * 5, [0] * 5]), r"^prompt 1 is empty"),
+    ],
+)
+def test_masks(engine, prompts, mask, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.generate_batch(prompts, GREEDY, attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([GREEDY], r"^1 sampling_params for 2 prompts: give one, or one per prompt"),
+        ([], r"^0 sampling_params for 2 prompts"),
+        ([GREEDY, None], r"^sampling_params: give one SamplingParams, or a list with one per prompt"),
+        ({"temperature": 1}, r"^sampling_params: give one SamplingParams"),
+        ("greedy", r"^sampling_params: give one"),
+        ([GREEDY, SamplingParams(stop="x")], r"^prompt 1: stop strings need a tokenizer"),
+        (SamplingParams(logprobs=VOCAB + 1), r"^prompt 0: logprobs=129 and the vocabulary has 128 tokens"),
+        (SamplingParams(stop_token_ids=(VOCAB,)), r"^prompt 0: stop_token_ids has an id outside 0 to 127"),
+    ],
+)
+def test_parameters(engine, params, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.generate_batch([PROMPT, PROMPT], params)
+
+
+@pytest.mark.parametrize("temperature", [math.nan, -0.1, math.inf])
+def test_a_bad_temperature_never_reaches_the_engine(temperature):
+    with pytest.raises(InvalidRequestError, match=r"^temperature=.*finite number at least 0.0"):
+        SamplingParams(temperature=temperature)
+
+
+def test_no_prompts_are_an_empty_batch(engine):
+    for prompts in ([], (), torch.zeros(0, 4, dtype=torch.long)):
+        for params in (None, GREEDY, []):
+            assert len(engine.generate_batch(prompts, params)) == 0
+
+
+def test_a_tokenizer_without_chat_template(tokenizer):
+    with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
+        assert engine.generate_batch(["a b"], GREEDY)[0].prompt_token_ids == [1, 2]
+        with pytest.raises(InvalidRequestError, match=r"^prompt 1: .*chat_template"):
+            engine.generate_batch([PROMPT, [{"role": "user", "content": "a"}]], GREEDY)
+        with pytest.raises(InvalidRequestError, match=r"^prompt 0 is empty"):
+            engine.generate_batch([""], GREEDY)
+
+
+def test_a_request_that_would_never_fit():
+    with RolloutEngine(llama(), config=CONFIG) as probe:
+        block = probe.stats().kv_block_bytes
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory=4 * block)) as engine:
+        assert engine.stats().num_kv_blocks == 3
+        message = r"^prompt 1 may grow to 49 tokens and the KV cache holds 48: raise EngineConfig.kv_cache_memory"
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.generate_batch([PROMPT, [1] * 9], SamplingParams(max_tokens=40))
+        whole = engine.generate_batch([PROMPT, [1] * 8] * 2, SamplingParams(max_tokens=40, n=2, temperature=0))
+        assert [c.token_ids for c in whole[3].completions] == [oracle.greedy(llama(), [1] * 8, 40)] * 2
+        assert_usable(engine, llama())
+
+
+# -- states ------------------------------------------------------------------------------------------------------
+
+
+def test_asleep():
+    with RolloutEngine(llama(), config=CONFIG) as engine:
+        engine.sleep()
+        engine.sleep()
+        with pytest.raises(EngineStateError, match=r"^the engine is asleep: call wake_up\(\) first"):
+            engine.generate_batch([PROMPT])
+        engine.wake_up()
+        engine.wake_up()
+        assert_usable(engine, llama())
+
+
+def test_closed():
+    engine = RolloutEngine(llama(), config=CONFIG)
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.generate_batch([PROMPT]), engine.sleep, engine.wake_up, engine.update_weights):
+        with pytest.raises(EngineStateError, match=r"^the engine is closed: build a new one"):
+            call()
+    assert engine.stats().kv_cache_bytes == 0
+
+
+def test_a_call_inside_a_call(tokenizer, monkeypatch):
+    """As a second thread, or a callback, would make it."""
+    with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
+        step, seen = engine.core.step, []
+        calls = [
+            (lambda: engine.generate_batch([PROMPT]), "is running already"),
+            (engine.sleep, "inside generate_batch"),
+            (engine.close, "inside generate_batch"),
+            (engine.update_weights, "inside generate_batch"),
+        ]
+
+        def stepping():
+            for call, message in calls:
+                with pytest.raises(EngineStateError, match=message):
+                    call()
+                seen.append(message)
+            return step()
+
+        monkeypatch.setattr(engine.core, "step", stepping)
+        assert_usable(engine, llama())
+        assert len(seen) >= len(calls)
+
+
+def test_a_version_that_is_none_or_goes_back(engine):
+    for version, message in (
+        (0, "not above the present version 0"),
+        (-3, "not above"),
+        (1.0, "not an integer"),
+        (True, "not an"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            engine.update_weights(version=version)
+
+
+# -- models ------------------------------------------------------------------------------------------------------
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+
+def t5() -> nn.Module:
+    return T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+
+
+def small_llama_config(**fields) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, **fields
+    )
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(
+        BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    )
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return type(llama())(llama().config)
+
+
+def half_offloaded() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head.to("meta")
+    return model
+
+
+def zero_3() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head.weight.data = torch.empty(0)
+    return model
+
+
+def mixed_dtypes() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head.to(torch.bfloat16)
+    return model
+
+
+def with_a_module_more() -> nn.Module:
+    model = make_model("llama")
+    model.value_head = nn.Linear(48, 1)
+    return model
+
+
+def with_a_module_replaced() -> nn.Module:
+    model = make_model("llama")
+    model.lm_head = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, VOCAB))
+    return model
+
+
+def of_type(kind: str, **fields) -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | fields))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: of_type("bert", intermediate_size=16), r"layer 0 is not plain causal attention: BertSelfAttention"),
+        (lambda: of_type("doge", intermediate_size=16), r"layer 0 is not plain causal attention: DogeAttention"),
+        (
+            lambda: of_type("diffllama", intermediate_size=16, num_key_value_heads=2),
+            r"^DiffLlamaForCausalLM.*layer 0 attends more than once.*use model.generate",
+        ),
+        (
+            lambda: of_type("nemotron", intermediate_size=16, num_key_value_heads=4),
+            r"^NemotronForCausalLM does not run in the engine",
+        ),
+        (lambda: of_type("opt", ffn_dim=16, word_embed_proj_dim=16), r"^OPTForCausalLM does not run in the engine"),
+        (lambda: of_type("mpt", d_model=16, n_heads=4, n_layers=2), r"^MptForCausalLM does not route its attention"),
+        (t5, r"^T5ForConditionalGeneration is not a text-only decoder"),
+        (lambda: nn.Linear(2, 2), r"^Linear is no transformers causal language model"),
+        (nn.Identity, r"^Identity has no parameters"),
+        (lambda: LlamaModel(small_llama_config()), r"^LlamaModel is no transformers causal language model"),
+        (
+            lambda: AutoModelForSequenceClassification.from_config(small_llama_config(pad_token_id=0)),
+            r"^LlamaForSequenceClassification is no transformers causal language model",
+        ),
+        (bert, r"^BertForMaskedLM is no transformers causal language model"),
+        (on_meta, r"holds no data here.*give a model with full parameters"),
+        (half_offloaded, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
+        (zero_3, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
+        (mixed_dtypes, r"mixes dtypes or devices.*bfloat16.*Bring its parameters to one dtype"),
+        (with_a_module_more, r"unknown \['value_head.bias', 'value_head.weight'\].*Give the plain model"),
+        (with_a_module_replaced, r"missing \['lm_head.weight'\]|transformers causal language model"),
+        (lambda: get_peft_model(make_model("llama"), lora()), r"^PeftModel.* carries PEFT adapters.*merge"),
+        (lambda: get_peft_model(make_model("llama"), lora()).base_model.model, r"carries PEFT adapters"),
+        *((lambda f=f: make_model(f), r"recurrent.*use model.generate") for f in REFUSED),
+    ],
+)
+def test_models_that_are_refused(make, message):
+    model = make()
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(model, config=CONFIG)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+def test_an_adapter_added_by_transformers_is_refused():
+    model = make_model("llama")
+    model.add_adapter(lora())
+    with pytest.raises(UnsupportedModelError, match=r"PEFT"):
+        RolloutEngine(model, config=CONFIG)
+
+
+def test_a_merged_adapter_is_what_the_message_says_it_is():
+    model = get_peft_model(make_model("llama"), lora()).merge_and_unload()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_usable(engine, model)
+
+
+@pytest.fixture
+def process_group(tmp_path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_is_looked_through(process_group):
+    model = make_model("llama")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    with RolloutEngine(wrapped, config=CONFIG) as engine:
+        assert_usable(engine, model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        ids = torch.tensor([PROMPT])
+        wrapped(ids, labels=ids).loss.backward()
+        optimizer.step()
+        assert_usable(engine, model)
+
+
+def test_fsdp_is_refused(process_group):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = make_model("llama")
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    with pytest.raises(UnsupportedModelError, match=r"sharded by FSDP"):
+        RolloutEngine(FullyShardedDataParallel(model, device_id=torch.device("cpu")), config=CONFIG)
+    with pytest.raises(UnsupportedModelError, match=r"is a DTensor: sharded"):
+        RolloutEngine(fully_shard(make_model("llama"), mesh=mesh), config=CONFIG)
+
+
+def test_torch_compile_is_looked_through():
+    model = make_model("llama")
+    with RolloutEngine(torch.compile(model), config=CONFIG) as engine:
+        assert_usable(engine, model)
+
+
+def test_a_model_that_moves_to_another_dtype():
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_usable(engine, model)
+        for dtype in (torch.float64, torch.bfloat16):
+            model.to(dtype)
+            for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
+                with pytest.raises(WeightsMovedError, match=rf"is now {dtype} on cpu.*built for torch.float32 on cpu"):
+                    call()
+            assert engine.weight_version == (0 if dtype == torch.float64 else 1)
+            model.to(torch.float32)
+            assert_usable(engine, model)
+
+
+def test_an_adapter_added_later_is_noticed():
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_usable(engine, model)
+        adapted = get_peft_model(model, lora())  # rebuilds the model's layers in place
+        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
+            with pytest.raises(UnsupportedModelError, match=r"PEFT"):
+                call()
+        adapted.unload()
+        assert_usable(engine, model)
+
+
+def test_a_layer_of_another_shape_is_noticed():
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        layers = model.model.layers
+        model.model.layers = layers[:2]
+        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
+            with pytest.raises(UnsupportedModelError, match=r"missing \['model.layers.2"):
+                call()
+        model.model.layers = layers
+        assert_usable(engine, model)
+        other = make_model("llama", num_key_value_heads=4)
+        inner, config = model.model, model.config
+        model.model, model.config = other.model, other.config
+        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
+            with pytest.raises(UnsupportedModelError, match=r"another shape.*build a new engine"):
+                call()
+        model.model, model.config = inner, config
+        assert_usable(engine, model)
+
+
+def test_a_vocabulary_that_grows_is_noticed():
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_usable(engine, model)
+        model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
+        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
+            with pytest.raises(UnsupportedModelError, match=r"another shape.*build a new engine"):
+                call()
+        model.resize_token_embeddings(VOCAB)
+        assert_usable(engine, model)
+
+
+def test_a_constructor_that_is_interrupted_leaves_the_model_as_it_was(monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr("stoker.rollout.engine.fuse_layers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        RolloutEngine(model, config=CONFIG)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    monkeypatch.undo()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_usable(engine, model)
+
+
+# -- configurations ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"dtype=torch.bfloat16 and the model is in torch.float32.*dtype='auto'"),
+        ({"device": "cuda"}, r"device=cuda and the model is on cpu: set device='auto'"),
+        ({"device": "cpu:1"}, r"device=cpu:1 and the model is on cpu: set device='auto'"),
+        ({"max_model_len": 257}, r"max_model_len=257 is beyond the model's 256 positions"),
+        ({"kv_cache_memory": 1000}, r"kv_cache_memory=1000 holds no block: two blocks of 16 tokens take \d+ bytes"),
+        ({"kv_cache_memory": "100TiB"}, r"kv_cache_memory='100TiB'"),
+        ({"kv_cache_memory": 10**14}, r"no memory for the KV cache: \d+ bytes wanted.*kv_cache_memory"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_the_model_leaves_it_alone(fields, message):
+    model = make_model("llama")
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    storages = {n: p.untyped_storage().nbytes() for n, p in model.named_parameters()}
+    with pytest.raises(InvalidConfigError, match=message):
+        RolloutEngine(model, config=EngineConfig(**{"kv_cache_memory": "1MiB"} | fields))
+    assert {n: p.untyped_storage().nbytes() for n, p in model.named_parameters()} == storages
+    if "kv_cache_memory" not in fields:
+        assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    with pytest.raises(InvalidConfigError, match=r"is no model folder \(no config.json in it\)"):
+        RolloutEngine.from_pretrained(tmp_path / "nothing")
+    llama().config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidConfigError, match=r"no file named model.safetensors"):
+        RolloutEngine.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(InvalidConfigError, match=r"cannot be loaded"):
+        RolloutEngine.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_with_a_tensor_missing_is_not_filled_up_at_random(tmp_path):
+    model = make_model("llama")
+    state = model.state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(InvalidConfigError, match=r"lacks.*model.layers.1.mlp.up_proj.weight"):
+        RolloutEngine.from_pretrained(tmp_path)
+
+
+def test_every_error_is_a_stoker_error():
+    for error in (InvalidConfigError, InvalidRequestError, UnsupportedModelError, EngineStateError, WeightsMovedError):
+        assert issubclass(error, StokerError)

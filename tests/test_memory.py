@@ -1,0 +1,248 @@
+"""Memory: what was configured is what is held, sleep gives it back to the system, and nothing grows with use."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from families import make_model
+from transformers import PreTrainedModel
+
+from stoker.engine.device import CpuRuntime, Runtime
+from stoker.engine.request import Request
+from stoker.kernels.errors import EngineStateError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def llama() -> PreTrainedModel:
+    return make_model("llama")
+
+
+TOKEN_BYTES = 3 * 2 * (16 + 16) * 4  # layers, KV heads, key and value, fp32
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("amount", [600_000, "1MiB", 1_048_577, "3 MB"])
+def test_the_kv_cache_takes_what_was_configured(amount, block_size):
+    config = EngineConfig(kv_cache_memory=amount, block_size=block_size)
+    with RolloutEngine(llama(), config=config) as engine:
+        stats = engine.stats()
+        assert stats.kv_block_bytes == block_size * TOKEN_BYTES
+        assert config.kv_cache_memory - stats.kv_block_bytes < stats.kv_cache_bytes <= config.kv_cache_memory
+        assert stats.kv_cache_bytes == (stats.num_kv_blocks + 1) * stats.kv_block_bytes
+        assert stats.num_free_kv_blocks == stats.num_kv_blocks
+        assert len({t.untyped_storage().data_ptr() for pair in engine.core.runner.kv.layers for t in pair}) == 1
+        assert engine.core.runner.kv.layers[0][0].untyped_storage().nbytes() == stats.kv_cache_bytes
+        assert sum(t.nbytes for pair in engine.core.runner.kv.layers for t in pair) == stats.kv_cache_bytes
+        engine.sleep()
+        assert engine.stats().kv_cache_bytes == 0 and engine.stats().is_sleeping
+        engine.wake_up()
+        assert engine.stats() == stats
+    assert engine.stats().kv_cache_bytes == 0
+
+
+def test_auto_takes_what_the_configured_sequences_need_or_a_share_of_what_is_free(monkeypatch):
+    config = EngineConfig(max_num_seqs=3, max_model_len=100)
+    with RolloutEngine(llama(), config=config) as engine:
+        assert engine.stats().num_kv_blocks == 3 * 7
+    monkeypatch.setattr(CpuRuntime, "free_memory", lambda self: 1_000_000)
+    with RolloutEngine(llama(), config=EngineConfig()) as engine:
+        assert 300_000 - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= 300_000
+
+
+def test_a_wake_up_without_memory_can_be_tried_again(monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        expected = engine.generate_batch([[1, 2, 3]], params)[0].completions
+        engine.sleep()
+        with monkeypatch.context() as patch:
+
+            def refuse(self, nbytes):
+                raise RuntimeError("out of memory")
+
+            patch.setattr(Runtime, "allocate_bytes", refuse)
+            for _ in range(2):
+                with pytest.raises(EngineStateError, match=r"\d+ bytes wanted, \d+ free. Free some and call wake_up"):
+                    engine.wake_up()
+                assert engine.is_sleeping
+                with pytest.raises(EngineStateError, match="asleep"):
+                    engine.generate_batch([[1, 2, 3]])
+        engine.wake_up()
+        assert engine.generate_batch([[1, 2, 3]], params)[0].completions == expected
+
+
+def test_results_are_the_same_after_waking():
+    params = [SamplingParams(n=2, seed=i, max_tokens=12, repetition_penalty=1.1) for i in range(3)]
+    prompts = [[1, 2, 3], [4] * 40, [5, 6] * 9]
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB", block_size=4)) as engine:
+        before = engine.generate_batch(prompts, params)
+        engine.sleep()
+        engine.wake_up()
+        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+        after = engine.generate_batch(prompts, params)
+        assert [o.completions for o in after] == [o.completions for o in before]
+        assert [o.cached_tokens for o in after] == [0, 0, 0], "what sleep gave back cannot be in the prefix cache"
+
+
+def test_requests_do_not_outlive_their_call():
+    def requests() -> int:
+        gc.collect()
+        return sum(type(o) is Request for o in gc.get_objects())
+
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB", block_size=4)) as engine:
+        before = requests()
+        for i in range(20):
+            batch = engine.generate_batch([[1 + i, 2, 3]] * 3, SamplingParams(n=2, max_tokens=6, logprobs=2))
+        assert len(batch) == 3 and requests() == before
+        with pytest.raises(ValueError, match="prompt 0"):
+            engine.generate_batch([[]])
+        assert requests() == before
+
+
+def test_an_engine_that_is_dropped_is_gone():
+    engine = RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory="1MiB"))
+    engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=4))
+    kv = weakref.ref(engine.core.runner.kv.layers[0][0])
+    shell = weakref.ref(engine._shell.module)
+    model = weakref.ref(engine._source.module)
+    del engine
+    gc.collect()
+    assert (kv(), shell(), model()) == (None, None, None)
+
+
+# -- resident memory, in a process of its own --------------------------------------------------------------------
+
+_SLEEP = """
+import gc, json, os, sys, time
+import torch
+torch.set_num_threads(1)
+from families import make_model
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+params = SamplingParams(seed=1, max_tokens=4, n=2, repetition_penalty=1.1)
+prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
+out = {}
+engine = RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory=300_000_000, max_num_seqs=8))
+before = engine.generate_batch(prompts, params)
+for pair in engine.core.runner.kv.layers:
+    for cache in pair:
+        cache.fill_(1.0)
+del pair, cache
+awake = resident()
+engine.sleep()
+out["given_back"] = awake - resident()
+engine.wake_up()
+after = engine.generate_batch(prompts, params)
+out["same"] = [o.completions for o in after] == [o.completions for o in before]
+engine.close()
+
+model = make_model("llama")
+engine = RolloutEngine(model, config=EngineConfig(kv_cache_memory="8MiB", max_num_seqs=8))
+weight = model.model.layers[0].mlp.up_proj.weight
+expected = [o.completions for o in engine.generate_batch(prompts, params)]
+def cycle(i):
+    engine.sleep()
+    if i % 10 == 0:
+        weight.data = weight.detach().clone()
+    elif i % 3 == 0:
+        with torch.no_grad():
+            weight.add_(0.0)
+    engine.update_weights()
+    engine.wake_up()
+    batch = engine.generate_batch([[*p, i % 100] for p in prompts] if i % 2 else prompts, params)
+    batch.raise_for_errors()
+    return [[(c.token_ids, c.logprobs) for c in o.completions] for o in batch]
+
+for i in range(40):
+    cycle(i)
+gc.collect()
+start = resident()
+for i in range(200):
+    last = cycle(i + 1)
+gc.collect()
+out["grown"] = resident() - start
+out["version"] = engine.weight_version
+out["last"] = cycle(240) == [[(c.token_ids, c.logprobs) for c in o] for o in expected]
+engine.core.scheduler.check()
+print(json.dumps(out))
+"""
+
+_MAPPED = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+import transformers.models.llama.modeling_llama
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon:"))
+
+before = anonymous()
+engine = RolloutEngine.from_pretrained(sys.argv[1], config=EngineConfig(kv_cache_memory="1MiB", max_num_seqs=4))
+batch = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))
+print(json.dumps({
+    "grown": anonymous() - before,
+    "weights": sum(p.nbytes for p in engine._source.module.parameters()),
+    "tokens": batch[0].completions[0].token_ids,
+}))
+"""
+
+
+def in_another_process(code: str, *arguments: str) -> dict:
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def sleeper() -> dict:
+    return in_another_process(_SLEEP)
+
+
+def test_sleep_gives_memory_back_to_the_system(sleeper):
+    assert sleeper["given_back"] > 290_000_000
+    assert sleeper["same"]
+
+
+def test_two_hundred_cycles_of_sleep_and_update_leave_nothing_behind(sleeper):
+    assert sleeper["version"] == 240
+    assert sleeper["grown"] < 3 * MIB, f"grown by {sleeper['grown']} bytes"
+    assert sleeper["last"]
+
+
+def test_weights_from_a_file_stay_in_the_file(tmp_path):
+    model = make_model(
+        "llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, vocab_size=4096, num_attention_heads=8
+    )
+    model.save_pretrained(tmp_path, max_shard_size="20MB")
+    seen = in_another_process(_MAPPED, str(tmp_path))
+    assert seen["weights"] == sum(p.nbytes for p in model.parameters()) > 50 * MIB
+    with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        (c,) = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))[0].completions
+    assert seen["tokens"] == c.token_ids
+    assert seen["grown"] < 0.3 * seen["weights"], seen
