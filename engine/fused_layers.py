@@ -6,6 +6,7 @@ layer only where it gives the same numbers on a probe; any other layer stays wha
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,8 +227,8 @@ def _agree(layer: Any, replacement: FusedDecoderLayer, shell: ModelShell) -> boo
     x = torch.randn(1, _PROBE_POSITIONS.numel(), weight.shape[0], generator=generator).to(weight)
     positions = _PROBE_POSITIONS[None].to(weight.device)
     rotary = getattr(shell.module.base_model, "rotary_emb", None)
-    if rotary is None:
-        return False
+    if rotary is None or "layer_type" in inspect.signature(rotary.forward).parameters:
+        return False  # another rotary embedding for each type of layer
     recorder = _Recorder()
     arguments = {
         "attention_mask": None,

@@ -10,8 +10,8 @@ from stoker.kernels.errors import (
     WeightsMovedError,
 )
 from stoker.rollout.config import EngineConfig
-from stoker.rollout.engine import EngineStats, RolloutEngine
-from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, RolloutTensors
+from stoker.rollout.engine import RolloutEngine
+from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors
 from stoker.rollout.sampling_params import SamplingParams
 
 __all__ = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
@@ -18,46 +17,21 @@ from tqdm import tqdm
 
 from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
-from stoker.engine.fused_layers import fuse_layers, fusion_groups
-from stoker.engine.kv_cache import KVCache, LayerShape
-from stoker.engine.model import ModelShell, check_supported
+from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request, SamplingSpec
 from stoker.engine.runner import EagerStep
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError, UnsupportedModelError
-from stoker.kernels.ops import ops_for
+from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError
+from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
-from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput
+from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput
 from stoker.rollout.prompts import check_prompt, to_token_ids
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text
-from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.source import source_for, unwrap
 
 _SEED_MASK = 2**63 - 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Counters since the engine was built, and what it holds now. Tokens are counts, memory is bytes."""
-
-    weight_version: int
-    is_sleeping: bool
-    num_kv_blocks: int  # without the null block
-    num_free_kv_blocks: int
-    kv_block_bytes: int
-    kv_cache_bytes: int  # 0 while asleep
-    num_preemptions: int
-    prompt_tokens: int
-    prefix_cache_hit_tokens: int  # prompt tokens the prefix cache had
-    shared_prompt_tokens: int  # prompt tokens another sample of the prompt had computed
-    generated_tokens: int
-    finished_requests: int
-    fused_layers: int
-    num_layers: int
-    last_update_seconds: float
 
 
 class RolloutEngine:
@@ -75,38 +49,30 @@ class RolloutEngine:
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
-        self._model = model
         self._closed = False
         self._busy = False
         self._interrupted = False
         self._last_update_seconds = 0.0
         self._requests_made = 0
-        self._checksums: list[int] | None = None
-        self._source = source_for(model)
-        check_supported(self._source.module)
+        self._binding = ModelBinding(model)
         self._check_config()
-        self.ops = ops_for(self._source.device)
-        self.runtime = runtime_for(self._source.device)
+        self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = self._max_model_len()
-        self._shell = self._new_shell(self._source)
+        self._binding.build(self.max_model_len)
         self._eos_ids = self._find_eos_ids()
-        shapes = self._shell.layer_shapes()
-        self._block_bytes = KVCache.block_bytes(shapes, self.config.block_size)
+        self._block_bytes = KVCache.block_bytes(self._binding.shapes, self.config.block_size)
         num_blocks = self._num_blocks()
         try:
-            self._kv = KVCache(shapes, num_blocks, self.config.block_size, self.runtime)
+            self._kv = KVCache(self._binding.shapes, num_blocks, self.config.block_size, self.runtime)
         except (RuntimeError, MemoryError) as error:
             raise InvalidConfigError(
                 f"{self._no_memory(num_blocks)}. Free some or set a smaller EngineConfig.kv_cache_memory"
             ) from error
-        self.core = self._new_core(shapes)
-        try:
-            self._fuse(self._shell, self._source)
-        except BaseException:
-            self._source.release()
-            raise
+        self.core = self._new_core()
+        self._binding.fuse()
 
-    def _new_core(self, shapes: Sequence[LayerShape]) -> EngineCore:
+    def _new_core(self) -> EngineCore:
+        binding = self._binding
         block_size, num_blocks = self.config.block_size, self._kv.num_blocks
         scheduler = Scheduler(
             num_blocks=num_blocks,
@@ -116,19 +82,19 @@ class RolloutEngine:
             decode_window=self.config.decode_window,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
-        vocab = self._shell.vocab
+        vocab = binding.shell.vocab
         inputs = StepInputs(
-            self.ops,
+            binding.ops,
             self.runtime,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_blocks=min(-(-self.max_model_len // block_size), num_blocks),
             block_size=block_size,
-            token_bytes=max(shape.token_bytes for shape in shapes),
+            token_bytes=max(shape.token_bytes for shape in binding.shapes),
             vocab=vocab,
         )
-        sampler = Sampler(self.ops, self.config.max_num_seqs, vocab, self._source.device)
-        return EngineCore(scheduler, inputs, EagerStep(self._shell, sampler, self._kv, self.ops))
+        sampler = Sampler(binding.ops, self.config.max_num_seqs, vocab, binding.source.device)
+        return EngineCore(scheduler, inputs, EagerStep(binding.shell, sampler, self._kv, binding.ops))
 
     @classmethod
     def from_pretrained(
@@ -187,7 +153,7 @@ class RolloutEngine:
         ids = to_token_ids(prompts, attention_mask, self.tokenizer)
         params = self._params_per_prompt(sampling_params, len(ids))
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
-            check_prompt(row, prompt, self._shell.vocab, self.max_model_len)
+            check_prompt(row, prompt, self._binding.shell.vocab, self.max_model_len)
             self._check_params(row, prompt, p)
         self._notice_changes()
         by_prompt = self._make_requests(ids, params)
@@ -221,7 +187,7 @@ class RolloutEngine:
         return list(params)
 
     def _check_params(self, row: int, prompt: list[int], params: SamplingParams) -> None:
-        vocab = self._shell.vocab
+        vocab = self._binding.shell.vocab
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(
                 f"prompt {row}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)"
@@ -321,9 +287,8 @@ class RolloutEngine:
         if version is not None and version <= self.weight_version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
         start = time.perf_counter()
-        if self._moved():
-            self._rebind()
-        self._checksums = None
+        self._binding.refresh()
+        self.core.runner.model = self._binding.shell
         self.core.scheduler.set_weight_version(self.weight_version + 1 if version is None else version)
         self._last_update_seconds = time.perf_counter() - start
         return self.weight_version
@@ -333,37 +298,10 @@ class RolloutEngine:
         return self.core.scheduler.weight_version
 
     def _notice_changes(self) -> None:
-        if self._moved():
+        if self._binding.moved():
             self.update_weights()
-        checksums = self._source.checksums()
-        if self._checksums is not None and checksums != self._checksums:
-            self.update_weights()
-        self._checksums = checksums
-
-    def _moved(self) -> bool:
-        return unwrap(self._model) is not self._source.module or self._source.moved()
-
-    def _new_shell(self, source: AliasedSource) -> ModelShell:
-        shell = ModelShell(source.module, self.max_model_len)
-        shell.bind(source.tensors(), source.module)
-        return shell
-
-    def _fuse(self, shell: ModelShell, source: AliasedSource) -> None:
-        fused = source.rehome(fusion_groups(shell))
-        self._fused_layers = fuse_layers(shell, self.ops, fused)
-        source.bind()
-
-    def _rebind(self) -> None:
-        """A new shell on the model as it is now. Where that fails, the engine keeps the old one, and goes on failing."""
-        self._source.check()
-        source = source_for(self._model)
-        shell = self._new_shell(source)
-        same_kind = (source.dtype, source.device) == (self._source.dtype, self._source.device)
-        if not same_kind or shell.layer_shapes() != list(self._kv.shapes) or shell.vocab != self._shell.vocab:
-            raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
-        source.succeed(self._source)
-        self._fuse(shell, source)
-        self._source, self._shell, self.core.runner.model = source, shell, shell
+        if self._binding.rewritten():
+            self.core.scheduler.set_weight_version(self.weight_version + 1)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -410,8 +348,8 @@ class RolloutEngine:
             shared_prompt_tokens=counters.shared_tokens,
             generated_tokens=counters.generated_tokens,
             finished_requests=counters.finished_requests,
-            fused_layers=self._fused_layers[0],
-            num_layers=self._fused_layers[1],
+            fused_layers=self._binding.fused_layers,
+            num_layers=self._binding.shell.num_layers,
             last_update_seconds=self._last_update_seconds,
         )
 
@@ -421,7 +359,7 @@ class RolloutEngine:
         if not self._closed:
             self._check_idle("close")
             self._kv.release()
-            self._source.release()
+            self._binding.release()
             self._closed = True
 
     def __enter__(self) -> Self:
@@ -452,18 +390,18 @@ class RolloutEngine:
 
     def _check_config(self) -> None:
         dtype, device = self.config.dtype, self.config.device
-        if dtype != "auto" and dtype != self._source.dtype:
+        if dtype != "auto" and dtype != self._binding.source.dtype:
             raise InvalidConfigError(
-                f"dtype={dtype} and the model is in {self._source.dtype}: the engine runs a live model in its own dtype, "
+                f"dtype={dtype} and the model is in {self._binding.source.dtype}: the engine runs a live model in its own dtype, "
                 "set dtype='auto' or cast the model"
             )
         if device != "auto":
-            wanted, actual = torch.device(device), self._source.device
+            wanted, actual = torch.device(device), self._binding.source.device
             if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
                 raise InvalidConfigError(f"device={device} and the model is on {actual}: set device='auto'")
 
     def _max_model_len(self) -> int:
-        limit = getattr(self._source.module.config, "max_position_embeddings", None)
+        limit = getattr(self._binding.source.module.config, "max_position_embeddings", None)
         if self.config.max_model_len is None:
             if limit is None:
                 raise InvalidConfigError("the model's config has no max_position_embeddings: set max_model_len")
@@ -490,13 +428,13 @@ class RolloutEngine:
 
     def _find_eos_ids(self) -> frozenset[int]:
         """The ids that end a completion: the tokenizer's and the generation config's."""
-        module: Any = self._source.module
+        module: Any = self._binding.source.module
         found: set[int] = set()
         for owner in (self.tokenizer, getattr(module, "generation_config", None)):
             eos = getattr(owner, "eos_token_id", None)
             if eos is not None:
                 found.update([eos] if isinstance(eos, int) else eos)
-        return frozenset(t for t in found if 0 <= t < self._shell.vocab)  # a tokenizer may know more tokens
+        return frozenset(t for t in found if 0 <= t < self._binding.shell.vocab)  # a tokenizer may know more tokens
 
 
 def _most_likely(top: list[dict[int, float]], count: int) -> list[dict[int, float]]:

@@ -124,3 +124,24 @@ class RolloutBatch(Sequence[RolloutOutput]):
             logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
             weight_versions=whole(versions),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Counters since the engine was built, and what it holds now. Tokens are counts, memory is bytes."""
+
+    weight_version: int
+    is_sleeping: bool
+    num_kv_blocks: int  # without the null block
+    num_free_kv_blocks: int
+    kv_block_bytes: int
+    kv_cache_bytes: int  # 0 while asleep
+    num_preemptions: int
+    prompt_tokens: int
+    prefix_cache_hit_tokens: int  # prompt tokens the prefix cache had
+    shared_prompt_tokens: int  # prompt tokens another sample of the prompt had computed
+    generated_tokens: int
+    finished_requests: int
+    fused_layers: int
+    num_layers: int
+    last_update_seconds: float

@@ -120,8 +120,8 @@ def test_an_engine_that_is_dropped_is_gone():
     engine = RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory="1MiB"))
     engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=4))
     kv = weakref.ref(engine.core.runner.kv.layers[0][0])
-    shell = weakref.ref(engine._shell.module)
-    model = weakref.ref(engine._source.module)
+    shell = weakref.ref(engine._binding.shell.module)
+    model = weakref.ref(engine._binding.source.module)
     del engine
     gc.collect()
     assert (kv(), shell(), model()) == (None, None, None)
@@ -204,7 +204,7 @@ engine = RolloutEngine.from_pretrained(sys.argv[1], config=EngineConfig(kv_cache
 batch = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))
 print(json.dumps({
     "grown": anonymous() - before,
-    "weights": sum(p.nbytes for p in engine._source.module.parameters()),
+    "weights": sum(p.nbytes for p in engine._binding.source.module.parameters()),
     "tokens": batch[0].completions[0].token_ids,
 }))
 """

@@ -93,7 +93,7 @@ def test_no_weight_exists_twice(family):
     with RolloutEngine(model, config=CONFIG) as engine:
         grown = live_bytes() - before - engine.stats().kv_cache_bytes
         assert grown < 0.1 * weights, f"{grown} bytes besides the KV cache, and the weights have {weights}"
-        ours = dict(engine._shell.module.named_parameters(remove_duplicate=False))
+        ours = dict(engine._binding.shell.module.named_parameters(remove_duplicate=False))
         theirs = dict(model.named_parameters(remove_duplicate=False))
         assert all(p is theirs[name] for name, p in ours.items())
         assert engine.stats().num_layers == model.config.num_hidden_layers
@@ -105,7 +105,7 @@ def test_no_weight_exists_twice(family):
 def test_fused_weights_are_views_of_the_trainers(family):
     model = make_model(family)
     with RolloutEngine(model, config=CONFIG) as engine:
-        layers = [m for m in engine._shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        layers = [m for m in engine._binding.shell.module.modules() if isinstance(m, FusedDecoderLayer)]
         assert len(layers) == engine.stats().fused_layers == model.config.num_hidden_layers
         for fused, layer in zip(layers, model.model.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
@@ -301,7 +301,7 @@ def test_tying_and_untying():
         assert set(assert_matches(engine, model)) == {2}
         model.lm_head.weight = model.model.embed_tokens.weight
         assert set(assert_matches(engine, model)) == {3}
-        assert engine._shell.module.lm_head.weight is model.model.embed_tokens.weight
+        assert engine._binding.shell.module.lm_head.weight is model.model.embed_tokens.weight
         train(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert set(assert_matches(engine, model)) == {4}
 
@@ -585,7 +585,7 @@ def test_from_pretrained(family, shard, tmp_path):
     with RolloutEngine.from_pretrained(str(tmp_path), config=CONFIG) as engine:
         assert engine.tokenizer is None
         assert_matches(engine, model)
-        loaded = engine._source.module
+        loaded = engine._binding.source.module
         assert_same(loaded, snapshot(model))
         assert not loaded.training
         tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -598,7 +598,7 @@ def test_from_pretrained_in_another_dtype(tmp_path):
     model.save_pretrained(tmp_path)
     config = EngineConfig(dtype="bfloat16", kv_cache_memory="1MiB")
     with RolloutEngine.from_pretrained(tmp_path, config=config) as engine:
-        loaded = engine._source.module
+        loaded = engine._binding.source.module
         assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
         assert engine.stats().kv_block_bytes == 16 * 3 * 2 * 2 * 16 * 2
