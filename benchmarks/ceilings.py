@@ -1,0 +1,103 @@
+"""What the machine could do: copy bandwidth and matmul rate, measured now, and what they allow a rollout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def best_time(call: Callable[[], object], device: str, budget_s: float = 0.5) -> float:
+    """Seconds of the fastest of many calls: a ceiling is what the machine does when nothing disturbs it."""
+    call()
+    synchronize(device)
+    times: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """bandwidth: bytes/s, read plus written. flops: FLOP/s of the fastest of ``matmuls``."""
+
+    bandwidth: float
+    flops: float
+    matmuls: dict[str, float]
+    weight_bytes: int  # of the parameters a decode step reads
+    linear_params: int
+    kv_bytes: int  # of one token, all layers
+
+    def step_s(self, rows: int, context_tokens: int) -> float:
+        """Shortest decode step of ``rows`` sequences that hold ``context_tokens`` keys between them."""
+        matmuls = max(self.weight_bytes / self.bandwidth, 2 * self.linear_params * rows / self.flops)
+        return matmuls + context_tokens * self.kv_bytes / self.bandwidth
+
+    def rollout_s(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], slots: int) -> float:
+        """Shortest rollout: each different prompt computed once, then a full set of slots as long as requests wait."""
+        seconds = sum(2 * self.linear_params * len(p) / self.flops for p in {tuple(p) for p in prompts})
+        waiting = [(len(p), n) for p, n in zip(prompts, lengths, strict=True)][::-1]
+        running: list[list[int]] = []  # [context, tokens left]
+        while waiting or running:
+            while waiting and len(running) < slots:
+                context, left = waiting.pop()
+                running.append([context, left])
+            seconds += self.step_s(len(running), sum(context for context, _ in running))
+            running = [[context + 1, left - 1] for context, left in running if left > 1]
+        return seconds
+
+
+def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens: int) -> Ceiling:
+    """Ceilings for a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
+
+    kv_tokens: about how many tokens a full step attends to. On a CPU it decides, with the weights, which cache level
+    the bandwidth is that of.
+    """
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    weight_bytes = sum(w.numel() * w.element_size() for w in weights)
+    # All layers in turn, so that no cache serves one weight again and again.
+    params = sum(w.numel() for w in weights)
+    matmuls = {}
+    for count in rows:
+        seconds = 0.0
+        for shape in {tuple(w.shape) for w in weights}:
+            same = [w for w in weights if tuple(w.shape) == shape]
+            x = torch.randn(count, shape[1], device=device, dtype=same[0].dtype)
+            seconds += best_time(lambda x=x, same=same: [F.linear(x, w) for w in same], device, 0.2)
+        matmuls[f"model shapes, {count} rows"] = 2 * params * count / seconds
+    big = max(weights, key=torch.Tensor.numel)
+    x = torch.randn(4096 if device == "cuda" else 512, big.shape[1], device=device, dtype=big.dtype)
+    matmuls[f"{x.shape[0]} rows of the largest"] = (
+        2 * big.numel() * x.shape[0] / best_time(lambda: F.linear(x, big), device)
+    )
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weights[0].element_size()
+    return Ceiling(
+        bandwidth=_copy_bandwidth(2**30 if device == "cuda" else weight_bytes + kv_tokens * kv_bytes, device),
+        flops=max(matmuls.values()),
+        matmuls=matmuls,
+        weight_bytes=weight_bytes,
+        linear_params=params,
+        kv_bytes=kv_bytes,
+    )
+
+
+def _copy_bandwidth(size: int, device: str) -> float:
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / best_time(lambda: target.copy_(source), device)

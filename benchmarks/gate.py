@@ -1,0 +1,46 @@
+"""The correctness gate: no speed is reported for wrong log-probabilities."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from stoker.rollout import RolloutOutput
+
+
+class GateError(Exception):
+    """The engine's log-probabilities are not those of the model."""
+
+
+@torch.inference_mode()
+def check_logprobs(model: PreTrainedModel, outputs: Sequence[RolloutOutput]) -> dict[str, float]:
+    """Compare the first completion of each output with a teacher-forced plain forward in fp32.
+
+    In fp32 they have to agree within 1e-4. A narrower dtype may be off by as much again as the plain forward in that
+    dtype is itself. Raises ``GateError``.
+    """
+    exact = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    found, narrow, expected = [], [], []
+    for output in outputs:
+        completion = output.completions[0]
+        ids = torch.tensor([output.prompt_token_ids + completion.token_ids], device=model.device)
+        count = len(completion.token_ids)
+        found.append(torch.tensor(completion.logprobs, device=model.device))
+        expected.append(_teacher_forced(exact, ids, count))
+        narrow.append(expected[-1] if exact is model else _teacher_forced(model, ids, count))
+    worst, plain = ((torch.cat(x) - torch.cat(expected)).abs().max().item() for x in (found, narrow))
+    limit = max(1e-4, 2 * plain)
+    tokens = sum(map(len, found))
+    figures = {"max_abs_diff": worst, "limit": limit, "plain_forward_max_abs_diff": plain, "tokens": tokens}
+    if not worst <= limit:  # also where it is NaN
+        raise GateError(f"log-probabilities differ from the fp32 forward by {worst:.2e}, allowed is {limit:.2e}")
+    return figures
+
+
+def _teacher_forced(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """ids: [1, T]. Log-probabilities of the last ``count`` tokens, fp32 [count]."""
+    logits = model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]

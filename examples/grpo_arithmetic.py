@@ -1,0 +1,372 @@
+"""Train a language model with TRL's GRPO, its rollouts on the engine, and measure what the engine does.
+
+    python examples/grpo_arithmetic.py --output outputs/demo
+
+makes a small model on the spot, teaches it addition to a middling level (see ``arithmetic.py``), trains it on with
+GRPO, and reports held-out accuracy before and after, the reward curve, rollout speed against the two ways TRL has
+without an engine, the time of a weight update, and how far the engine's log-probabilities are from the trainer's. A few
+minutes on two CPU cores. With a model and a dataset of your own it is a script to start from:
+
+    python examples/grpo_arithmetic.py --model path/to/folder --dataset problems.jsonl --steps 500 --learning-rate 1e-6
+
+Each line of the dataset is an object with the texts ``prompt`` and ``answer``; the reward is 1 where a completion's final
+answer is that answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import arithmetic
+import torch
+from datasets import Dataset
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from transformers.generation import ContinuousBatchingConfig
+from trl import GRPOConfig, GRPOTrainer
+
+from stoker.integrations.trl import attach, detach
+from stoker.rollout import RolloutEngine, SamplingParams
+
+Problem = dict[str, str]  # "prompt" and "answer"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder of the report")
+    parser.add_argument("--model", type=Path, help="local folder of a model and its tokenizer; goes with --dataset")
+    parser.add_argument("--dataset", type=Path, help="local JSON Lines file of prompts and answers; goes with --model")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of --model")
+    parser.add_argument("--pretraining-steps", type=int, default=400, help="of the demo's own model")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of GRPO")
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--batch-size", type=int, default=128, help="completions a step")
+    parser.add_argument("--num-generations", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--max-completion-length", type=int, default=32, help="in tokens")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--eval-problems", type=int, default=400, help="held-out problems, never trained on")
+    parser.add_argument("--compare-prompts", type=int, default=32, help="prompts of the speed comparison; 0: none")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    for name, value in vars(args).items():
+        least = 0 if name in ("seed", "compare_prompts") else 1 if isinstance(value, int) else 1e-12
+        if isinstance(value, int | float) and not value >= least:
+            parser.error(f"--{name.replace('_', '-')} {value} is too small")
+    if args.num_generations < 2:
+        parser.error("--num-generations has to be at least 2: GRPO compares the completions of a prompt")
+    if args.batch_size % args.num_generations:
+        parser.error("--batch-size has to be a multiple of --num-generations")
+    if (args.model is None) != (args.dataset is None):
+        parser.error("--model and --dataset go together: the demo's own tokenizer knows sums only")
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model} is no model folder: there is no config.json in it")
+    try:
+        args.problems = read_problems(args.dataset) if args.dataset else None
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"--dataset {args.dataset}: {error}")
+    return args
+
+
+# -- model and data ----------------------------------------------------------------------------------------------------
+
+
+def read_problems(path: Path) -> list[Problem]:
+    problems = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number} is no JSON: {error.msg}") from None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or "answer" not in row:
+            raise ValueError(f"line {number} has to be an object with a text prompt, and an answer")
+        problems.append({"prompt": row["prompt"], "answer": str(row["answer"])})
+    if len(problems) < 2:
+        raise ValueError("it holds fewer than two problems")
+    return problems
+
+
+def own_model(args: argparse.Namespace) -> tuple[Any, Any, list[Problem], list[Problem]]:
+    """The folder's model and tokenizer; at most a fifth of the problems is held out."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, local_files_only=True)
+    problems = list(args.problems)
+    random.Random(args.seed).shuffle(problems)
+    count = min(args.eval_problems, max(1, len(problems) // 5))
+    return model, tokenizer, problems[count:], problems[:count]
+
+
+def demo_model(args: argparse.Namespace) -> tuple[Any, Any, list[Problem], list[Problem]]:
+    """A small model that can add to a middling level."""
+    torch.set_num_threads(1)  # operations this small gain little from more, and lose much where the machine is busy
+    tokenizer = arithmetic.build_tokenizer()
+    model = arithmetic.build_model(tokenizer, args.seed)
+    arithmetic.pretrain(model, tokenizer, steps=args.pretraining_steps, seed=args.seed)
+    count = min(2000, args.steps * args.batch_size // args.num_generations)
+    train = arithmetic.draw_problems(args.seed + 1, count)
+    return model, tokenizer, train, arithmetic.draw_problems(args.seed, args.eval_problems, held_out=True)
+
+
+def final_answer(text: str) -> str:
+    """What follows the last ``#``, else the last ``\\boxed{}``, else the last number, else the whole text; normalised."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    if "#" in text:
+        text = text.rpartition("#")[2]
+    elif boxed := re.findall(r"\\boxed\{([^{}]*)\}", text):
+        text = boxed[-1]
+    elif numbers:
+        text = numbers[-1]
+    text = text.strip().strip("$").rstrip(".").strip().casefold()
+    return text.replace(",", "") if re.fullmatch(r"[-\d,.]+", text) else text
+
+
+def is_right(completion: str, answer: str) -> bool:
+    return final_answer(completion) == final_answer(answer)
+
+
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    """1 for a right final answer, else 0. Completions are texts, or one message each where prompts are chats."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(is_right(text, right)) for text, right in zip(texts, answer, strict=True)]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Progress(TrainerCallback):
+    """A bar that shows the reward, in place of a printed line for each step."""
+
+    def __init__(self, steps: int) -> None:
+        self.bar = tqdm(total=steps, desc="GRPO", unit="step")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "reward" in logs:
+            self.bar.set_postfix(reward=f"{logs['reward']:.2f}", refresh=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar.update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.bar.close()
+
+
+def build_trainer(args: argparse.Namespace, model: Any, tokenizer: Any, problems: list[Problem]) -> GRPOTrainer:
+    """Plain TRL; nothing here knows of the engine."""
+    rows = [{"prompt": as_prompt(tokenizer, p["prompt"]), "answer": p["answer"]} for p in problems]
+    config = GRPOConfig(
+        output_dir=str(args.output / "trainer"),
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch_size,
+        num_generations=args.num_generations,
+        max_completion_length=args.max_completion_length,
+        temperature=args.temperature,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        bf16=False,  # the trainer's forward runs in the model's own dtype, as the engine's does
+        gradient_checkpointing=args.model is not None,  # the demo's model is too small to need it
+        use_cpu=not torch.cuda.is_available(),
+        seed=args.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def as_prompt(tokenizer: Any, text: str) -> Any:
+    return [{"role": "user", "content": text}] if tokenizer.chat_template else text
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure_accuracy(args: argparse.Namespace, engine: RolloutEngine, problems: list[Problem]) -> dict[str, Any]:
+    """Share of held-out problems answered rightly, decoded greedily on the engine, and the first few completions."""
+    engine.update_weights()
+    prompts = [as_prompt(engine.tokenizer, p["prompt"]) for p in problems]
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.max_completion_length)
+    batch = engine.generate_batch(prompts, greedy)
+    batch.raise_for_errors()
+    texts = [output.completions[0].text or "" for output in batch]
+    right = [is_right(text, p["answer"]) for text, p in zip(texts, problems, strict=True)]
+    examples = [p["prompt"] + text for text, p in zip(texts[:3], problems, strict=False)]
+    return {"accuracy": sum(right) / len(right), "problems": len(right), "examples": examples}
+
+
+def measure_rollouts(
+    args: argparse.Namespace, trainer: GRPOTrainer, problems: list[Problem]
+) -> Iterator[tuple[str, float]]:
+    """Completion tokens a second of the engine and of TRL's two ways without one, each called by the trainer as in training.
+
+    All get the same prompts and sampling settings; tokens after the first EOS do not count. The engine is detached.
+    """
+    texts = [as_prompt(trainer.processing_class, p["prompt"]) for p in problems[: args.compare_prompts]]
+    prompts, _, _ = trainer._tokenize_prompts([text for text in texts for _ in range(args.num_generations)])
+
+    def rollout() -> int:
+        return sum(map(len, trainer._generate_single_turn(prompts, None, {}, args.num_generations)[0]))
+
+    yield "engine", tokens_per_second(rollout)
+    detach(trainer)
+    yield "model.generate", tokens_per_second(rollout)
+    # Sized to the batch. By default it takes a share of all memory, and on a CPU most of its time is then spent on that.
+    pages = -(-(max(map(len, prompts)) + args.max_completion_length) // 32)
+    trainer.use_transformers_continuous_batching = True
+    trainer.continuous_batching_config = ContinuousBatchingConfig(
+        page_size=32, num_blocks=pages * len(prompts), max_batch_tokens=2 * len(prompts)
+    )
+    yield "model.generate_batch", tokens_per_second(rollout)
+
+
+def tokens_per_second(rollout: Callable[[], int]) -> float:
+    rollout()  # warm-up
+    speeds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        tokens = rollout()
+        speeds.append(tokens / (time.perf_counter() - start))
+    return statistics.median(speeds)
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def training_record(trainer: GRPOTrainer) -> dict[str, Any]:
+    """What TRL logged: the reward of each step, and the engine's log-probabilities against the trainer's forward."""
+
+    def logged(key: str) -> list[float]:
+        return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+    difference = "sampling/sampling_logp_difference"
+    record: dict[str, Any] = {"rewards": logged("reward"), "mean_lengths": logged("completions/mean_length")}
+    if record["rewards"]:
+        record["logprob_difference"] = {
+            "mean": statistics.fmean(logged(f"{difference}/mean")),
+            "max": max(logged(f"{difference}/max")),
+        }
+    return record
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Written anew after each stage, so an interrupted run leaves what it had."""
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def print_report(report: dict[str, Any]) -> None:
+    print()
+    for when in ("before", "after"):
+        if when in report:
+            print(f"held-out accuracy {when}: {report[when]['accuracy']:.1%} of {report[when]['problems']} problems")
+            for example in report[when]["examples"]:
+                print(f"    {example!r}")
+    if "logprob_difference" in report:
+        difference = report["logprob_difference"]
+        print(
+            f"|log-probability difference| to the trainer: mean {difference['mean']:.1e}, max {difference['max']:.1e}"
+        )
+    if "update_seconds" in report:
+        print(f"weight update: {report['update_seconds'] * 1e3:.2f} ms")
+    if "tokens_per_second" in report:
+        speeds = report["tokens_per_second"]
+        print(f"rollout tokens/s on the same prompts, in this one run ({report['device']}):")
+        for name, speed in speeds.items():
+            ratio = "" if name == "engine" else f"   engine is {speeds['engine'] / speed:.1f} times as fast"
+            print(f"    {name:<22}{speed:>10,.0f}{ratio}")
+
+
+def plot_report(folder: Path, report: dict[str, Any]) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no report.png: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
+    left.plot(range(1, len(report["rewards"]) + 1), report["rewards"], label="mean reward (sampled)")
+    for when, style in (("before", ":"), ("after", "--")):
+        if when in report:
+            accuracy = report[when]["accuracy"]
+            left.axhline(accuracy, ls=style, color="grey", label=f"held-out accuracy {when} (greedy): {accuracy:.0%}")
+    left.set(xlabel="GRPO step", ylim=(0, 1.02), title="Learning")
+    left.legend(loc="lower right")
+    speeds = report.get("tokens_per_second", {})
+    right.bar_label(right.bar([name.replace("_", "_\n") for name in speeds], list(speeds.values())), fmt="{:,.0f}")
+    right.set(ylabel="completion tokens/s", title=f"Rollouts, same prompts, one run\n{report['device']}")
+    figure.savefig(folder / "report.png", dpi=120)
+
+
+def main() -> int:
+    args = parse_arguments()
+    # TRL sets options that the installed transformers is about to rename; nothing a user of this script could act on.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
+    report: dict[str, Any] = {
+        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "problems"}
+    }
+    start = time.perf_counter()
+    trainer = None
+    try:
+        model, tokenizer, train, held_out = own_model(args) if args.model else demo_model(args)
+        trainer = build_trainer(args, model, tokenizer, train)
+        engine = attach(trainer)  # this is all it takes
+        device = trainer.accelerator.device.type
+        report["device"] = (
+            torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
+        )
+        report["before"] = measure_accuracy(args, engine, held_out)
+        write_report(args.output, report)
+
+        trainer.add_callback(Progress(args.steps))
+        trainer.train()
+        report |= training_record(trainer)
+        report["after"] = measure_accuracy(args, engine, held_out)
+        report["update_seconds"] = statistics.median(seconds_of(engine.update_weights) for _ in range(20))
+        write_report(args.output, report)
+        if args.compare_prompts:
+            print("measuring rollout speed ...")
+            report["tokens_per_second"] = speeds = {}
+            for name, speed in measure_rollouts(args, trainer, held_out):
+                speeds[name] = speed
+    except KeyboardInterrupt:
+        report["interrupted"] = True
+        if trainer is not None:
+            report |= training_record(trainer)
+    report["seconds"] = time.perf_counter() - start
+    write_report(args.output, report)
+    if "before" in report:
+        print_report(report)
+        plot_report(args.output, report)
+    print(f"\nwritten to {args.output} after {report['seconds']:.0f} s")
+    return 130 if report.get("interrupted") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
