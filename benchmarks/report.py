@@ -154,7 +154,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
             [e["tokens_per_s"] - tokens / max(e["seconds"]) for e in timed.values()],
             [tokens / min(e["seconds"]) - e["tokens_per_s"] for e in timed.values()],
         ]
-        bars = panel.bar(list(timed), middle, yerr=spread, capsize=4, color=[colours.get(name, "tab:olive") for name in timed])
+        bars = panel.bar(
+            list(timed), middle, yerr=spread, capsize=4, color=[colours.get(name, "tab:olive") for name in timed]
+        )
         labels = [f"{e['tokens_per_s']:.0f}\n{e['of_ceiling']:.0%} of ceiling" for e in timed.values()]
         panel.bar_label(bars, labels, padding=3, fontsize=7)
         panel.margins(y=0.2)
