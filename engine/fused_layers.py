@@ -23,6 +23,7 @@ _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 # Relative to the most a layer adds to its input: one rounding of the dtype, a few times over.
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
+_KEPT_POSITIONS = 16384
 _PROBE_POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 
 
@@ -182,17 +183,28 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
 
 
 class _PlainModel:
-    """Embedding, fused layers, norm, head: the forward of most decoders without the layers of convenience around it."""
+    """Embedding, fused layers, norm, head: the forward of most decoders without the layers of convenience around it.
+
+    The rotary embedding depends on no weight, so up to ``_KEPT_POSITIONS`` it is looked up, not computed.
+    """
 
     def __init__(self, shell: ModelShell) -> None:
         body: Any = shell.module.base_model
-        self.embed, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
+        self.embed, self.norm = body.embed_tokens, body.norm
+        self.rotary, self.kept = body.rotary_emb, None
+        if shell.max_model_len <= _KEPT_POSITIONS:
+            x = self.embed(torch.zeros(1, dtype=torch.long, device=shell.device))[None]
+            at = torch.arange(shell.max_model_len, device=shell.device)[None]
+            self.kept = tuple(table[0].contiguous() for table in self.rotary(x, position_ids=at))
         self.layers = list(body.layers)
         self.head = shell.module.get_output_embeddings()
 
     def __call__(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
         x = self.embed(token_ids)[None]
-        rotary = self.rotary(x, position_ids=positions[None])
+        if self.kept is None:
+            rotary = self.rotary(x, position_ids=positions[None])
+        else:
+            rotary = tuple(table.index_select(0, positions)[None] for table in self.kept)
         for layer in self.layers:
             x = layer.forward(x, position_embeddings=rotary, stoker_context=context)
         return self.head(self.norm(x[0].index_select(0, last_token)))  # type: ignore[no-any-return]

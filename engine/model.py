@@ -125,6 +125,7 @@ class ModelShell:
         self.module.eval().requires_grad_(False)
         self.config: Any = self.module.config
         self.forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = self._module_forward
+        self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
 

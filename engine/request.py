@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -97,6 +97,15 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be sampled."""
         return self.spec.max_tokens - self.num_output
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
+        """Take several sampled tokens at once; False, and nothing taken, where one of them may end the completion."""
+        if self.stop_string is not None or self.remaining <= len(tokens) or not self.spec.stop_ids.isdisjoint(tokens):
+            return False
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.weight_versions += [version] * len(tokens)
+        return True
 
     def append(self, token: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True when it ends the completion."""

@@ -123,7 +123,7 @@ class Scheduler:
         finished = []
         for row, (request, num_new) in enumerate(zip(plan.requests, plan.num_new, strict=True)):
             request.computed += num_new
-            if request.computed == request.total:
+            if request.computed == request.total and not self._take_all(request, plan, sampled, row):
                 for step in range(plan.num_steps):
                     if step:
                         request.computed += 1
@@ -137,6 +137,17 @@ class Scheduler:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
             self.counters.finished_requests += len(finished)
         return finished
+
+    def _take_all(self, request: Request, plan: Plan, sampled: Sampled, row: int) -> bool:
+        """The short way for the usual case, that nothing happens within the window."""
+        logprobs = [step[row] for step in sampled.logprobs]
+        if math.isnan(sum(logprobs)) or request.spec.top_logprobs:
+            return False
+        if not request.extend([step[row] for step in sampled.tokens], logprobs, self.weight_version):
+            return False
+        request.computed += plan.num_steps - 1
+        self.counters.generated_tokens += plan.num_steps
+        return True
 
     def _take(self, request: Request, sampled: Sampled, step: int, row: int) -> bool:
         token, logprob = sampled.tokens[step][row], sampled.logprobs[step][row]
@@ -174,17 +185,22 @@ class Scheduler:
         return True
 
     def _reserve_window(self, requests: Sequence[Request]) -> int:
-        """How many decode steps can run in a row, their blocks allocated: no request ends within by its length."""
-        steps = min(self.decode_window, min(r.remaining for r in requests))
+        """How many decode steps can run in a row, their blocks allocated.
+
+        A request whose length ends within the window sits the rest of it out: that costs less than looking up at every
+        end, unless another request waits for its place.
+        """
+        remaining = [r.remaining for r in requests]
+        steps = min(self.decode_window, min(remaining) if self.waiting else max(remaining))
         size = self.block_size
-        while steps > 1:
-            missing = sum(max(0, -(-(r.computed + steps) // size) - len(r.block_ids)) for r in requests)
-            if missing <= self.pool.num_free:
-                break
+
+        def missing(request: Request, left: int) -> int:
+            return max(0, -(-(request.computed + min(steps, left)) // size) - len(request.block_ids))
+
+        while steps > 1 and sum(map(missing, requests, remaining)) > self.pool.num_free:
             steps -= 1
-        for request in requests:
-            wanted = -(-(request.computed + steps) // size)
-            request.block_ids.extend(self.pool.allocate() for _ in range(wanted - len(request.block_ids)))
+        for request, left in zip(requests, remaining, strict=True):
+            request.block_ids.extend(self.pool.allocate() for _ in range(missing(request, left)))
         return steps
 
     def _release(self, request: Request) -> None:

@@ -33,18 +33,24 @@ class Batch:
     slots: Tensor  # int64 [T], where each token's key and value go
     last_token: Tensor  # int64 [R], index of each row's last token
     seq_lens: Tensor  # int64 [R], keys the row's last token sees
+    last_lens: Tensor  # int64 [R], keys it sees in the last step before its length ends
     block_tables: Tensor  # int64 [R, M]
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
     sampling: SamplingRows
 
     def advance(self, tokens: Tensor) -> None:
-        """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R]."""
+        """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R].
+
+        A row that has reached its length stays where it is, writes to the null block, and samples what nobody reads.
+        """
         self.token_ids.copy_(tokens)
-        self.positions.add_(1)
-        self.seq_lens.add_(1)
+        over = self.seq_lens.add_(1) > self.last_lens
+        torch.minimum(self.seq_lens, self.last_lens, out=self.seq_lens)
+        torch.sub(self.seq_lens, 1, out=self.positions)
         block = self.block_tables.gather(1, (self.positions // self.block_size)[:, None])[:, 0]
         torch.add(block * self.block_size, self.positions % self.block_size, out=self.slots)
+        self.slots.masked_fill_(over, 0)
         self.attention.next_step()
 
 
@@ -108,7 +114,7 @@ class StepInputs:
             return torch.zeros(size, dtype=dtype, device=runtime.device)
 
         self._token_ids, self._positions, self._slots = (static(self.max_tokens) for _ in range(3))
-        self._last_token, self._seq_lens, self._slot_rows = (static(max_num_seqs) for _ in range(3))
+        self._last_token, self._seq_lens, self._last_lens, self._slot_rows = (static(max_num_seqs) for _ in range(4))
         self._block_tables = static(max_num_seqs, max_blocks)
         self._rows = {
             name: static(max_num_seqs, dtype=torch.from_numpy(column).dtype) for name, column in self._host.items()
@@ -133,7 +139,8 @@ class StepInputs:
         computed = np.array([r.computed for r in requests])
         new = np.array(num_new)
         lengths = computed + new
-        columns = int(-(-(lengths.max() + plan.num_steps - 1) // self.block_size))
+        last = lengths + np.minimum(plan.num_steps, [r.remaining for r in requests]) - 1
+        columns = int(-(-last.max() // self.block_size))
         tables = self._tables[slots, :columns]
 
         decode = count == new.sum()
@@ -179,6 +186,7 @@ class StepInputs:
             slots=put(self._slots, where, tokens),
             last_token=put(self._last_token, np.arange(rows) if decode else new.cumsum() - 1, rows),
             seq_lens=seq_lens,
+            last_lens=put(self._last_lens, np.concatenate((last, np.ones(padding, dtype=np.int64))), rows),
             block_tables=block_tables,
             block_size=self.block_size,
             attention=attention,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.kernels import cpu_attention
 from stoker.kernels.reference import attention, norm_rotary, sampling
 
 
@@ -42,6 +43,9 @@ REFERENCE = Ops(
 )
 
 
+CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
+
+
 def ops_for(device: torch.device) -> Ops:
-    """The operations for a device. Every device runs the torch reference today."""
-    return REFERENCE
+    """The operations for a device: a CPU has an attention of its own, all else runs the torch reference today."""
+    return CPU if device.type == "cpu" else REFERENCE

@@ -165,8 +165,10 @@ class Machine:
         ]
         drawn = [[draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)]]
         for step in range(1, plan.num_steps):
+            # Whoever is past its length sits the rest of the window out.
             last = [
-                self._write(r, r.computed + step, token) for r, (token, _) in zip(plan.requests, drawn[-1], strict=True)
+                self._write(r, r.computed + step, token) if step < r.remaining else mark(0, token)
+                for r, (token, _) in zip(plan.requests, drawn[-1], strict=True)
             ]
             drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
         self.tokens_computed += sum(plan.num_new) + (plan.num_steps - 1) * len(plan.requests)
@@ -206,7 +208,8 @@ class Machine:
         assert 1 <= plan.num_steps <= s.decode_window
         if plan.num_steps > 1:
             assert set(plan.num_new) == {1} and all(r.computed + 1 == r.total for r in plan.requests)
-            assert plan.num_steps <= min(r.remaining for r in plan.requests)
+            remaining = [r.remaining for r in plan.requests]
+            assert plan.num_steps <= (min(remaining) if s.waiting else max(remaining))
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
         held = [block for r in plan.requests for block in r.block_ids]

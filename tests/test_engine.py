@@ -757,3 +757,21 @@ def test_a_real_sigint_in_this_process():
             engine.core.step = step
         engine.core.scheduler.check()
         assert tokens(engine.generate_batch([NEEDLE], NEEDLE_PARAMS)) == tokens(needle_alone())
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_window_that_runs_past_an_end_leaves_the_cached_prefix_alone(block_size):
+    model = make_model("llama")
+    config = EngineConfig(block_size=block_size, kv_cache_memory="4MiB")
+    prompts = [[5, 6, 7], [9, 8, 7, 6], [3], [11, 12, 13, 14, 15]]
+    lengths = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (2, 30, 4, 6)]
+    after = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs_mode="raw")
+    with RolloutEngine(model, config=config) as engine:
+        for output in engine.generate_batch(prompts, lengths):
+            again = output.prompt_token_ids + output.completions[0].token_ids
+            (output,) = engine.generate_batch([again], after)
+            assert output.cached_tokens >= len(again) - 1 - block_size
+            (completion,) = output.completions
+            assert completion.token_ids == oracle.greedy(model, again, 12)
+            expected = oracle.logprobs(model, again, completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)

@@ -320,21 +320,27 @@ def test_nobody_starves() -> None:
     assert len(finished) == 200
 
 
+@pytest.mark.parametrize("someone_waits", [False, True])
 @pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_window_ends_where_a_request_reaches_its_length(window: int) -> None:
-    scheduler = make_scheduler(decode_window=window, block_size=1)
+def test_a_window_ends_with_the_first_request_where_one_waits_for_its_slot(window: int, someone_waits: bool) -> None:
     lengths = (4, 9, 30)
+    scheduler = make_scheduler(decode_window=window, block_size=1, max_num_seqs=len(lengths))
     requests = [make_group(i, [i], [make_spec(seed=1, max_tokens=n)])[0] for i, n in enumerate(lengths)]
-    scheduler.add(requests)
+    late = make_group(len(lengths), [3], [make_spec(seed=1, max_tokens=40)])
+    scheduler.add([*requests, *late] if someone_waits else requests)
     machine = Machine(scheduler)
-    steps = []
-    for _ in range(max(lengths)):
-        if (plan := scheduler.plan()) is not None:
-            steps.append(plan.num_steps)
-            scheduler.commit(plan, machine.run(plan))
+    ends = []
+    while any(r.status is not Status.FINISHED for r in requests):
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.commit(plan, machine.run(plan))
+        ends.append(plan.num_steps)
     assert [r.num_output for r in requests] == list(lengths)
-    assert max(steps) == window and sum(steps) == max(lengths)
-    assert set(lengths) <= set(accumulate(steps)), "every length is the end of a window"
+    assert max(ends) == window
+    if someone_waits:
+        assert lengths[0] in accumulate(ends), "its slot is free as soon as it can be"
+    else:
+        assert sum(ends) == max(lengths) and len(ends) == -(-max(lengths) // window), "no window is cut short"
 
 
 def test_a_window_shrinks_to_the_blocks_there_are() -> None:

@@ -107,7 +107,7 @@ def plan_attention(
     """Group the rows of a step.
 
     query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
-    first of ``num_steps`` steps; block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
+    first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
     padded rows at the end); token_bytes: what one layer keeps of a token.
     """
     most = max(1, _GATHER_BYTES // token_bytes)
@@ -130,7 +130,7 @@ def plan_attention(
         while end < len(single) and (end - begin + 1) * max_lens[single[end]] <= most:
             end += 1
         rows = torch.tensor(single[begin:end], device=block_tables.device)
-        num_blocks = -(-max_lens[single[end - 1]] // block_size)
+        num_blocks = min(-(-max_lens[single[end - 1]] // block_size), block_tables.shape[1])
         table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
         decodes.append(_Decode(rows, table, num_blocks, key_lens[single[begin]]))
         begin = end

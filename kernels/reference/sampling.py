@@ -67,14 +67,19 @@ def sample(
     blocks = -(-vocab // SAMPLE_BLOCK)
     padded = F.pad(scaled, (0, blocks * SAMPLE_BLOCK - vocab), value=float("-inf")).view(rows, blocks, SAMPLE_BLOCK)
     mass = padded.logsumexp(-1)
+    normaliser = mass.logsumexp(-1) if blocks > 1 else mass[:, 0]
     tokens = logits.argmax(-1) if greedy is not None or noise is None else None
     if noise is not None:
-        block = (mass + noise[:, SAMPLE_BLOCK:]).argmax(-1)
-        inside = padded.gather(1, block[:, None, None].expand(rows, 1, SAMPLE_BLOCK))[:, 0]
-        drawn = block * SAMPLE_BLOCK + (inside + noise[:, :SAMPLE_BLOCK]).argmax(-1)
+        inside, offset = padded[:, 0], None
+        if blocks > 1:
+            block = (mass + noise[:, SAMPLE_BLOCK:]).argmax(-1)
+            inside = padded.gather(1, block[:, None, None].expand(rows, 1, SAMPLE_BLOCK))[:, 0]
+            offset = block * SAMPLE_BLOCK
+        drawn = (inside + noise[:, :SAMPLE_BLOCK]).argmax(-1)
+        drawn = drawn if offset is None else drawn + offset
         tokens = drawn if tokens is None or greedy is None else torch.where(greedy, tokens, drawn)
     assert tokens is not None
-    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - mass.logsumexp(-1)
+    return tokens, scaled.gather(1, tokens[:, None])[:, 0] - normaliser
 
 
 def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> Tensor:

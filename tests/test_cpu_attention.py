@@ -1,0 +1,96 @@
+"""A CPU's own attention against the reference: rows that begin alike are read once, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from stoker.kernels.ops import CPU, REFERENCE
+from stoker.kernels.reference.attention import Visibility
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+
+
+def make_step(block_size: int, groups: list[tuple[int, int, list[int]]], padded: int, seed: int = 0):
+    """groups: (samples, shared blocks, keys of each sample); unwritten slots hold NaN. Rows are dealt in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [(number, keys) for number, (_, _, lens) in enumerate(groups) for keys in lens]
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
+    steps = 3
+    columns = max(-(-(keys + steps) // block_size) for _, keys in rows)
+    free = iter(range(1, 4000))
+    shared = {number: [next(free) for _ in range(blocks)] for number, (_, blocks, _) in enumerate(groups)}
+    tables = torch.zeros(len(rows) + padded, columns, dtype=torch.long)
+    for row, (number, keys) in enumerate(rows):
+        own = -(-(keys + steps) // block_size) - len(shared[number])
+        ids = shared[number] + [next(free) for _ in range(own)]
+        tables[row, : len(ids)] = torch.tensor(ids)
+    caches = [torch.full((4000, block_size, KV_HEADS, DIM), math.nan) for _ in range(2)]
+    for cache in caches:
+        cache[0] = 0.0
+        for row, (_, keys) in enumerate(rows):
+            for at in range(keys + steps):  # the keys that later steps see are there already
+                cache[tables[row, at // block_size], at % block_size] = torch.randn(KV_HEADS, DIM, generator=generator)
+    key_lens = [keys for _, keys in rows]
+    return key_lens, tables, torch.tensor(key_lens + [1] * padded), caches, steps
+
+
+def plans(key_lens, tables, seq_lens, block_size, steps):
+    arguments = {"block_size": block_size, "token_bytes": 2**20, "num_steps": steps}  # so large that nothing is held
+    ones = [1] * len(key_lens)
+    return [ops.plan_attention(ones, key_lens, tables, seq_lens, **arguments) for ops in (CPU, REFERENCE)]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(4, 3, [50, 61, 49, 70]), (4, 2, [49, 50, 51, 60])],
+        [(4, 3, [49, 49, 49, 49]), (3, 1, [49, 90, 55])],
+        [(8, 3, [50 + i for i in range(8)])],
+        [(5, 3, [50, 64, 65, 66, 49]), (4, 3, [52, 53, 54, 55]), (4, 2, [50, 60, 70, 80])],
+    ],
+)
+@pytest.mark.parametrize("padded", [0, 3])
+def test_shared_beginnings_change_nothing(block_size, groups, padded):
+    key_lens, tables, seq_lens, (key, value), steps = make_step(block_size, groups, padded)
+    mine, reference = plans(key_lens, tables, seq_lens, block_size, steps)
+    if block_size == 16:
+        assert mine.shared is not None, "the rows' common beginnings were not found"
+    for step in range(steps):
+        if step:
+            seq_lens.add_(1)
+            mine.next_step()
+            reference.next_step()
+        query = torch.randn(len(tables), HEADS, DIM, generator=torch.Generator().manual_seed(step))
+        options = {"scale": 0.3, "visibility": Visibility()}
+        found = CPU.paged_attention(query, key, value, mine, **options)
+        expected = REFERENCE.paged_attention(query, key, value, reference, **options)
+        torch.testing.assert_close(found[: len(key_lens)], expected[: len(key_lens)], rtol=1e-5, atol=1e-6)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "sinks"),
+    [({"visibility": Visibility(window=20)}, False), ({"visibility": Visibility(), "softcap": 2.0}, False), ({}, True)],
+)
+def test_what_does_not_fit_goes_the_way_of_the_reference(options, sinks):
+    key_lens, tables, seq_lens, (key, value), steps = make_step(16, [(4, 3, [50, 61, 49, 70])], 0)
+    mine, reference = plans(key_lens, tables, seq_lens, 16, steps)
+    assert mine.shared is not None
+    options = {"scale": 0.3, "visibility": Visibility(), "sinks": torch.ones(HEADS) if sinks else None} | options
+    query = torch.randn(len(tables), HEADS, DIM)
+    found = CPU.paged_attention(query, key, value, mine, **options)
+    assert torch.equal(found, REFERENCE.paged_attention(query, key, value, reference, **options))
+
+
+def test_rows_with_little_in_common_are_not_grouped():
+    apart = [(1, 0, [50]), (1, 0, [60]), (1, 0, [70])]
+    barely = [(2, 1, [300, 300]), (2, 1, [300, 300])]
+    uneven = [(6, 3, [50] * 6), (1, 0, [50]), (1, 0, [50]), (1, 0, [50])]
+    short = [(4, 0, [1, 1, 1, 1])]
+    for groups in (apart, barely, uneven, short):
+        key_lens, tables, seq_lens, _, steps = make_step(16, groups, 1)
+        assert plans(key_lens, tables, seq_lens, 16, steps)[0].shared is None
