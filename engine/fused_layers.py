@@ -194,7 +194,8 @@ class _PlainModel:
         self.rotary, self.kept = body.rotary_emb, None
         if shell.max_model_len <= _KEPT_POSITIONS:
             x = self.embed(torch.zeros(1, dtype=torch.long, device=shell.device))[None]
-            at = torch.arange(shell.max_model_len, device=shell.device)[None]
+            count = max(shell.max_model_len, int(_PROBE_POSITIONS.max()) + 1)
+            at = torch.arange(count, device=shell.device)[None]
             self.kept = tuple(table[0].contiguous() for table in self.rotary(x, position_ids=at))
         self.layers = list(body.layers)
         self.head = shell.module.get_output_embeddings()
