@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -81,10 +82,9 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int)
 
     lengths = []  # shared blocks of each group; every row keeps a key of its own
     for rows in groups:
-        blocks, first = min((key_lens[row] - 1) // block_size for row in rows), tables[rows[0]]
-        while any(tables[row][:blocks] != first[:blocks] for row in rows[1:]):
-            blocks -= 1
-        lengths.append(blocks)
+        full = min((key_lens[row] - 1) // block_size for row in rows)
+        columns = zip(*(tables[row][:full] for row in rows), strict=True)
+        lengths.append(sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, columns)))
     widest = max(n for rows, n in zip(groups, lengths, strict=True) if len(rows) > 1)
     lengths = [min(n, widest) for n in lengths]
     saved = sum((len(rows) - 1) * n for rows, n in zip(groups, lengths, strict=True)) * block_size
@@ -97,10 +97,11 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int)
         for index, row in enumerate(rows):
             own[row], place[row] = blocks, number * largest + index
     start = torch.tensor(own)
-    columns = block_tables.shape[1]
-    most = max(columns - blocks for blocks in lengths)
-    at = (start[:, None] + torch.arange(most)).clamp(max=columns - 1)
-    prefix = [tables[rows[0]][:n] + [0] * (widest - n) for rows, n in zip(groups, lengths, strict=True)]
+    most = max(block_tables.shape[1] - blocks for blocks in lengths)
+    at = (start[:, None] + torch.arange(most)).clamp(max=block_tables.shape[1] - 1)
+    # Padded with a block that is written, for unwritten keys may be NaN.
+    firsts = [tables[rows[0]] for rows in groups]
+    prefix = [table[:n] + table[:1] * (widest - n) for table, n in zip(firsts, lengths, strict=True)]
     beyond = torch.arange(widest * block_size) >= torch.tensor(lengths)[:, None] * block_size
     return _Shared(
         members=torch.tensor([row for rows in groups for row in rows + rows[:1] * (largest - len(rows))]),

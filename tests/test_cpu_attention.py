@@ -29,7 +29,7 @@ def make_step(block_size: int, groups: list[tuple[int, int, list[int]]], padded:
         tables[row, : len(ids)] = torch.tensor(ids)
     caches = [torch.full((4000, block_size, KV_HEADS, DIM), math.nan) for _ in range(2)]
     for cache in caches:
-        cache[0] = 0.0
+        cache[0, 0] = 0.0  # which padded rows have just written
         for row, (_, keys) in enumerate(rows):
             for at in range(keys + steps):  # the keys that later steps see are there already
                 cache[tables[row, at // block_size], at % block_size] = torch.randn(KV_HEADS, DIM, generator=generator)
@@ -61,7 +61,7 @@ def test_shared_beginnings_change_nothing(block_size, groups, padded):
         assert mine.shared is not None, "the rows' common beginnings were not found"
     for step in range(steps):
         if step:
-            seq_lens.add_(1)
+            seq_lens[: len(key_lens)].add_(1)
             mine.next_step()
             reference.next_step()
         query = torch.randn(len(tables), HEADS, DIM, generator=torch.Generator().manual_seed(step))

@@ -1,0 +1,43 @@
+"""The demo script, cut short: it runs, writes its report, and refuses bad input before any work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "grpo_arithmetic.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_a_short_run_writes_its_report(tmp_path):
+    short = ["--pretraining-steps", "5", "--steps", "2", "--batch-size", "16", "--eval-problems", "8"]
+    done = run("--output", str(tmp_path), "--compare-prompts", "0", *short)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["rewards"]) == 2 and report["after"]["problems"] == 8
+    assert report["logprob_difference"]["max"] < 1e-3
+    assert (tmp_path / "report.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-generations", "3"], "multiple of --num-generations"),
+        (["--model", "nowhere"], "go together"),
+        (["--model", "nowhere", "--dataset", "nothing.jsonl"], "nowhere"),
+    ],
+)
+def test_bad_flags_are_refused(arguments, message, tmp_path):
+    done = run("--output", str(tmp_path / "out"), *arguments)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "out").exists()
