@@ -61,6 +61,9 @@ class Stoker(Peer):
             for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size", "decode_window")
         }
 
+    def start(self) -> None:
+        self.engine.update_weights()  # as before any rollout of a training; it also empties the prefix cache
+
     def rollout(
         self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")
     ) -> list[list[int]]:
@@ -125,7 +128,7 @@ class GenerateBatchAsCalled(Peer):
     """
 
     name = "generate_batch"
-    repeats = 2
+    repeats = 1
 
     def __init__(self, spec: ModelSpec, workload: Workload, device: str, dtype: torch.dtype) -> None:
         self.model = spec.build(device, dtype)

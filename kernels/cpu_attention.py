@@ -33,6 +33,7 @@ class _Shared:
     prefix_bias: Tensor  # fp32 [G, 1, 1, P * block]
     suffix_table: Tensor  # int64 [R * S]
     start: Tensor  # int64 [R], position of a row's first own key
+    written: int  # own keys that every real row has, whatever the step
     groups: int
 
 
@@ -110,6 +111,7 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int)
         prefix_bias=torch.zeros(beyond.shape).masked_fill_(beyond, reference.NEG_INF)[:, None, None],
         suffix_table=block_tables.gather(1, at).flatten(),
         start=start * block_size,
+        written=min(n - own[row] * block_size for row, n in enumerate(key_lens)),
         groups=len(groups),
     )
 
@@ -168,8 +170,13 @@ def _keys(plan: CpuPlan, shared: _Shared, key_cache: Tensor, value_cache: Tensor
     """Shared keys and values [G, H, P, D], and the rows' own [R, H, S, D]; zeros where a row has none."""
     rows, block_size = len(shared.start), key_cache.shape[1]
     length = shared.suffix_table.shape[0] // rows * block_size
-    empty = plan.plain.once("unwritten", lambda: _unwritten(plan, shared, length)[:, :, None, None])
+    # What no one has written may be NaN. The null block, all that padded rows read, never is.
+    empty = plan.plain.once(
+        "unwritten", lambda: _unwritten(plan, shared, length)[:, shared.written :, None, None].contiguous()
+    )
     caches = (key_cache, value_cache)
     prefix = [c.index_select(0, shared.prefix_table).view(shared.groups, -1, *c.shape[2:]) for c in caches]
     own = [c.index_select(0, shared.suffix_table).view(rows, length, *c.shape[2:]) for c in caches]
-    return tuple(t.transpose(1, 2) for t in (*prefix, *(t.masked_fill_(empty, 0.0) for t in own)))
+    for gathered in own:
+        gathered[:, shared.written :].masked_fill_(empty, 0.0)
+    return tuple(t.transpose(1, 2) for t in (*prefix, *own))

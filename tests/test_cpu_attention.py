@@ -29,7 +29,7 @@ def make_step(block_size: int, groups: list[tuple[int, int, list[int]]], padded:
         tables[row, : len(ids)] = torch.tensor(ids)
     caches = [torch.full((4000, block_size, KV_HEADS, DIM), math.nan) for _ in range(2)]
     for cache in caches:
-        cache[0, 0] = 0.0  # which padded rows have just written
+        cache[0] = 0.0
         for row, (_, keys) in enumerate(rows):
             for at in range(keys + steps):  # the keys that later steps see are there already
                 cache[tables[row, at // block_size], at % block_size] = torch.randn(KV_HEADS, DIM, generator=generator)
