@@ -9,6 +9,7 @@ import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+torch.set_num_threads(1)  # models this small are several times slower when their operations are split over threads
 
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels run in triton's interpreter, on the CPU

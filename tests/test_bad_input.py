@@ -42,14 +42,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64, max_num_seqs=8)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @cache
 def llama() -> PreTrainedModel:
     return make_model("llama")

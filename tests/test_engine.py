@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 
 import oracle
@@ -27,15 +26,6 @@ from stoker.rollout.stop_strings import StopStringChecker, completion_text
 
 EOS = 256
 TEXT_VOCAB = 264
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are several times slower when their operations are split over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Every supported family against the plain Hugging Face forward, under everything the scheduler does to a request."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import oracle
@@ -30,15 +29,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 SAMPLED = [
     SamplingParams(temperature=0.7 if i % 2 else 1.0, seed=i, max_tokens=NEW_TOKENS) for i in range(len(PROMPTS))
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are several times slower when their operations are split over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,9 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import torch
 from families import make_model
 from transformers import PreTrainedModel
 
@@ -20,14 +18,6 @@ from stoker.kernels.errors import EngineStateError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

@@ -39,15 +39,6 @@ PAD, EOS, END_OF_TURN = 0, 1, 2
 LOGPROB_TOLERANCE = 1e-4
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are several times slower when their operations are split over threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<end>", *CHARACTERS])}
     core = Tokenizer(models.WordLevel(vocab))

@@ -4,7 +4,7 @@ import copy
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -24,14 +24,6 @@ from stoker.weight_sync.aliased import AliasedSource
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
 PARAMS = SamplingParams(max_tokens=10, seed=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
