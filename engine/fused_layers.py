@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.engine.model import ModelShell
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.norm_rotary import qk_norm_rotary
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 # Relative to the most a layer adds to its input: one rounding of the dtype, a few times over.
@@ -30,15 +30,18 @@ _PROBE_POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 class _Linears:
     """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
 
-    def __init__(self, linears: Sequence[Any], weight: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(self, ops: Ops, linears: Sequence[Any], weight: Tensor | None, bias: Tensor | None) -> None:
+        self.ops = ops
         self.linears = linears
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, norm: tuple[Tensor, float] | None = None, gated: bool = False) -> Tensor:
         if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.cat([F.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+            return self.ops.linear(x, self.weight, self.bias, norm=norm, gated=gated)
+        x = x if norm is None else self.ops.rms_norm(x, *norm)
+        out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+        return self.ops.silu_mul(out) if gated else out
 
 
 class FusedDecoderLayer(nn.Module):
@@ -57,14 +60,14 @@ class FusedDecoderLayer(nn.Module):
         self.visibility = Visibility(window=window)
         self.use_rope = bool(getattr(attention, "use_rope", True))
         qkv, gate_up = (
-            _Linears([m for _, m in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
+            _Linears(ops, [m for _, m in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
             for group in _groups(layer)
         )
         self.parts = _Parts(
             qkv,
-            _Linears([attention.o_proj], attention.o_proj.weight, attention.o_proj.bias),
+            attention.o_proj,
             gate_up,
-            _Linears([mlp.down_proj], mlp.down_proj.weight, mlp.down_proj.bias),
+            mlp.down_proj,
             _norm(layer.input_layernorm),
             _norm(layer.post_attention_layernorm),
             (attention.q_norm.weight, *_norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
@@ -80,14 +83,22 @@ class FusedDecoderLayer(nn.Module):
     ) -> Tensor:
         """hidden_states: [1, T, D]; position_embeddings: cos and sin, each [1, T, head_dim]."""
         w, ops, x = self.parts, self.ops, hidden_states[0]
-        qkv = w.qkv(ops.rms_norm(x, *w.input_norm)).view(x.shape[0], -1, self.head_dim)
+        qkv = w.qkv(x, norm=w.input_norm).view(x.shape[0], -1, self.head_dim)
         cos_sin = (position_embeddings[0][0], position_embeddings[1][0]) if self.use_rope else None
-        query, key, value = ops.qk_norm_rotary(qkv, self.heads, self.kv_heads, w.qk_norm, cos_sin)
-        out = stoker_context.attend(
-            self.layer_idx, query, key, value, scale=self.scale, visibility=self.visibility, softcap=None, sinks=None
+        out = stoker_context.attend_projected(
+            self.layer_idx,
+            qkv,
+            self.heads,
+            self.kv_heads,
+            w.qk_norm,
+            cos_sin,
+            scale=self.scale,
+            visibility=self.visibility,
+            softcap=None,
+            sinks=None,
         )
-        x = w.out(out.flatten(1)).add_(x)
-        return w.down(ops.silu_mul(w.gate_up(ops.rms_norm(x, *w.mlp_norm)))).add_(x)[None]
+        x = ops.linear(out.flatten(1), w.out.weight, w.out.bias, residual=x)
+        return ops.linear(w.gate_up(x, norm=w.mlp_norm, gated=True), w.down.weight, w.down.bias, residual=x)[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +106,9 @@ class _Parts:
     """What a fused layer reads, held outside the module so that reading it is cheap and no parameter is renamed."""
 
     qkv: _Linears
-    out: _Linears
+    out: nn.Linear
     gate_up: _Linears
-    down: _Linears
+    down: nn.Linear
     input_norm: tuple[Tensor, float]
     mlp_norm: tuple[Tensor, float]
     qk_norm: tuple[Tensor, Tensor, float] | None
@@ -231,6 +242,11 @@ class _Recorder:
         key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
         return torch.einsum("hts,shd->thd", weights, value)
+
+    def attend_projected(
+        self, layer: int, qkv: Tensor, heads: int, kv_heads: int, norm: Any, cos_sin: Any, **options: Any
+    ) -> Tensor:
+        return self.attend(layer, *qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin), **options)
 
 
 def _agree(layer: Any, replacement: FusedDecoderLayer, shell: ModelShell) -> bool:

@@ -39,6 +39,14 @@ class StepContext:
         self.ops.write_kv(key, value, key_cache, value_cache, self.slots)
         return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
 
+    def attend_projected(
+        self, layer: int, qkv: Tensor, heads: int, kv_heads: int, norm: Any, cos_sin: Any, **options: Any
+    ) -> Tensor:
+        """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
+        caches = self.layers[layer]
+        query = self.ops.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots)
+        return self.ops.paged_attention(query, *caches, self.plan, **options)
+
 
 @dataclass(frozen=True, slots=True)
 class _ShapeProbe:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import cpu_attention
-from stoker.kernels.reference import attention, norm_rotary, sampling
+from stoker.kernels.reference import attention, linear, norm_rotary, sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,9 @@ class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    qk_norm_rotary: Callable[..., tuple[Tensor, Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
+    linear: Callable[..., Tensor]
+    qk_norm_rotary_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
@@ -31,8 +32,9 @@ class Ops:
 
 REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
-    qk_norm_rotary=norm_rotary.qk_norm_rotary,
     silu_mul=norm_rotary.silu_mul,
+    linear=linear.linear,
+    qk_norm_rotary_write=attention.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
@@ -155,6 +157,25 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset."""
     key_cache.flatten(0, 1).index_copy_(0, slots, key)
     value_cache.flatten(0, 1).index_copy_(0, slots, value)
+
+
+def qk_norm_rotary_write(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    norm: tuple[Tensor, Tensor, float] | None,
+    cos_sin: tuple[Tensor, Tensor] | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
+
+    ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. qkv: [T, heads + 2 * kv_heads, D].
+    """
+    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin)
+    write_kv(key, value, key_cache, value_cache, slots)
+    return query
 
 
 def paged_attention(
