@@ -27,6 +27,7 @@ class Ops:
     gumbel_noise: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
+    score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -41,6 +42,7 @@ REFERENCE = Ops(
     gumbel_noise=sampling.gumbel_noise,
     sample=sampling.sample,
     token_logprobs=sampling.token_logprobs,
+    score_tokens=sampling.score_tokens,
     truncate=sampling.truncate,
 )
 

@@ -88,6 +88,19 @@ def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) 
     return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
+def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What softmax(logits / temperature) says of given tokens: log-probability, entropy in nats, and rank from 1.
+
+    logits: [R, V] of any float dtype, summed in fp32; inverse_temperature: fp32 [R]; tokens: int64 [R]. The rank is one
+    more than the number of tokens with a larger logit. Returns fp32 [R], fp32 [R], int64 [R].
+    """
+    scaled = logits.float() * inverse_temperature[:, None]
+    log_probs = scaled.log_softmax(-1)
+    chosen = log_probs.gather(1, tokens[:, None])
+    entropy = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
+    return chosen[:, 0], entropy, (log_probs > chosen).sum(-1) + 1
+
+
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """-inf for the tokens outside top-k, then top-p, then min-p, each over what the one before left.
 
