@@ -1,40 +1,61 @@
-"""The loop: plan, fill, run, commit."""
+"""The loop: plan, fill, run, commit.
+
+A device that works by itself is kept busy: the next plan is made and launched while the one before it runs, and what
+was sampled is read one plan late. Plans run in order on the device, so a block that is given up by one and taken by the
+next is never used by both at once.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from stoker.engine.request import Request
-from stoker.engine.runner import EagerStep
-from stoker.engine.scheduler import Scheduler
+from stoker.engine.runner import Pending, Runner
+from stoker.engine.scheduler import Plan, Scheduler
 from stoker.engine.step_inputs import StepInputs
 
 
 class EngineCore:
     """Joins scheduler, static inputs and runner. Knows neither text nor weights."""
 
-    def __init__(self, scheduler: Scheduler, inputs: StepInputs, runner: EagerStep) -> None:
+    def __init__(self, scheduler: Scheduler, inputs: StepInputs, runner: Runner, *, ahead: int = 0) -> None:
+        """ahead: plans that may be launched before the oldest one's results are read."""
         self.scheduler = scheduler
         self.inputs = inputs
         self.runner = runner
+        self.ahead = ahead
+        self._launched: deque[tuple[Plan, Pending]] = deque()
 
     def add(self, requests: Iterable[Request]) -> None:
         self.scheduler.add(requests)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._launched)
 
     def step(self) -> list[Request]:
-        """One plan from beginning to end; returns the requests that finished with it."""
+        """Launch a plan, and read the oldest where enough are under way; returns the requests that finished."""
         plan = self.scheduler.plan()
-        if plan is None:
+        if plan is not None:
+            self._launched.append((plan, self._launch(plan)))
+        elif not self._launched:
+            assert not self.has_work, "requests are left but none can run"
             return []
+        if plan is not None and len(self._launched) <= self.ahead:
+            return []
+        plan, pending = self._launched.popleft()
+        return self.scheduler.commit(plan, pending.read())
+
+    def _launch(self, plan: Plan) -> Pending:
         for request in plan.admitted:
             if request.spec.penalised:
                 self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
         if plan.copies:
             self.runner.kv.copy_blocks(plan.copies)
-        batch = self.inputs.fill(plan)
-        sampled = self.runner(batch)
-        return self.scheduler.commit(plan, sampled)
+        return self.runner(self.inputs.fill(plan))
+
+    def abort_all(self) -> None:
+        """Drop all work, wherever an exception struck. Every block and slot is free again."""
+        self._launched.clear()
+        self.scheduler.abort_all()

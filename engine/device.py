@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor on its way to the host."""
+
+    tensor: Tensor
+    event: Any = None  # torch.cuda.Event, recorded after the copy
+
+    def wait(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -14,6 +30,8 @@ class Runtime:
     """The one place besides ``Ops`` that knows what kind of device an engine runs on."""
 
     device: torch.device
+    ahead: int = 0  # plans worth launching before the oldest one's results are read
+    graphs: bool = False  # whether ``capture`` works
 
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
@@ -22,6 +40,17 @@ class Runtime:
     def to_device(self, host: Tensor, static: Tensor) -> None:
         """Fill the static buffer from host memory."""
         static.copy_(host)
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        """Start a copy to the host. The tensor may be written again by what is launched later."""
+        return HostCopy(tensor.clone())
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Record what ``body`` launches, running none of it; returns what launches it all again."""
+        raise NotImplementedError
+
+    def release_graph_memory(self) -> None:
+        """Give back what captured graphs, all of them dropped, have held."""
 
     def release_memory(self) -> None:
         """Give memory that has just been dropped back to the system."""
@@ -40,12 +69,48 @@ class CpuRuntime(Runtime):
         return super().free_memory()
 
 
+@dataclass(frozen=True)
 class CudaRuntime(Runtime):
+    ahead: int = 1
+    graphs: bool = True
+    _pool: list[Any] = field(default_factory=list)  # the memory pool of all graphs, made with the first
+
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def to_device(self, host: Tensor, static: Tensor) -> None:
         static.copy_(host.pin_memory(), non_blocking=True)
+
+    def to_host(self, tensor: Tensor) -> HostCopy:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return HostCopy(host, event)
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        if not self._pool:
+            self._pool.append(torch.cuda.graph_pool_handle())
+        graph = torch.cuda.CUDAGraph()
+        main: Any = torch.cuda.current_stream(self.device)
+        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(main)
+        # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
+            try:
+                body()
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        main.wait_stream(side)
+        return graph.replay
+
+    def release_graph_memory(self) -> None:
+        self._pool.clear()
+        self.release_memory()
 
     def release_memory(self) -> None:
         torch.cuda.empty_cache()

@@ -46,6 +46,8 @@ class SamplingSpec:
 class Request:
     """``computed`` tokens have their KV in the cache; it catches up with ``total``, the tokens there are.
 
+    Both run ahead of the host: ``pending`` tokens are being sampled on the device and are not in ``tokens`` yet.
+
     stop_string: called with each new token, returns the stop string it completed, or None.
     """
 
@@ -58,6 +60,7 @@ class Request:
 
     tokens: list[int] = field(init=False)
     computed: int = 0
+    pending: int = 0
     status: Status = Status.WAITING
     slot: int = -1  # row of the static inputs while running
     block_ids: list[int] = field(default_factory=list)
@@ -79,7 +82,7 @@ class Request:
 
     @property
     def total(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) + self.pending
 
     @property
     def num_prompt(self) -> int:
@@ -95,7 +98,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled."""
+        """Tokens that may still be sampled, those pending among them."""
         return self.spec.max_tokens - self.num_output
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:

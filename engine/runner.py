@@ -1,51 +1,98 @@
-"""Runs a batch: model, sampler, and on to the next step of the window; then one copy to the host."""
+"""Runs a batch: model, sampler, and on to the next step of the window; the results are read when they are asked for."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell, StepContext
-from stoker.engine.sampler import Sampler
+from stoker.engine.sampler import Sampler, SamplerOutput
 from stoker.engine.scheduler import Sampled
 from stoker.engine.step_inputs import Batch
 from stoker.kernels.ops import Ops
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a launched batch samples, on its way to the host: tokens, log-probabilities, then top ids and values."""
+
+    copies: tuple[HostCopy, ...]  # [num_steps, rows] or [num_steps, rows, K] each
+
+    def read(self) -> Sampled:
+        """Wait for the batch to be through."""
+        tokens, logprobs, *top = (copy.wait().tolist() for copy in self.copies)
+        if not top:
+            return Sampled(tokens, logprobs)
+        rows = [[_row(i, v) for i, v in zip(ids, values, strict=True)] for ids, values in zip(*top, strict=True)]
+        return Sampled(tokens, logprobs, rows)
+
+
+def _row(ids: Sequence[int], values: Sequence[float]) -> dict[int, float]:
+    return dict(zip(ids, values, strict=True))
+
+
+class Runner(Protocol):
+    """Launches a batch. Batches run in the order they were launched in."""
+
+    @property
+    def model(self) -> ModelShell: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def kv(self) -> KVCache: ...
+
+    def __call__(self, batch: Batch) -> Pending: ...
+
+    def bind(self, model: ModelShell) -> None:
+        """Run this model from now on."""
+
+    def release_graphs(self) -> None:
+        """Forget what was captured: tensors it reads are about to go, or its memory is wanted."""
+
+
 class EagerStep:
     """One call runs all steps of a batch's window, op by op."""
 
-    def __init__(self, model: ModelShell, sampler: Sampler, kv: KVCache, ops: Ops) -> None:
+    def __init__(self, model: ModelShell, sampler: Sampler, kv: KVCache, ops: Ops, runtime: Runtime) -> None:
         self.model = model
         self.sampler = sampler
         self.kv = kv
         self.ops = ops
+        self.runtime = runtime
 
-    def __call__(self, batch: Batch) -> Sampled:
-        tokens: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        tops: list[tuple[Tensor, Tensor]] = []
+    def bind(self, model: ModelShell) -> None:
+        self.model = model
+
+    def release_graphs(self) -> None:
+        pass
+
+    def __call__(self, batch: Batch) -> Pending:
+        outputs: list[SamplerOutput] = []
         with torch.inference_mode(), torch.autocast(self.model.device.type, enabled=False):
-            context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
             # The position sampled for is the one after the row's last token.
             noise = self.sampler.noise(batch.sampling, batch.seq_lens, batch.num_steps)
             for step in range(batch.num_steps):
                 if step:
-                    batch.advance(tokens[-1])
-                logits = self.model(batch.token_ids, batch.positions, batch.last_token, context)
-                out = self.sampler(logits, batch.sampling, batch.seq_lens, noise[step])
-                tokens.append(out.tokens)
-                logprobs.append(out.logprobs)
-                if out.top_ids is not None and out.top_logprobs is not None:
-                    tops.append((out.top_ids, out.top_logprobs))
-            n = batch.num_rows
-            return Sampled(
-                torch.stack(tokens)[:, :n].tolist(),
-                torch.stack(logprobs)[:, :n].tolist(),
-                [_rows(ids[:n], values[:n]) for ids, values in tops] if tops else None,
-            )
+                    batch.advance(outputs[-1].tokens)
+                outputs.append(self.step(batch, noise[step]))
+            results = [torch.stack([out.tokens for out in outputs]), torch.stack([out.logprobs for out in outputs])]
+            if outputs[0].top_ids is not None:
+                results.append(torch.stack([out.top_ids for out in outputs if out.top_ids is not None]))
+                results.append(torch.stack([out.top_logprobs for out in outputs if out.top_logprobs is not None]))
+            return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results))
 
-
-def _rows(ids: Tensor, values: Tensor) -> list[dict[int, float]]:
-    return [dict(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:
+        """One step of the batch, which stays where it is."""
+        context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
+        logits = self.model(batch.token_ids, batch.positions, batch.last_token, context)
+        out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
+        batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
+        return out

@@ -27,7 +27,7 @@ class SamplingRows:
     seed: Tensor  # int64 [R]
     sample_index: Tensor  # int64 [R]
     first_stop: Tensor  # int64 [R]: position of the first token that may be a stop id (min_tokens)
-    stop_ids: Tensor  # int64 [R, S], padded by repeating the vocabulary size
+    stop_ids: Tensor  # int64 [R, S], padded with the vocabulary size
     mode: Tensor  # int64 [R], index into LOGPROBS_MODES
     slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
     any_random: bool

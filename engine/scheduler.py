@@ -24,7 +24,9 @@ class Plan:
     """One step, or ``num_steps`` decode steps in a row when every request computes one token."""
 
     requests: list[Request]
+    starts: list[int]  # tokens each has computed before
     num_new: list[int]  # tokens each computes (in the first step)
+    num_samples: list[int]  # tokens each samples for keeps: 0 while its prompt is not through, at most num_steps
     num_steps: int
     admitted: list[Request]  # those that got a slot since the last plan
     copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
@@ -32,7 +34,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a plan's steps sampled, on the host: [num_steps][requests]."""
+    """What a plan's steps sampled, on the host: [num_steps][requests]. What is beyond ``num_samples`` means nothing."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -79,7 +81,11 @@ class Scheduler:
         self.waiting.extend(requests)
 
     def plan(self) -> Plan | None:
-        """The next step's work, with its blocks allocated; None when nothing is left to do."""
+        """The next step's work, with its blocks allocated; None where nothing can run now.
+
+        Counters move on at once, as if the plan had run. It may be made before the plans before it were committed, as
+        long as plans run in order on the device.
+        """
         work: list[tuple[Request, int]] = []
         admitted: list[Request] = []
         copies: dict[int, int] = {}  # KV blocks by the block they are copied to
@@ -87,8 +93,8 @@ class Scheduler:
         preempted = False
 
         for request in list(self.running):
-            if request.status is not Status.RUNNING or budget == 0:
-                continue  # preempted for an earlier one, or no budget left
+            if request.status is not Status.RUNNING or budget == 0 or request.remaining == request.pending:
+                continue  # preempted for an earlier one, no budget left, or its last token is being sampled
             num_new = min(request.total - request.computed, budget)
             while not self._reserve(request, num_new, copies):
                 self._preempt(self.running[-1])
@@ -110,43 +116,53 @@ class Scheduler:
                 budget -= num_new
 
         if not work:
-            assert not self.running and not self.waiting, "requests are left but none can run"
             return None
         num_steps = 1
         if all(r.computed + n == r.total and n == 1 for r, n in work):
             num_steps = self._reserve_window([r for r, _ in work])
         pairs = [(source, target) for target, source in copies.items()]
-        return Plan([r for r, _ in work], [n for _, n in work], num_steps, admitted, pairs)
+        requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
+        num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
+        return Plan(requests, starts, [n for _, n in work], num_samples, num_steps, admitted, pairs)
+
+    @staticmethod
+    def _advance(request: Request, num_new: int, num_steps: int) -> int:
+        """Move the counters to where they are after the plan; returns how many tokens it samples."""
+        request.computed += num_new
+        if request.computed < request.total:
+            return 0
+        samples = min(num_steps, request.remaining - request.pending)
+        request.computed += samples - 1
+        request.pending += samples
+        return samples
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Request]:
-        """Move the counters on by what was computed; returns the requests that finished."""
+        """Give the requests what was sampled; returns those that finished."""
         finished = []
-        for row, (request, num_new) in enumerate(zip(plan.requests, plan.num_new, strict=True)):
-            request.computed += num_new
-            if request.computed == request.total and not self._take_all(request, plan, sampled, row):
-                for step in range(plan.num_steps):
-                    if step:
-                        request.computed += 1
-                    if self._take(request, sampled, step, row):
-                        finished.append(request)
-                        break
+        for row, (request, samples) in enumerate(zip(plan.requests, plan.num_samples, strict=True)):
+            request.pending -= samples
+            if request.status is Status.FINISHED:  # by a token of an earlier plan
+                continue
+            done = False
+            if samples and not self._take_all(request, samples, sampled, row):
+                done = any(self._take(request, sampled, step, row) for step in range(samples))
             self._offer_to_prefix_cache(request)
-            if request.status is Status.FINISHED:
-                self._release(request)
+            if done:
+                self._finish(request)
+                finished.append(request)
         if finished:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
             self.counters.finished_requests += len(finished)
         return finished
 
-    def _take_all(self, request: Request, plan: Plan, sampled: Sampled, row: int) -> bool:
+    def _take_all(self, request: Request, samples: int, sampled: Sampled, row: int) -> bool:
         """The short way for the usual case, that nothing happens within the window."""
-        logprobs = [step[row] for step in sampled.logprobs]
+        logprobs = [step[row] for step in sampled.logprobs[:samples]]
         if math.isnan(sum(logprobs)) or request.spec.top_logprobs:
             return False
-        if not request.extend([step[row] for step in sampled.tokens], logprobs, self.weight_version):
+        if not request.extend([step[row] for step in sampled.tokens[:samples]], logprobs, self.weight_version):
             return False
-        request.computed += plan.num_steps - 1
-        self.counters.generated_tokens += plan.num_steps
+        self.counters.generated_tokens += samples
         return True
 
     def _take(self, request: Request, sampled: Sampled, step: int, row: int) -> bool:
@@ -163,9 +179,14 @@ class Scheduler:
             self.counters.generated_tokens += 1
             if sampled.top is not None and request.spec.top_logprobs:
                 request.top_logprobs.append(sampled.top[step][row])
-        if done:
-            request.status = Status.FINISHED
         return done
+
+    def _finish(self, request: Request) -> None:
+        waiting = request.status is Status.WAITING  # preempted while its last token was being sampled
+        request.status = Status.FINISHED
+        if waiting:
+            self.waiting.remove(request)
+        self._release(request)
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
@@ -190,7 +211,7 @@ class Scheduler:
         A request whose length ends within the window sits the rest of it out: that costs less than looking up at every
         end, unless another request waits for its place.
         """
-        remaining = [r.remaining for r in requests]
+        remaining = [r.remaining - r.pending for r in requests]
         steps = min(self.decode_window, min(remaining) if self.waiting else max(remaining))
         size = self.block_size
 
@@ -216,7 +237,7 @@ class Scheduler:
         # Into one queue before out of the other: an exception in between must not lose the request.
         insort(self.waiting, request, key=lambda r: r.id)
         self.running.remove(request)
-        request.computed, request.status = 0, Status.WAITING
+        request.computed, request.status = 0, Status.WAITING  # what it has pending still arrives
         self.counters.preemptions += 1
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -228,6 +249,8 @@ class Scheduler:
         arrivals do not tear the group apart.
         """
         for request in list(islice(self.waiting, len(self._free_slots))):
+            if request.pending:  # preempted, and its newest token not known yet
+                return
             computing = any(r.group is request.group for r in self.running)
             if not computing or self._with_prompt(request) is not None:
                 yield request
@@ -283,11 +306,13 @@ class Scheduler:
         return blocks, min(len(blocks) * self.block_size, last), True
 
     def _offer_to_prefix_cache(self, request: Request) -> None:
-        full = request.computed // self.block_size
+        # The key and value of the last token are computed with the next one, of which nothing is known yet.
+        known = min(request.computed, len(request.tokens) - 1)
+        full = known // self.block_size
         if not self.prefix_cache.enabled or full == request.offered_blocks:
             return
         cache = self.prefix_cache
-        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.computed)
+        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, known)
         for index in range(request.offered_blocks, full):
             cache.insert(request.block_keys[index], request.block_ids[index])
         request.offered_blocks = full
@@ -296,7 +321,7 @@ class Scheduler:
 
     def set_weight_version(self, version: int) -> None:
         """New weights: no KV computed before may serve a prefix. Nothing may be running."""
-        assert not self.running
+        assert not self.running and not any(r.pending for r in self.waiting)
         self.weight_version = version
         self.prefix_cache.clear()
         for request in self.waiting:
@@ -306,7 +331,7 @@ class Scheduler:
         """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
         for request in (*self.running, *self.waiting):
             request.status, request.finish_reason = Status.FINISHED, "abort"
-            request.block_ids, request.slot = [], -1
+            request.block_ids, request.slot, request.pending = [], -1, 0
         self.running, self.waiting = [], deque()
         self._reset_blocks()
 

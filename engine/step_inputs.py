@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -23,11 +22,13 @@ from stoker.kernels.ops import Ops
 class Batch:
     """One step's tensors: views of the static buffers, T tokens and R rows, padded to a bucket.
 
-    Padded tokens write to the null block and padded rows sample tokens nobody reads.
+    Padded tokens write to the null block and padded rows sample tokens nobody reads. Two batches with as many rows,
+    both of decode steps, are the same tensors.
     """
 
     num_rows: int  # real rows
     num_steps: int
+    decode: bool  # every row computes one token, so that rows and tokens are the same
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], where each token's key and value go
@@ -38,15 +39,20 @@ class Batch:
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
     sampling: SamplingRows
+    sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
 
     def advance(self, tokens: Tensor) -> None:
         """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R].
 
-        A row that has reached its length stays where it is, writes to the null block, and samples what nobody reads.
+        A row that has reached its length or sampled a stop id is over: it shrinks to one key, writes to the null block,
+        and samples what nobody reads.
         """
         self.token_ids.copy_(tokens)
-        over = self.seq_lens.add_(1) > self.last_lens
-        torch.minimum(self.seq_lens, self.last_lens, out=self.seq_lens)
+        stopped = (tokens[:, None] == self.sampling.stop_ids).any(1)
+        stopped.logical_and_(self.seq_lens >= self.sampling.first_stop)
+        over = (self.seq_lens.add_(1) > self.last_lens).logical_or_(stopped)
+        self.seq_lens.masked_fill_(over, 1)
+        self.last_lens.masked_fill_(over, 0)
         torch.sub(self.seq_lens, 1, out=self.positions)
         block = self.block_tables.gather(1, (self.positions // self.block_size)[:, None])[:, 0]
         torch.add(block * self.block_size, self.positions % self.block_size, out=self.slots)
@@ -107,15 +113,18 @@ class StepInputs:
         for name in ("temperature", "top_p", "repetition"):
             self._host[name][:] = 1
         self._host["greedy"][:] = True
-        self._stop_ids: list[tuple[int, ...]] = [()] * (max_num_seqs + 1)
-        self._tables = np.zeros((max_num_seqs + 1, max_blocks), dtype=np.int64)
+        self._stop_ids = np.full((max_num_seqs + 1, 1), vocab, dtype=np.int64)  # padded with what no token is
 
         def static(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=runtime.device)
 
-        self._token_ids, self._positions, self._slots = (static(self.max_tokens) for _ in range(3))
-        self._last_token, self._seq_lens, self._last_lens, self._slot_rows = (static(max_num_seqs) for _ in range(4))
+        self._token_ids, self._positions, self._token_rows, self._slots = (static(self.max_tokens) for _ in range(4))
+        self._last_token, self._seq_lens, self._last_lens = (static(max_num_seqs) for _ in range(3))
+        self._slot_index, self._kept_slots = (static(max_num_seqs) for _ in range(2))
         self._block_tables = static(max_num_seqs, max_blocks)
+        self._stops = static(max_num_seqs, 1)
+        self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
+        self._sampled = static(max_num_seqs + 1)
         self._rows = {
             name: static(max_num_seqs, dtype=torch.from_numpy(column).dtype) for name, column in self._host.items()
         }
@@ -125,37 +134,32 @@ class StepInputs:
         requests, num_new = plan.requests, plan.num_new
         for request in plan.admitted:
             self._write_slot(request)
-        for request in requests:
-            if request.first_new_block < len(request.block_ids):
-                fresh = slice(request.first_new_block, len(request.block_ids))
-                self._tables[request.slot, fresh] = request.block_ids[fresh]
-                request.first_new_block = len(request.block_ids)
+        self._write_tables(plan)
 
         count = len(requests)
         rows = bucket(count, self.max_rows)
         padding = rows - count
         pad_slot = self.max_rows
         slots = np.array([r.slot for r in requests] + [pad_slot] * padding)
-        computed = np.array([r.computed for r in requests])
+        computed = np.array(plan.starts)
         new = np.array(num_new)
         lengths = computed + new
-        last = lengths + np.minimum(plan.num_steps, [r.remaining for r in requests]) - 1
-        columns = int(-(-last.max() // self.block_size))
-        tables = self._tables[slots, :columns]
+        last = lengths + np.maximum(plan.num_samples, 1) - 1
+        decode = bool(count == new.sum())
+        static = decode and self.ops.static_plans
+        columns = self._tables.shape[1] if static else int(-(-last.max() // self.block_size))
 
-        decode = count == new.sum()
         if decode:  # every row one token: rows and tokens are the same thing
             tokens = rows
-            token_ids = np.array([r.tokens[c] for r, c in zip(requests, computed.tolist(), strict=True)])
-            positions, row_of = computed, np.arange(count)
+            known = [r.tokens[c] if c < len(r.tokens) else -1 for r, c in zip(requests, plan.starts, strict=True)]
+            token_ids, positions, row_of = np.array(known), computed, np.arange(count)
         else:
             width = int(new.sum())
             tokens = bucket(width, self.max_tokens)
-            spans = (r.tokens[r.computed : r.computed + n] for r, n in zip(requests, num_new, strict=True))
+            spans = (_known(r, c, n) for r, c, n in zip(requests, plan.starts, num_new, strict=True))
             token_ids = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=width)
             row_of = np.repeat(np.arange(count), new)
             positions = np.arange(width) - np.repeat(new.cumsum() - new, new) + np.repeat(computed, new)
-        where = tables[row_of, positions // self.block_size] * self.block_size + positions % self.block_size
 
         def put(static: Tensor, values: NDArray[Any], size: int) -> Tensor:
             padded = np.zeros(size, dtype=np.int64)
@@ -163,11 +167,21 @@ class StepInputs:
             self.runtime.to_device(torch.from_numpy(padded), static[:size])
             return static[:size]
 
+        slot_index = put(self._slot_index, slots, rows)
+        block_tables = self._block_tables[:rows, :columns]
+        block_tables.copy_(self._tables[:, :columns].index_select(0, slot_index))
         # A row's seq_len counts the keys of its last token; padded rows see the one key they write to the null block.
         seq_lens = put(self._seq_lens, np.concatenate((lengths, np.ones(padding, dtype=np.int64))), rows)
-        block_tables = self._block_tables[:rows, :columns]
-        self.runtime.to_device(torch.from_numpy(tables), block_tables)
         batch_positions = put(self._positions, positions, tokens)
+        token_rows = put(self._token_rows, row_of, tokens)
+        batch_tokens = put(self._token_ids, token_ids, tokens)
+        if token_ids.min() < 0:  # sampled by a plan that was not read yet
+            newest = self._sampled.index_select(0, slot_index).index_select(0, token_rows)
+            torch.where(batch_tokens < 0, newest, batch_tokens, out=batch_tokens)
+        blocks = block_tables[token_rows, batch_positions // self.block_size]
+        where = self._slots[:tokens]
+        torch.add(blocks * self.block_size, batch_positions % self.block_size, out=where)
+        where[len(positions) :] = 0
         attention = self.ops.plan_attention(
             num_new,
             lengths.tolist(),
@@ -177,21 +191,39 @@ class StepInputs:
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
         )
-        complete = [r.computed + n == r.total for r, n in zip(requests, num_new, strict=True)]
         return Batch(
             num_rows=count,
             num_steps=plan.num_steps,
-            token_ids=put(self._token_ids, token_ids, tokens),
+            decode=decode,
+            token_ids=batch_tokens,
             positions=batch_positions,
-            slots=put(self._slots, where, tokens),
+            slots=where,
             last_token=put(self._last_token, np.arange(rows) if decode else new.cumsum() - 1, rows),
             seq_lens=seq_lens,
             last_lens=put(self._last_lens, np.concatenate((last, np.ones(padding, dtype=np.int64))), rows),
             block_tables=block_tables,
             block_size=self.block_size,
             attention=attention,
-            sampling=self._sampling(requests, complete, slots, rows, put),
+            sampling=self._sampling(plan, slots, rows, put),
+            sampled=self._sampled,
         )
+
+    def _write_tables(self, plan: Plan) -> None:
+        """Tell the device of blocks it does not know yet. What a slot's last request left behind is never read."""
+        slots: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
+        for request in plan.requests:
+            first, end = request.first_new_block, len(request.block_ids)
+            if first < end:
+                slots += [request.slot] * (end - first)
+                columns += range(first, end)
+                blocks += request.block_ids[first:]
+                request.first_new_block = end
+        if blocks:
+            index = torch.empty(3, len(blocks), dtype=torch.long, device=self.runtime.device)
+            self.runtime.to_device(torch.tensor([slots, columns, blocks]), index)
+            self._tables.index_put_((index[0], index[1]), index[2])
 
     def _write_slot(self, request: Request) -> None:
         spec, slot, host = request.spec, request.slot, self._host
@@ -203,34 +235,39 @@ class StepInputs:
         host["seed"][slot], host["sample_index"][slot] = spec.seed, request.sample_index
         host["first_stop"][slot] = request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
-        self._stop_ids[slot] = tuple(spec.stop_ids)
-        self._tables[slot] = 0
+        if len(spec.stop_ids) > self._stop_ids.shape[1]:
+            more = len(spec.stop_ids) - self._stop_ids.shape[1]
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=self.vocab)
+            self._stops = self._stops.new_zeros(self.max_rows, self._stop_ids.shape[1])
+        self._stop_ids[slot] = self.vocab
+        self._stop_ids[slot, : len(spec.stop_ids)] = sorted(spec.stop_ids)
 
-    def _sampling(
-        self, requests: Sequence[Request], complete: Sequence[bool], slots: NDArray[Any], rows: int, put: Any
-    ) -> SamplingRows:
+    def _sampling(self, plan: Plan, slots: NDArray[Any], rows: int, put: Any) -> SamplingRows:
         columns = {}
         for name, column in self._host.items():
             static = self._rows[name][:rows]
             self.runtime.to_device(torch.from_numpy(column[slots]), static)
             columns[name] = static
-        specs = [r.spec for r in requests]
-        any_min_tokens = any(s.min_tokens > r.num_output for r, s in zip(requests, specs, strict=True))
-        stops = [self._stop_ids[s] for s in slots] if any_min_tokens else []
-        width = max(map(len, stops), default=0)
-        stop_ids = torch.tensor([[*s, *[self.vocab] * (width - len(s))] for s in stops], dtype=torch.long)
-        keep = np.array([slot if done else self.max_rows for slot, done in zip(slots.tolist(), complete, strict=False)])
+        stops = self._stops[:rows]
+        self.runtime.to_device(torch.from_numpy(self._stop_ids[slots]), stops)
+        specs = [r.spec for r in plan.requests]
         kept = np.full(rows, self.max_rows)
-        kept[: len(keep)] = keep
+        kept[: len(specs)] = np.where(plan.num_samples, slots[: len(specs)], self.max_rows)
         return SamplingRows(
             **columns,
-            stop_ids=stop_ids.to(self.runtime.device),
-            slots=put(self._slot_rows, kept, rows),
+            stop_ids=stops,
+            slots=put(self._kept_slots, kept, rows),
             any_random=any(s.temperature > 0 for s in specs),
             any_greedy=any(s.temperature == 0 for s in specs),
             any_truncated=any(s.truncated for s in specs),
             any_penalised=any(s.penalised for s in specs),
-            any_min_tokens=any_min_tokens,
+            any_min_tokens=any(s.min_tokens > r.num_output for r, s in zip(plan.requests, specs, strict=True)),
             modes=tuple(sorted({s.logprobs_mode for s in specs})),
             top_logprobs=max(s.top_logprobs for s in specs),
         )
+
+
+def _known(request: Request, start: int, count: int) -> list[int]:
+    """Tokens of a request from ``start``, -1 for one that is still being sampled."""
+    tokens = request.tokens[start : start + count]
+    return tokens if len(tokens) == count else [*tokens, -1]

@@ -161,8 +161,8 @@ def paged_attention(
 
 
 def _unwritten(plan: CpuPlan, shared: _Shared, length: int) -> Tensor:
-    """True where a row's own part has no key, bool [R, L]."""
-    last = plan.plain.seq_lens - 1 - shared.start
+    """True where a row's own part has no key, bool [R, L]. A row that is over keeps one, or its softmax had none."""
+    last = (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)
     return torch.arange(length) > last[:, None]
 
 

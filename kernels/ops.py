@@ -29,6 +29,9 @@ class Ops:
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
+    # uses one serves them all.
+    static_plans: bool = False
 
 
 REFERENCE = Ops(

@@ -26,6 +26,7 @@ class EngineConfig:
         (host memory on CPU, device memory on CUDA).
     enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
     decode_window: most decode steps run between two looks of the scheduler.
+    use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
     seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
@@ -40,6 +41,7 @@ class EngineConfig:
     kv_cache_memory: int | str = "auto"
     enable_prefix_caching: bool = True
     decode_window: int = 8
+    use_graphs: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:

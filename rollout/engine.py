@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
+from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request, SamplingSpec
-from stoker.engine.runner import EagerStep
+from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.step_inputs import StepInputs
@@ -94,7 +95,10 @@ class RolloutEngine:
             vocab=vocab,
         )
         sampler = Sampler(binding.ops, self.config.max_num_seqs, vocab, binding.source.device)
-        return EngineCore(scheduler, inputs, EagerStep(binding.shell, sampler, self._kv, binding.ops))
+        eager = EagerStep(binding.shell, sampler, self._kv, binding.ops, self.runtime)
+        graphs = self.config.use_graphs and self.runtime.graphs and binding.ops.static_plans
+        runner: Runner = GraphStep(eager, self.config.decode_window) if graphs else eager
+        return EngineCore(scheduler, inputs, runner, ahead=self.runtime.ahead)
 
     @classmethod
     def from_pretrained(
@@ -161,7 +165,7 @@ class RolloutEngine:
         try:
             self._busy = True
             if self._interrupted:  # a second interrupt came before the first was dealt with
-                self.core.scheduler.abort_all()
+                self.core.abort_all()
             self._interrupted = True
             self.core.add(requests)
             with tqdm(total=len(requests), unit="completion", disable=not progress_bar) as progress:
@@ -169,7 +173,7 @@ class RolloutEngine:
                     progress.update(len(self.core.step()))
             self._interrupted = False
         except BaseException:
-            self.core.scheduler.abort_all()
+            self.core.abort_all()
             self._interrupted = False
             raise
         finally:
@@ -288,7 +292,7 @@ class RolloutEngine:
             raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
         start = time.perf_counter()
         self._binding.refresh()
-        self.core.runner.model = self._binding.shell
+        self.core.runner.bind(self._binding.shell)
         self.core.scheduler.set_weight_version(self.weight_version + 1 if version is None else version)
         self._last_update_seconds = time.perf_counter() - start
         return self.weight_version
@@ -309,6 +313,7 @@ class RolloutEngine:
         """Give the KV cache's memory back; weights are the trainer's and stay. Asleep already: nothing happens."""
         self._check_idle("sleep")
         self.core.scheduler.prefix_cache.clear()
+        self.core.runner.release_graphs()  # they read the cache where it lies now
         self._kv.release()
 
     @torch.inference_mode(False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
@@ -113,8 +114,11 @@ def until(condition: Callable[[], bool], step: Callable[[], object], most: int =
 class Machine:
     """Runs plans on the memory of marks as a device would, and distrusts everything about them."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, ahead: int = 0) -> None:
         self.scheduler = scheduler
+        self.ahead = ahead
+        self.launched: deque[tuple[Plan, Sampled]] = deque()
+        self.sampled = [-1] * scheduler.max_num_seqs  # the newest token, by slot
         self.size = scheduler.block_size
         self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
         self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
@@ -122,21 +126,26 @@ class Machine:
         self.copies = 0
 
     def step(self) -> list[Request]:
-        """One plan from beginning to end, the books proved at every stage; returns what finished, proved too."""
+        """A plan is launched and the oldest one read, the books proved at every stage; returns what finished, proved too.
+
+        What a plan samples is held back, as by a device that is still at it, until ``ahead`` later ones are launched.
+        """
         s = self.scheduler
-        had_running = s.running[0] if s.running else None
+        had_running = next((r for r in s.running if r.remaining > r.pending), None)
         waited = list(s.waiting)
         for block in s.pool._empty:  # free, and nothing in it worth keeping
             self.memory[block * self.size : (block + 1) * self.size] = [None] * self.size
         plan = s.plan()
         s.check()
         if plan is None:
-            assert not s.running and not s.waiting
+            assert self.launched or (not s.running and not s.waiting)
+        else:
+            assert had_running is None or had_running in plan.requests, "the oldest request stands still"
+            self._check_plan(plan, waited)
+            self.launched.append((plan, self.run(plan)))
+        if not self.launched or (plan is not None and len(self.launched) <= self.ahead):
             return []
-        assert had_running is None or had_running in plan.requests, "the oldest request stands still"
-        self._check_plan(plan, waited)
-        sampled = self.run(plan)
-        finished = s.commit(plan, sampled)
+        finished = s.commit(*self.launched.popleft())
         s.check()
         self._check_marks()
         for request in finished:
@@ -147,7 +156,7 @@ class Machine:
         """Run until nothing is left. Returns the finished requests in the order they finished in."""
         finished: list[Request] = []
         s = self.scheduler
-        until(lambda: not s.running and not s.waiting, lambda: finished.extend(self.step()))
+        until(lambda: not s.running and not s.waiting and not self.launched, lambda: finished.extend(self.step()))
         return finished
 
     def run(self, plan: Plan) -> Sampled:
@@ -160,17 +169,19 @@ class Machine:
             request.first_new_block = len(request.block_ids)
             assert row == request.block_ids, "the static block table missed a change"
         last = [
-            [self._write(r, p, r.tokens[p]) for p in range(r.computed, r.computed + n)][-1]
-            for r, n in zip(plan.requests, plan.num_new, strict=True)
+            [self._write(r, p, r.tokens[p] if p < len(r.tokens) else self.sampled[r.slot]) for p in range(c, c + n)][-1]
+            for r, c, n in zip(plan.requests, plan.starts, plan.num_new, strict=True)
         ]
         drawn = [[draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)]]
         for step in range(1, plan.num_steps):
             # Whoever is past its length sits the rest of the window out.
             last = [
-                self._write(r, r.computed + step, token) if step < r.remaining else mark(0, token)
-                for r, (token, _) in zip(plan.requests, drawn[-1], strict=True)
+                self._write(r, c + step, token) if step < n else mark(0, token)
+                for r, c, n, (token, _) in zip(plan.requests, plan.starts, plan.num_samples, drawn[-1], strict=True)
             ]
             drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
+        for request, (token, _) in zip(plan.requests, drawn[-1], strict=True):
+            self.sampled[request.slot] = token
         self.tokens_computed += sum(plan.num_new) + (plan.num_steps - 1) * len(plan.requests)
         return Sampled(
             [[token for token, _ in row] for row in drawn],
@@ -203,13 +214,14 @@ class Machine:
         assert set(plan.admitted) <= set(plan.requests) <= set(s.running)
         assert 0 < sum(plan.num_new) <= s.max_num_batched_tokens and min(plan.num_new) > 0
         assert s.running == sorted(s.running, key=lambda r: r.id)
-        for request, n in zip(plan.requests, plan.num_new, strict=True):
-            assert request.computed + n <= request.total
         assert 1 <= plan.num_steps <= s.decode_window
+        for r, start, n, samples in zip(plan.requests, plan.starts, plan.num_new, plan.num_samples, strict=True):
+            assert r.computed == start + n + max(samples - 1, 0) < r.total + (not samples)
+            assert samples <= min(plan.num_steps, r.pending) and r.pending <= r.remaining
+            assert samples or r.computed < r.total
         if plan.num_steps > 1:
-            assert set(plan.num_new) == {1} and all(r.computed + 1 == r.total for r in plan.requests)
-            remaining = [r.remaining for r in plan.requests]
-            assert plan.num_steps <= (min(remaining) if s.waiting else max(remaining))
+            assert set(plan.num_new) == {1}
+            assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
         held = [block for r in plan.requests for block in r.block_ids]
@@ -222,8 +234,9 @@ class Machine:
     def _check_marks(self) -> None:
         start = root(self.scheduler.weight_version)
         for r in self.scheduler.running:
-            right = list(accumulate(r.tokens[: r.computed], mark, initial=start))[1:]
-            assert [self.memory[self._at(r, p)] for p in range(r.computed)] == right
+            known = min(r.computed, len(r.tokens))  # the rest is not known here yet
+            right = list(accumulate(r.tokens[:known], mark, initial=start))[1:]
+            assert [self.memory[self._at(r, p)] for p in range(known)] == right
 
     def _check_result(self, r: Request) -> None:
         tokens, logprobs, reason = expected(r, self.scheduler.weight_version)

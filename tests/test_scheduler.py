@@ -47,9 +47,10 @@ ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)
         (8, 5, 8, 32, 4, True),
     ],
 )
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
-    block_size: int, num_blocks: int, max_num_seqs: int, budget: int, window: int, caching: bool, seed: int
+    block_size: int, num_blocks: int, max_num_seqs: int, budget: int, window: int, caching: bool, seed: int, ahead: int
 ) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(
@@ -60,7 +61,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
         decode_window=window,
         enable_prefix_caching=caching,
     )
-    machine = Machine(scheduler)
+    machine = Machine(scheduler, ahead)
     traffic = Traffic(rng, min(32, (num_blocks - 1) * block_size))
     arrived: list[Request] = []
     finished: list[Request] = []
@@ -69,7 +70,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
             batch = traffic.batch(len(arrived))
             arrived += batch
             scheduler.add(batch)
-        if not scheduler.running and rng.random() < 0.3:
+        if not scheduler.running and not machine.launched and rng.random() < 0.3:
             scheduler.set_weight_version(scheduler.weight_version + 1)
         finished += machine.step()
     finished += machine.drain()

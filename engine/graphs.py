@@ -1,0 +1,125 @@
+"""Decode windows as CUDA graphs: the whole step, sampler and stop detection included, captured once and replayed.
+
+There is one graph for a number of rows (a bucket) and a way of sampling. A batch of decode steps reads and writes static
+buffers alone, so a graph serves every such batch, whatever its lengths, and the host only launches ``num_steps`` replays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.engine.kv_cache import KVCache
+from stoker.engine.model import ModelShell
+from stoker.engine.runner import EagerStep, Pending
+from stoker.engine.sampler import Sampler, SamplingRows
+from stoker.engine.step_inputs import Batch
+
+_log = logging.getLogger("stoker")
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    replay: Callable[[], None]
+    step: Tensor  # int64 [1], the row of ``outputs`` that the next replay writes
+    outputs: tuple[Tensor, ...]  # as ``Pending.copies``, [window, rows, ...] each
+
+
+class GraphStep:
+    """An ``EagerStep`` that replays decode windows.
+
+    The first batch of a kind runs eagerly, which also compiles what there is to compile; then its step is captured. A
+    step that cannot be captured, or for which memory is short, goes on running eagerly; the log says so once.
+    """
+
+    def __init__(self, eager: EagerStep, window: int) -> None:
+        self.eager = eager
+        self.runtime = eager.runtime
+        self.window = window
+        self._graphs: dict[_Key, _Graph | None] = {}
+
+    @property
+    def model(self) -> ModelShell:
+        return self.eager.model
+
+    @property
+    def sampler(self) -> Sampler:
+        return self.eager.sampler
+
+    @property
+    def kv(self) -> KVCache:
+        return self.eager.kv
+
+    def bind(self, model: ModelShell) -> None:
+        if model is not self.eager.model:
+            self.release_graphs()
+        self.eager.bind(model)
+
+    def release_graphs(self) -> None:
+        """Forget every graph and give its memory back; each is captured again when it is next wanted."""
+        self._graphs.clear()
+        self.runtime.release_graph_memory()
+
+    def __call__(self, batch: Batch) -> Pending:
+        if not batch.decode:
+            return self.eager(batch)
+        key = _kind(batch.sampling, batch.token_ids.shape[0])
+        if key in self._graphs:
+            graph = self._graphs[key]
+            return self.eager(batch) if graph is None else self._replay(graph, batch)
+        pending = self.eager(batch)
+        self._graphs[key] = self._capture(batch)
+        return pending
+
+    def _replay(self, graph: _Graph, batch: Batch) -> Pending:
+        graph.step.zero_()
+        for _ in range(batch.num_steps):
+            graph.replay()
+        results = (out[: batch.num_steps, : batch.num_rows] for out in graph.outputs)
+        return Pending(tuple(self.runtime.to_host(t) for t in results))
+
+    def _capture(self, batch: Batch) -> _Graph | None:
+        rows, device = batch.token_ids.shape[0], batch.token_ids.device
+        step = torch.zeros(1, dtype=torch.long, device=device)
+        sizes: list[tuple[int, ...]] = [(self.window, rows)]
+        if batch.sampling.top_logprobs:
+            sizes.append((self.window, rows, batch.sampling.top_logprobs))
+        outputs = tuple(
+            torch.zeros(size, dtype=dtype, device=device) for size in sizes for dtype in (torch.long, torch.float32)
+        )
+
+        def body() -> None:
+            (noise,) = self.sampler.noise(batch.sampling, batch.seq_lens, 1)
+            out = self.eager.step(batch, noise)
+            for result, value in zip(outputs, (out.tokens, out.logprobs, out.top_ids, out.top_logprobs), strict=False):
+                assert value is not None
+                result.index_copy_(0, step, value[None])
+            step.add_(1)
+            batch.advance(out.tokens)
+
+        try:
+            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+                return _Graph(self.runtime.capture(body), step, outputs)
+        except RuntimeError as error:  # of which torch.OutOfMemoryError is one
+            _log.warning("decode steps of %d rows run without a CUDA graph: capturing one failed (%s)", rows, error)
+            return None
+
+
+def _kind(rows: SamplingRows, count: int) -> _Key:
+    """What a captured step depends on besides the contents of its buffers."""
+    return (
+        count,
+        rows.stop_ids.shape[1],  # wider stop ids are other buffers
+        rows.any_random,
+        rows.any_greedy,
+        rows.any_truncated,
+        rows.any_penalised,
+        rows.any_min_tokens,
+        rows.modes,
+        rows.top_logprobs,
+    )

@@ -1,0 +1,254 @@
+"""The loop of a device that works by itself: plans launched ahead of what was read, and decode steps replayed.
+
+A CPU that claims to be such a device runs it here. A replay calls what was captured again, with the tensors it was
+captured with: whatever a step takes from the host, or from a tensor that is not static, is then stale and shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from families import VOCAB, make_model
+from torch import Tensor
+
+from stoker.engine.device import CpuRuntime
+from stoker.engine.graphs import GraphStep
+from stoker.engine.sampler import PenaltyState
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference import attention
+from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
+from stoker.rollout import engine as engine_module
+
+
+@dataclass(frozen=True)
+class _StaticPlan:
+    """Decode rows over the whole width of their tables; nothing in it but static tensors."""
+
+    block_tables: Tensor
+    seq_lens: Tensor
+
+    def next_step(self) -> None:
+        pass
+
+
+def plan_attention(
+    query_lens: Sequence[int], key_lens: Sequence[int], block_tables: Tensor, seq_lens: Tensor, **options: Any
+) -> Any:
+    if all(n == 1 for n in query_lens):
+        return _StaticPlan(block_tables, seq_lens)
+    return attention.plan_attention(query_lens, key_lens, block_tables, seq_lens, **options)
+
+
+def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Any, **options: Any) -> Tensor:
+    if not isinstance(plan, _StaticPlan):
+        return attention.paged_attention(query, key_cache, value_cache, plan, **options)
+    rows, width = plan.block_tables.shape[0], plan.block_tables.shape[1] * key_cache.shape[1]
+    last = plan.seq_lens[:, None] - 1
+    at = torch.arange(width)
+    group = query.shape[1] // key_cache.shape[2]
+    key, value = (
+        cache[plan.block_tables].view(rows, width, *cache.shape[2:]).masked_fill((at > last)[:, :, None, None], 0)
+        for cache in (key_cache, value_cache)
+    )
+    key, value = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (key, value))
+    hidden = options["visibility"].hidden(last, at)[:, None, None]
+    scores = (query[:, :, None] @ key.transpose(-1, -2)) * options["scale"]
+    if options.get("softcap"):
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value)[:, :, 0]
+
+
+STATIC = replace(REFERENCE, plan_attention=plan_attention, paged_attention=paged_attention, static_plans=True)
+
+
+@dataclass(frozen=True)
+class PretendDevice(CpuRuntime):
+    ahead: int = 1
+    graphs: bool = True
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> None:
+            with torch.inference_mode():
+                body()
+
+        return replay
+
+
+@contextmanager
+def build(
+    family: str = "llama", ops: Ops = STATIC, runtime: type[CpuRuntime] = PretendDevice, **fields: Any
+) -> Iterator[RolloutEngine]:
+    settings = {"block_size": 4, "kv_cache_memory": "4MiB", "max_num_seqs": 12, "max_model_len": 96, "decode_window": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "runtime_for", runtime)
+        patch.setattr(binding, "ops_for", lambda device: ops)
+        with RolloutEngine(make_model(family), config=EngineConfig(**(settings | fields))) as engine:
+            yield engine
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
+    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def params(count: int) -> list[SamplingParams]:
+    """Every way of sampling, and lengths that differ."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0},
+        {"top_k": 5, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+        {"stop_token_ids": list(range(0, VOCAB, 3)), "min_tokens": 5},
+        {"stop_token_ids": list(range(0, VOCAB, 5)), "logprobs": 3},
+        {"logprobs_mode": "raw", "temperature": 0.7},
+        {"n": 3, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7]},
+    ]
+    return [
+        SamplingParams(**kinds[i % len(kinds)], max_tokens=6 + (i * 7) % 23, seed=i, ignore_eos=i % 2 == 0)
+        for i in range(count)
+    ]
+
+
+def results(batch: RolloutBatch) -> list[Any]:
+    batch.raise_for_errors()
+    fields = ("token_ids", "finish_reason", "stop_reason", "weight_versions")
+    return [[[getattr(c, f) for f in fields] for c in output.completions] for output in batch]
+
+
+def close(a: RolloutBatch, b: RolloutBatch) -> None:
+    assert results(a) == results(b)
+    for one, other in zip(a, b, strict=True):
+        for c, d in zip(one.completions, other.completions, strict=True):
+            torch.testing.assert_close(torch.tensor(c.logprobs), torch.tensor(d.logprobs), rtol=0, atol=2e-5)
+            for x, y in zip(c.top_logprobs or [], d.top_logprobs or [], strict=True):
+                assert x == pytest.approx(y, abs=2e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("memory", ["4MiB", None])
+def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:
+    several = (prompts(25), params(25))
+    with build(family, runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+        tight = 40 * plain._block_bytes  # requests are preempted
+    with build(family, kv_cache_memory=memory or tight, max_num_batched_tokens=24) as engine:
+        assert isinstance(engine.core.runner, GraphStep)
+        for _ in range(2):
+            close(engine.generate_batch(*several), expected)
+            engine.core.scheduler.check()
+            assert not engine.core.has_work
+        assert (engine.stats().num_preemptions > 0) == (memory is None)
+        assert engine.core.runner._graphs and all(engine.core.runner._graphs.values())
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_ahead_without_graphs(ahead: int) -> None:
+    several = (prompts(20), params(20))
+    with build(ops=REFERENCE, runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+    with build(ops=REFERENCE, runtime=lambda device: PretendDevice(device, ahead=ahead)) as engine:  # type: ignore[arg-type]
+        assert not isinstance(engine.core.runner, GraphStep)  # the reference's plans hold what they saw on the host
+        close(engine.generate_batch(*several), expected)
+
+
+def test_a_window_is_launched_before_the_one_before_it_is_read() -> None:
+    with build() as engine:
+        core, under_way = engine.core, []
+        original = type(core)._launch
+
+        def launch(self: Any, plan: Any) -> Any:
+            under_way.append(len(self._launched))
+            return original(self, plan)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(core), "_launch", launch)
+            engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=20, ignore_eos=True, seed=1))
+        assert under_way == [0] + [1] * (len(under_way) - 1) and len(under_way) > 3
+
+
+def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
+    captured: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counting(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            captured.append(1)
+            return super().capture(body)
+
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with build(runtime=Counting) as engine:
+        for _ in range(3):
+            engine.generate_batch(prompts(4), greedy)
+        assert len(captured) == 1  # four rows
+        engine.generate_batch(prompts(2), greedy)
+        assert len(captured) == 2
+        engine.update_weights()
+        engine.generate_batch(prompts(4), greedy)
+        assert len(captured) == 2  # the weights are where they were
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass(frozen=True)
+    class Refusing(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            raise torch.OutOfMemoryError("no memory left")
+
+    several = (prompts(6), params(6))
+    with build(runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+    with build(runtime=Refusing) as engine:
+        for _ in range(2):
+            close(engine.generate_batch(*several), expected)
+        warnings = [r.getMessage() for r in caplog.records if "without a CUDA graph" in r.getMessage()]
+        assert len(warnings) == len(engine.core.runner._graphs) == len(set(map(str, engine.core.runner._graphs)))  # type: ignore[attr-defined]
+
+
+def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:
+    with build() as engine:
+        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        before = engine.generate_batch(prompts(4), greedy)
+        engine.sleep()
+        assert not engine.core.runner._graphs  # type: ignore[attr-defined]
+        engine.wake_up()
+        close(engine.generate_batch(prompts(4), greedy), before)
+        model = engine._binding.source.module
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data = p.data.clone() * 1.5  # elsewhere, and other numbers
+        engine.update_weights()
+        assert not engine.core.runner._graphs  # type: ignore[attr-defined]
+        with build(runtime=CpuRuntime) as plain, torch.no_grad():
+            for mine, theirs in zip(plain._binding.source.module.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+            expected = plain.generate_batch(prompts(4), greedy)
+        after = engine.generate_batch(prompts(4), greedy)
+        assert [c.token_ids for o in after for c in o.completions] == [
+            c.token_ids for o in expected for c in o.completions
+        ]
+
+
+def test_an_interrupt_drops_what_is_under_way() -> None:
+    with build() as engine:
+        with pytest.MonkeyPatch.context() as patch:
+            calls = iter(range(100))
+
+            def interrupted(self: Any, *arguments: Any) -> None:
+                if next(calls) == 3:
+                    raise KeyboardInterrupt
+                original(self, *arguments)
+
+            original = PenaltyState.add
+            patch.setattr(PenaltyState, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate_batch(prompts(8), SamplingParams(seed=1, max_tokens=20, repetition_penalty=1.2))
+        engine.core.scheduler.check()
+        assert not engine.core.has_work and engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+        several = (prompts(6), params(6))
+        with build(runtime=CpuRuntime) as plain:
+            close(engine.generate_batch(*several), plain.generate_batch(*several))
