@@ -14,6 +14,7 @@ from stoker.engine.request import Request
 from stoker.engine.runner import Pending, Runner
 from stoker.engine.scheduler import Plan, Scheduler
 from stoker.engine.step_inputs import StepInputs
+from stoker.kernels.errors import StokerError
 
 
 class EngineCore:
@@ -55,7 +56,18 @@ class EngineCore:
             self.runner.kv.copy_blocks(plan.copies)
         return self.runner(self.inputs.fill(plan))
 
-    def abort_all(self) -> None:
+    def drain(self) -> None:
+        """Read all that was launched; requests stay where they are."""
+        while self._launched:
+            plan, pending = self._launched[0]
+            self.scheduler.commit(plan, pending.read())
+            self._launched.popleft()
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End these requests, those that have not ended yet. What is sampled for them still arrives, and is dropped."""
+        self.scheduler.abort(requests)
+
+    def abort_all(self, error: StokerError | None = None) -> None:
         """Drop all work, wherever an exception struck. Every block and slot is free again."""
         self._launched.clear()
-        self.scheduler.abort_all()
+        self.scheduler.abort_all(error)

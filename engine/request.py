@@ -67,6 +67,7 @@ class Request:
     first_new_block: int = 0  # block ids from here on are not yet in the static block table
     block_keys: list[bytes] = field(default_factory=list)
     offered_blocks: int = 0  # full blocks the prefix cache has been told of
+    older_kv: bool = False  # some of its KV is of other weights than the present ones
     started: bool = False  # was running at some time; it may be waiting again
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 

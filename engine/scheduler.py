@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from stoker.engine.block_pool import BlockPool
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import RequestFailedError
+from stoker.kernels.errors import RequestFailedError, StokerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,8 @@ class Scheduler:
         # Into one queue before out of the other: an exception in between must not lose the request.
         insort(self.waiting, request, key=lambda r: r.id)
         self.running.remove(request)
-        request.computed, request.status = 0, Status.WAITING  # what it has pending still arrives
+        request.computed, request.older_kv = 0, False
+        request.status = Status.WAITING  # what it has pending still arrives
         self.counters.preemptions += 1
 
     # -- admission -----------------------------------------------------------------------------------------------
@@ -251,13 +253,13 @@ class Scheduler:
         for request in list(islice(self.waiting, len(self._free_slots))):
             if request.pending:  # preempted, and its newest token not known yet
                 return
-            computing = any(r.group is request.group for r in self.running)
+            computing = any(r.group is request.group and not r.older_kv for r in self.running)
             if not computing or self._with_prompt(request) is not None:
                 yield request
 
     def _with_prompt(self, request: Request) -> Request | None:
         """A running sample of the same prompt that has computed all of it."""
-        have = (r for r in self.running if r.group is request.group and r.computed >= r.num_prompt)
+        have = (r for r in self.running if r.group is request.group and r.computed >= r.num_prompt and not r.older_kv)
         return next(have, None)
 
     def _admit(self, request: Request, budget: int, copies: dict[int, int]) -> int:
@@ -309,7 +311,7 @@ class Scheduler:
         # The key and value of the last token are computed with the next one, of which nothing is known yet.
         known = min(request.computed, len(request.tokens) - 1)
         full = known // self.block_size
-        if not self.prefix_cache.enabled or full == request.offered_blocks:
+        if not self.prefix_cache.enabled or full <= request.offered_blocks or request.older_kv:
             return
         cache = self.prefix_cache
         cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, known)
@@ -320,17 +322,39 @@ class Scheduler:
     # -- what a user may do in between ---------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
-        """New weights: no KV computed before may serve a prefix. Nothing may be running."""
-        assert not self.running and not any(r.pending for r in self.waiting)
+        """New weights: no KV computed before may serve a prefix. Nothing may be pending.
+
+        Requests that are running go on with the KV they have, and share it with nobody; ``preempt_all`` has them compute
+        it again.
+        """
         self.weight_version = version
         self.prefix_cache.clear()
-        for request in self.waiting:
+        for request in (*self.running, *self.waiting):
+            assert not request.pending
             request.block_keys.clear()
+            request.older_kv = request.computed > 0
 
-    def abort_all(self) -> None:
+    def preempt_all(self) -> None:
+        """Take everything from everyone; they compute it again in their turn."""
+        while self.running:
+            self._preempt(self.running[-1])
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End these requests; they keep the tokens they have."""
+        for request in requests:
+            if request.status is Status.FINISHED:
+                continue
+            queue: Any = self.running if request.status is Status.RUNNING else self.waiting
+            if request in queue:  # it may never have got there
+                queue.remove(request)
+            request.status, request.finish_reason = Status.FINISHED, "abort"
+            self._release(request)
+
+    def abort_all(self, error: StokerError | None = None) -> None:
         """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
         for request in (*self.running, *self.waiting):
-            request.status, request.finish_reason = Status.FINISHED, "abort"
+            if request.status is not Status.FINISHED:
+                request.status, request.finish_reason, request.error = Status.FINISHED, "abort", error
             request.block_ids, request.slot, request.pending = [], -1, 0
         self.running, self.waiting = [], deque()
         self._reset_blocks()

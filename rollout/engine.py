@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, Self
+from itertools import count, islice
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,7 @@ from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
 from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
-from stoker.engine.request import Request, SamplingSpec
+from stoker.engine.request import Request, SamplingSpec, Status
 from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler
 from stoker.engine.scheduler import Scheduler
@@ -27,6 +27,7 @@ from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput
 from stoker.rollout.prompts import check_prompt, to_token_ids
 from stoker.rollout.sampling_params import SamplingParams
@@ -51,10 +52,9 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._closed = False
-        self._busy = False
-        self._interrupted = False
         self._last_update_seconds = 0.0
-        self._requests_made = 0
+        self._request_ids = count()
+        self._prompts_made = count()
         self._binding = ModelBinding(model)
         self._check_config()
         self.runtime = runtime_for(self._binding.source.device)
@@ -70,6 +70,7 @@ class RolloutEngine:
                 f"{self._no_memory(num_blocks)}. Free some or set a smaller EngineConfig.kv_cache_memory"
             ) from error
         self.core = self._new_core()
+        self._loop = Loop(self.core)
         self._binding.fuse()
 
     def _new_core(self) -> EngineCore:
@@ -149,11 +150,12 @@ class RolloutEngine:
         once. Weights that were changed or moved since the last call are noticed, as by ``update_weights``.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
-        prompt, ``EngineStateError`` while asleep, closed or inside another call. A request that fails while running
-        (NaN logits) carries its error in its output; the others go on. After an interrupt (Ctrl-C) the engine is
-        usable and holds no block of the call.
+        prompt, ``EngineStateError`` while asleep, closed or paused. A request that fails while running (NaN logits)
+        carries its error in its output; the others go on. After an interrupt (Ctrl-C) the engine is usable and holds no
+        block of the call.
         """
         self._check_ready()
+        self._loop.check_not_paused()
         ids = to_token_ids(prompts, attention_mask, self.tokenizer)
         params = self._params_per_prompt(sampling_params, len(ids))
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
@@ -162,23 +164,77 @@ class RolloutEngine:
         self._notice_changes()
         by_prompt = self._make_requests(ids, params)
         requests = [r for rs in by_prompt for r in rs]
-        try:
-            self._busy = True
-            if self._interrupted:  # a second interrupt came before the first was dealt with
-                self.core.abort_all()
-            self._interrupted = True
-            self.core.add(requests)
-            with tqdm(total=len(requests), unit="completion", disable=not progress_bar) as progress:
-                while self.core.has_work:
-                    progress.update(len(self.core.step()))
-            self._interrupted = False
-        except BaseException:
-            self.core.abort_all()
-            self._interrupted = False
-            raise
-        finally:
-            self._busy = False
+        with tqdm(total=len(requests), unit="completion", disable=not progress_bar) as progress:
+
+            def done() -> bool:
+                finished = sum(r.status is Status.FINISHED for r in requests)
+                progress.update(finished - progress.n)
+                return finished == len(requests)
+
+            try:
+                self._loop.do("start generate_batch", lambda: self.core.add(requests))
+                self._loop.drive(done)
+            except BaseException:
+                self._loop.abort(requests)
+                raise
         return RolloutBatch([self._output(prompt, rs) for prompt, rs in zip(ids, by_prompt, strict=True)])
+
+    @torch.inference_mode(False)
+    def submit(
+        self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> RolloutHandle:
+        """Queue one prompt and return at once; nothing runs until somebody waits for a result.
+
+        Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
+        thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix cache:
+        a next turn, prompt and completion and tool output together, costs little more than its new tokens. Raises as
+        ``generate_batch`` does, before any work starts.
+        """
+        self._check_ready()
+        (ids,) = to_token_ids([prompt], None, self.tokenizer)
+        (params,) = self._params_per_prompt(sampling_params, 1)
+        check_prompt(0, ids, self._binding.shell.vocab, self.max_model_len)
+        self._check_params(0, ids, params)
+        if not self.core.has_work:
+            self._notice_changes()
+        (requests,) = self._make_requests([ids], [params])
+        handle = RolloutHandle(self._loop, requests, partial(self._output, ids, requests))
+        self._loop.do("submit", lambda: self.core.add(requests))
+        return handle
+
+    def wait(
+        self, handles: Iterable[RolloutHandle], *, share: float = 1.0, timeout: float | None = None
+    ) -> tuple[list[RolloutHandle], list[RolloutHandle]]:
+        """Step until ``share`` of the handles (0 to 1) has finished, or ``timeout`` seconds are over.
+
+        Returns those that have, and those that have not; these keep their tokens and KV and go on at the next wait.
+        """
+        if not 0 <= share <= 1:
+            raise InvalidRequestError(f"share={share!r} is not between 0 and 1")
+        return wait(self._loop, handles, share, timeout)
+
+    def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
+        """Stop between two steps, so that weights can be updated or memory be given back with requests under way.
+
+        mode: "keep" leaves them where they are; "wait" lets them finish first; "abort" ends them, with the tokens they
+        have. New requests queue until ``resume``.
+        """
+        self._check_open()
+        if mode not in ("keep", "wait", "abort"):
+            raise InvalidRequestError(f"mode={mode!r}: give 'keep', 'wait' or 'abort'")
+        self._loop.pause(mode)
+
+    def resume(self, *, recompute: bool = False) -> None:
+        """Go on. recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
+
+        Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows.
+        """
+        self._check_open()
+        self._loop.resume(recompute=recompute)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._loop.is_paused
 
     def _params_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
         params = SamplingParams() if params is None else params
@@ -220,9 +276,7 @@ class RolloutEngine:
             requests = []
             for index in range(p.n):
                 checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
-                request = Request(self._requests_made, prompt, spec, index, checker, group)
-                self._requests_made += 1
-                requests.append(request)
+                requests.append(Request(next(self._request_ids), prompt, spec, index, checker, group))
             group.extend(requests)
             made.append(requests)
         return made
@@ -232,7 +286,7 @@ class RolloutEngine:
         # the same ones in every run.
         seed = p.seed
         if seed is None:
-            name = f"{self.config.seed}:{self._requests_made}".encode()
+            name = f"{self.config.seed}:{next(self._prompts_made)}".encode()
             seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
         return SamplingSpec(
             temperature=p.temperature,
@@ -292,8 +346,7 @@ class RolloutEngine:
             raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
         start = time.perf_counter()
         self._binding.refresh()
-        self.core.runner.bind(self._binding.shell)
-        self.core.scheduler.set_weight_version(self.weight_version + 1 if version is None else version)
+        self._take_weights(self.weight_version + 1 if version is None else version, recompute=False)
         self._last_update_seconds = time.perf_counter() - start
         return self.weight_version
 
@@ -302,16 +355,28 @@ class RolloutEngine:
         return self.core.scheduler.weight_version
 
     def _notice_changes(self) -> None:
-        if self._binding.moved():
-            self.update_weights()
-        if self._binding.rewritten():
-            self.core.scheduler.set_weight_version(self.weight_version + 1)
+        moved = self._binding.moved()
+        if moved or self._binding.rewritten():
+            if moved:
+                self._binding.refresh()
+            self._take_weights(self.weight_version + 1, recompute=True)  # what others have under way, that is
+
+    def _take_weights(self, version: int, *, recompute: bool) -> None:
+        def take() -> None:
+            self.core.drain()
+            if recompute:
+                self.core.scheduler.preempt_all()
+            self.core.runner.bind(self._binding.shell)
+            self.core.scheduler.set_weight_version(version)
+
+        self._loop.do("take new weights", take)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Give the KV cache's memory back; weights are the trainer's and stay. Asleep already: nothing happens."""
         self._check_idle("sleep")
+        self._loop.do("sleep", self.core.scheduler.preempt_all)  # paused requests compute their KV again
         self.core.scheduler.prefix_cache.clear()
         self.core.runner.release_graphs()  # they read the cache where it lies now
         self._kv.release()
@@ -362,7 +427,7 @@ class RolloutEngine:
     def close(self) -> None:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
         if not self._closed:
-            self._check_idle("close")
+            self._loop.do("close", self.core.abort_all)
             self._kv.release()
             self._binding.release()
             self._closed = True
@@ -381,15 +446,10 @@ class RolloutEngine:
 
     def _check_idle(self, action: str) -> None:
         self._check_open()
-        if self._busy:
-            raise EngineStateError(
-                f"the engine cannot {action} inside generate_batch: wait until the call has returned"
-            )
+        self._loop.check_idle(action)
 
     def _check_ready(self) -> None:
         self._check_open()
-        if self._busy:
-            raise EngineStateError("generate_batch is running already: one call at a time")
         if self.is_sleeping:
             raise EngineStateError("the engine is asleep: call wake_up() first")
 

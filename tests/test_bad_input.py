@@ -233,14 +233,16 @@ def test_closed():
 
 
 def test_a_call_inside_a_call(tokenizer, monkeypatch):
-    """As a second thread, or a callback, would make it."""
+    """As a callback would make it."""
     with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
         step, seen = engine.core.step, []
         calls = [
-            (lambda: engine.generate_batch([PROMPT]), "is running already"),
-            (engine.sleep, "inside generate_batch"),
-            (engine.close, "inside generate_batch"),
-            (engine.update_weights, "inside generate_batch"),
+            (lambda: engine.generate_batch([PROMPT]), "cannot start generate_batch inside a step"),
+            (lambda: engine.submit(PROMPT), "cannot submit inside a step"),
+            (engine.sleep, "cannot sleep inside a step"),
+            (engine.close, "cannot close inside a step"),
+            (engine.pause, "cannot pause inside a step"),
+            (engine.update_weights, "inside a step"),
         ]
 
         def stepping():

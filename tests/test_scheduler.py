@@ -17,6 +17,7 @@ from machine import (
     VOCAB,
     Machine,
     Traffic,
+    expected,
     make_group,
     make_scheduler,
     make_spec,
@@ -204,9 +205,7 @@ def test_a_waiting_request_goes_on_under_new_weights() -> None:
     scheduler.add([request])
     for _ in range(3):
         machine.step()
-    with pytest.raises(AssertionError):
-        scheduler.set_weight_version(1)
-    scheduler._preempt(request)
+    scheduler.preempt_all()
     scheduler.set_weight_version(1)
     machine.drain()
     assert request.weight_versions == [0, 0, 0, 1, 1]
@@ -214,6 +213,40 @@ def test_a_waiting_request_goes_on_under_new_weights() -> None:
     scheduler.add([again])
     machine.drain()
     assert again.cached_tokens == 8, "what it computed under the new weights serves others"
+
+
+def test_kv_of_older_weights_serves_its_own_request_alone() -> None:
+    scheduler = make_scheduler()
+    machine = Machine(scheduler)
+    requests = make_group(0, [1, 2, 3, 4, 2], [make_spec(seed=i, max_tokens=12, temperature=0) for i in range(2)])
+    scheduler.add(requests[:1])
+    machine.step()
+    scheduler.set_weight_version(1)
+    scheduler.add(requests[1:])
+    until(lambda: not scheduler.running and not scheduler.waiting, lambda: commit_unproved(machine))
+    older, newer = requests
+    assert older.weight_versions == [0] + [1] * 11 and set(newer.weight_versions) == {1}
+    assert (newer.output, newer.logprobs) == expected(newer, 1)[:2]
+    (again,) = make_group(2, [1, 2, 3, 4, 2], [make_spec(max_tokens=12, temperature=0)])
+    scheduler.add([again])
+    machine.drain()
+    assert again.cached_tokens == 4 and again.output == newer.output != older.output
+
+
+def commit_unproved(machine: Machine) -> None:
+    """A step whose marks may be of two versions."""
+    plan = machine.scheduler.plan()
+    assert plan is not None
+    machine.scheduler.commit(plan, machine.run(plan))
+    machine.scheduler.check()
+
+
+def test_pending_tokens_forbid_new_weights() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_group(0, [1] * 6, [make_spec()]))
+    scheduler.plan()
+    with pytest.raises(AssertionError):
+        scheduler.set_weight_version(1)
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:

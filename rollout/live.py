@@ -1,0 +1,233 @@
+"""Requests that live longer than one call: who steps the engine, and the handles that callers hold.
+
+There is no thread of the engine's own. Whoever waits for a result steps it, one thread at a time, and each step serves
+every request there is; nothing runs behind a trainer's back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from stoker.engine.core import EngineCore
+from stoker.engine.request import Request, Status
+from stoker.kernels.errors import EngineStateError, RequestFailedError
+from stoker.rollout.outputs import RolloutOutput
+
+_ENDED = RequestFailedError(
+    "a step of the engine failed or was interrupted, which ended every request: submit it again"
+)
+_T = TypeVar("_T")
+
+
+class Loop:
+    """The core, and the right to touch it."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self._turn = threading.Lock()
+        self._owner: int | None = None  # the thread whose turn it is
+        self._wanted: set[int] = set()  # threads that wait for theirs
+        self._paused_by: int | None = None
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._unsound = False  # a change of the core did not come to its end
+        self._abandoned: deque[Sequence[Request]] = deque()
+
+    def do(self, action: str, change: Callable[[], _T]) -> _T:
+        """Change the core, between two steps. An exception within aborts every request and goes on to the caller.
+
+        action: as in "the engine cannot ..."; ``EngineStateError`` inside a step, where a callback may ask for it.
+        """
+        self._refuse_inside_a_step(action)
+        me = threading.get_ident()
+        self._wanted.add(me)
+        with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
+            self._wanted.discard(me)
+            self._owner = me
+            try:
+                self._make_sound()
+                self._unsound = True
+                try:
+                    result = change()
+                except BaseException:
+                    self.core.abort_all(_ENDED)
+                    self._unsound = False
+                    raise
+                self._unsound = False
+                return result
+            finally:
+                self._owner = None
+
+    def _refuse_inside_a_step(self, action: str) -> None:
+        if self._owner == threading.get_ident():
+            raise EngineStateError(f"the engine cannot {action} inside a step of its own: wait until that is over")
+
+    def _make_sound(self) -> None:
+        if self._unsound:
+            self.core.abort_all(_ENDED)
+            self._unsound = False
+        while self._abandoned:
+            self._unsound = True
+            self.core.abort(self._abandoned[0])
+            self._abandoned.popleft()
+            self._unsound = False
+
+    def check_idle(self, action: str) -> None:
+        """Raise ``EngineStateError`` where requests are under way and not paused."""
+        self._refuse_inside_a_step(action)
+        if self.core.has_work and not self.is_paused:
+            raise EngineStateError(
+                f"the engine cannot {action} while requests are under way: wait for them, abort them, or pause() first"
+            )
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_by is not None
+
+    def check_not_paused(self) -> None:
+        """Raise ``EngineStateError`` where waiting would never end."""
+        if self._paused_by == threading.get_ident():
+            raise EngineStateError("this thread has paused the engine: call resume() first")
+
+    def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Step until ``done``; False where that took longer than ``timeout`` seconds.
+
+        While another thread has paused the engine this waits.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def step() -> bool:
+            if not done() and not self.is_paused:
+                assert self.core.has_work, "a request that is waited for is nowhere"
+                self.core.step()
+            return done()
+
+        while True:
+            self.check_not_paused()
+            if self.do("run requests", step):
+                return True
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._resumed.wait(left)
+            if self._wanted:
+                time.sleep(1e-4)  # a lock alone would let this thread have every turn
+
+    def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
+        if mode == "wait":
+            self.drive(lambda: not self.core.has_work)
+
+        def pause() -> None:
+            if mode == "abort":
+                self.core.abort_all()
+            self.core.drain()
+            self._resumed.clear()
+            self._paused_by = threading.get_ident()
+
+        self.do("pause", pause)
+
+    def resume(self, *, recompute: bool) -> None:
+        if recompute:
+            self.do("resume", self.core.scheduler.preempt_all)
+        self._paused_by = None
+        self._resumed.set()
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Abort before the next step. Takes no lock: a garbage collector may call it anywhere."""
+        self._abandoned.append(requests)
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Abort at once; where a callback inside a step asks for it, after that step."""
+        self.abandon(requests)
+        if self._owner != threading.get_ident():
+            self.do("abort requests", lambda: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutChunk:
+    """New tokens of one completion, in the order they were sampled."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+
+
+class RolloutHandle:
+    """A submitted prompt. Iterating gives its new tokens, ``RolloutChunk`` by chunk, until it has finished.
+
+    A handle that is dropped before it has finished aborts its request.
+    """
+
+    def __init__(self, loop: Loop, requests: Sequence[Request], output: Callable[[], RolloutOutput]) -> None:
+        self._loop = loop
+        self._requests = requests
+        self._output = output
+        self._abandon = weakref.finalize(self, loop.abandon, requests)
+        self._abandon.atexit = False
+
+    @property
+    def status(self) -> Literal["waiting", "running", "finished"]:
+        """ "waiting" for a slot or KV blocks, "running", or "finished" (also by an abort or an error)."""
+        if self.done:
+            return "finished"
+        return "running" if any(r.status is Status.RUNNING for r in self._requests) else "waiting"
+
+    @property
+    def done(self) -> bool:
+        return all(r.status is Status.FINISHED for r in self._requests)
+
+    def result(self, timeout: float | None = None) -> RolloutOutput:
+        """Step the engine until this prompt's completions are finished, and return them.
+
+        timeout: seconds; ``TimeoutError`` then, and the request goes on at the next call. A request that failed carries
+        its error in the output. Raises ``EngineStateError`` where this thread has paused the engine.
+        """
+        if not self.done and not self._loop.drive(lambda: self.done, timeout):
+            raise TimeoutError(f"not finished after {timeout} s: call result() again, or abort()")
+        return self._output()
+
+    def abort(self) -> None:
+        """End the request now; it keeps the tokens it has, with ``finish_reason="abort"``. Finished: nothing happens."""
+        self._loop.abort(self._requests)
+
+    def __iter__(self) -> Iterator[RolloutChunk]:
+        sent = [0] * len(self._requests)
+
+        def news() -> bool:
+            return self.done or any(r.num_output > n for r, n in zip(self._requests, sent, strict=True))
+
+        while True:
+            if not news():
+                self._loop.drive(news)
+            last = self.done
+            for i, r in enumerate(self._requests):
+                first, end = sent[i], len(r.weight_versions)
+                if end > first:
+                    sent[i] = end
+                    span = slice(first, end)
+                    yield RolloutChunk(
+                        index=r.sample_index,
+                        token_ids=r.output[span],
+                        logprobs=r.logprobs[span],
+                        weight_versions=r.weight_versions[span],
+                    )
+            if last:
+                return
+
+
+def wait(
+    loop: Loop, handles: Iterable[RolloutHandle], share: float, timeout: float | None
+) -> tuple[list[RolloutHandle], list[RolloutHandle]]:
+    """Step until ``share`` of the handles is done. Returns those that are, and those that are not."""
+    all_handles = list(handles)
+    enough = share * len(all_handles)
+    if sum(h.done for h in all_handles) < enough:
+        loop.drive(lambda: sum(h.done for h in all_handles) >= enough, timeout)
+    return [h for h in all_handles if h.done], [h for h in all_handles if not h.done]

@@ -1,0 +1,309 @@
+"""Requests that live longer than a call: handles, threads, pauses, new weights on the way, next turns."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import VOCAB, make_model
+
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
+
+PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [5, 6, 7, 8, 9, 2, 2, 1], [40] * 13]
+
+
+def build(**fields: Any) -> RolloutEngine:
+    settings = {"block_size": 4, "kv_cache_memory": "2MiB", "max_num_seqs": 8, "max_model_len": 128, "decode_window": 2}
+    return RolloutEngine(make_model("llama"), config=EngineConfig(**(settings | fields)))
+
+
+def long(seed: int = 1, **fields: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "seed": seed} | fields))
+
+
+def nudge(engine: RolloutEngine) -> None:
+    with torch.no_grad():
+        for p in engine._binding.source.module.parameters():
+            p.mul_(1.3)
+
+
+def check_logprobs(engine: RolloutEngine, prompt: list[int], completion: Completion, first: int = 0) -> None:
+    """Those from ``first`` on are of the weights as they are now, over everything before."""
+    expected = oracle.logprobs(engine._binding.source.module, prompt, completion.token_ids)[first:]
+    torch.testing.assert_close(torch.tensor(completion.logprobs)[first:].double(), expected, rtol=0, atol=1e-4)
+
+
+def same(outputs: Any, expected: Any) -> bool:
+    """The same completions, up to the rounding of another batch."""
+
+    def flat(outputs: Any) -> list[Completion]:
+        return [c for o in outputs for c in o.completions]
+
+    return len(flat(outputs)) == len(flat(expected)) and all(
+        (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
+        for a, b in zip(flat(outputs), flat(expected), strict=True)
+    )
+
+
+def at_rest(engine: RolloutEngine) -> None:
+    engine.core.scheduler.check()
+    assert not engine.core.has_work
+    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_handles_give_what_a_batch_gives() -> None:
+    with build() as engine:
+        params = [long(i, n=1 + i % 2) for i in range(4)]
+        batch = engine.generate_batch(PROMPTS, params)
+        handles = [engine.submit(p, s) for p, s in zip(PROMPTS, params, strict=True)]
+        assert {h.status for h in handles} == {"waiting"}
+        last = handles[3].result()
+        assert same([last], [batch[3]]) and handles[3].result() == last
+        assert same([h.result() for h in handles], batch)
+        assert {h.status for h in handles} == {"finished"}
+        at_rest(engine)
+
+
+def test_chunks_are_the_completion_in_pieces() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long(n=2))
+        pieces: dict[int, list[Any]] = {0: [], 1: []}
+        statuses = set()
+        for chunk in handle:
+            statuses.add(handle.status)
+            pieces[chunk.index].append(chunk)
+        assert statuses == {"running", "finished"}
+        for completion in handle.result().completions:
+            mine = pieces[completion.index]
+            assert len(mine) > 5
+            assert [t for c in mine for t in c.token_ids] == completion.token_ids
+            assert [t for c in mine for t in c.logprobs] == completion.logprobs
+            assert [t for c in mine for t in c.weight_versions] == completion.weight_versions
+        assert not [c for c in handle if not c.token_ids]  # again, from the beginning
+        assert sum(len(c.token_ids) for c in handle) == 48
+
+
+def test_a_time_out_leaves_the_request_where_it_is() -> None:
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS[:1], long())[0]
+        handle = engine.submit(PROMPTS[0], long())
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match=r"^not finished after 0 s: call result\(\) again, or abort\(\)"):
+                handle.result(timeout=0)
+        assert handle.status == "running"
+        assert same([handle.result(timeout=60)], [expected])
+
+
+def test_aborted_requests_keep_their_tokens_and_give_back_their_blocks() -> None:
+    with build() as engine:
+        whole = engine.generate_batch(PROMPTS[:1], long())[0].completions[0]
+        running, other, waiting = (engine.submit(p, long()) for p in (PROMPTS[0], PROMPTS[1], PROMPTS[2]))
+        next(iter(running))
+        waiting.abort()
+        running.abort()
+        running.abort()
+        assert waiting.result().completions[0].finish_reason == "abort"
+        completion = running.result().completions[0]
+        assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 24
+        assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+        assert other.result().completions[0].finish_reason == "length"
+        at_rest(engine)
+
+
+def test_a_handle_that_is_dropped_ends_its_request() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long(max_tokens=100))
+        next(iter(handle))
+        requests = handle._requests
+        del handle
+        gc.collect()
+        engine.generate_batch(PROMPTS[1:2], long())
+        assert [r.finish_reason for r in requests] == ["abort"]
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_on_the_way(recompute: bool) -> None:
+    with build() as engine:
+        handles = [engine.submit(p, long(i, temperature=0.7)) for i, p in enumerate(PROMPTS)]
+        with pytest.raises(TimeoutError):
+            handles[0].result(timeout=0)
+        with pytest.raises(EngineStateError, match="cannot update its weights while requests are under way"):
+            engine.update_weights()
+        engine.pause("keep")
+        assert engine.is_paused and {h.status for h in handles} == {"running"}
+        nudge(engine)
+        assert engine.update_weights() == 1
+        engine.resume(recompute=recompute)
+        fresh = engine.submit(PROMPTS[0], long(9))  # begins like one whose KV is older
+        for prompt, handle in zip(PROMPTS, handles, strict=True):
+            (completion,) = handle.result().completions
+            versions = completion.weight_versions
+            seam = versions.index(1)
+            assert 0 < seam < 24 and versions == [0] * seam + [1] * (24 - seam)
+            now = oracle.logprobs(engine._binding.source.module, prompt, completion.token_ids, 0.7)
+            agrees = (torch.tensor(completion.logprobs).double() - now)[seam:].abs().max() < 1e-4
+            assert agrees == recompute, "the KV is of the weights it should be of"
+        output = fresh.result()
+        assert output.cached_tokens == 0
+        check_logprobs(engine, PROMPTS[0], output.completions[0])
+        again = engine.generate_batch([PROMPTS[0] + output.completions[0].token_ids], long())[0]
+        assert again.cached_tokens > 0
+        check_logprobs(engine, again.prompt_token_ids, again.completions[0])
+        at_rest(engine)
+
+
+def test_a_batch_notices_new_weights_under_others_requests() -> None:
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        nudge(engine)
+        batch = engine.generate_batch(PROMPTS[:2], long(3))
+        for output in batch:
+            check_logprobs(engine, output.prompt_token_ids, output.completions[0])
+        (completion,) = handle.result().completions
+        check_logprobs(engine, PROMPTS[0], completion, first=completion.weight_versions.index(1))
+
+
+def test_pause_wait_and_pause_abort() -> None:
+    with build() as engine:
+        handles = [engine.submit(p, long()) for p in PROMPTS]
+        engine.pause("wait")
+        assert all(h.done for h in handles)
+        late = engine.submit(PROMPTS[0], long())
+        with pytest.raises(EngineStateError, match=r"this thread has paused the engine: call resume\(\) first"):
+            late.result()
+        with pytest.raises(EngineStateError, match="paused"):
+            engine.generate_batch(PROMPTS)
+        engine.pause("abort")
+        assert late.result().completions[0].finish_reason == "abort"
+        engine.resume()
+        assert not engine.is_paused
+        with pytest.raises(InvalidRequestError, match="mode='stop': give 'keep', 'wait' or 'abort'"):
+            engine.pause("stop")  # type: ignore[arg-type]
+        at_rest(engine)
+
+
+def test_asleep_with_requests_on_the_way() -> None:
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS, long())
+        handles = [engine.submit(p, long()) for p in PROMPTS]
+        next(iter(handles[2]))
+        with pytest.raises(EngineStateError, match="cannot sleep while requests are under way"):
+            engine.sleep()
+        engine.pause()
+        engine.sleep()
+        assert engine.stats().kv_cache_bytes == 0
+        engine.wake_up()
+        engine.resume()
+        for handle, output in zip(handles, expected, strict=True):
+            assert handle.result().completions[0].token_ids == output.completions[0].token_ids
+        at_rest(engine)
+
+
+def test_a_share_of_a_batch_and_then_its_tail() -> None:
+    with build() as engine:
+        lengths = [4, 6, 8, 90]
+        expected = [engine.generate_batch([p], long(max_tokens=n))[0] for p, n in zip(PROMPTS, lengths, strict=True)]
+        handles = [engine.submit(p, long(max_tokens=n)) for p, n in zip(PROMPTS, lengths, strict=True)]
+        done, tail = engine.wait(handles, share=0.75)
+        assert (done, tail) == (handles[:3], handles[3:]) and tail[0].status == "running"
+        assert engine.wait(handles, timeout=0) == (done, tail)
+        assert engine.wait(handles) == (handles, [])
+        assert same([h.result() for h in handles], expected)
+        assert engine.wait([]) == ([], [])
+        with pytest.raises(InvalidRequestError, match="share=2 is not between 0 and 1"):
+            engine.wait(handles, share=2)
+
+
+def test_a_next_turn_computes_what_is_new() -> None:
+    with build() as engine:
+        first = engine.submit([3] * 21, long(max_tokens=16)).result()
+        turn = first.prompt_token_ids + first.completions[0].token_ids + [7, 7, 7]
+        second = engine.submit(turn, long()).result()
+        assert len(turn) - second.cached_tokens <= 3 + 4 + 1  # what was appended, a block, and the token sampled last
+        check_logprobs(engine, turn, second.completions[0])
+
+
+def test_threads_share_the_engine() -> None:
+    with build(max_num_seqs=3) as engine:
+        expected = [engine.generate_batch([p], long(i, n=2))[0] for i, p in enumerate(PROMPTS)]
+        failures: list[BaseException] = []
+
+        def user(kind: int) -> None:
+            try:
+                for turn in range(6):
+                    i = (kind + turn) % 4
+                    if kind % 2:
+                        assert same([engine.submit(PROMPTS[i], long(i, n=2)).result()], [expected[i]])
+                    else:
+                        assert same(engine.generate_batch([PROMPTS[i]], long(i, n=2)), [expected[i]])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=user, args=(kind,)) for kind in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        assert not failures and not any(t.is_alive() for t in threads)
+        at_rest(engine)
+
+
+def test_a_pause_in_one_thread_holds_the_others() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long(max_tokens=100))
+        next(iter(handle))
+        engine.pause()
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(handle.result()))
+        thread.start()
+        time.sleep(0.1)
+        stood = len(handle._requests[0].tokens)
+        time.sleep(0.1)
+        assert not results and len(handle._requests[0].tokens) == stood
+        engine.resume()
+        thread.join(timeout=60)
+        assert len(results[0].completions[0].token_ids) == 100
+
+
+def test_a_failed_step_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.inputs, "fill", lambda plan: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.generate_batch(PROMPTS[1:], long())
+        output = handle.result()
+        assert output.completions[0].finish_reason == "abort" and isinstance(output.error, RequestFailedError)
+        assert "submit it again" in str(output.error)
+        at_rest(engine)
+        assert engine.submit(PROMPTS[0], long()).result().error is None
+
+
+def test_bad_submissions() -> None:
+    with build() as engine:
+        for prompt, message in (([], "empty"), ([VOCAB], "from 0 to 127"), ([1] * 128, "128")):
+            with pytest.raises(InvalidRequestError, match=message):
+                engine.submit(prompt)
+        with pytest.raises(InvalidRequestError, match="SamplingParams"):
+            engine.submit([1], {"n": 1})  # type: ignore[arg-type]
+        engine.sleep()
+        with pytest.raises(EngineStateError, match="asleep"):
+            engine.submit([1])
+        engine.wake_up()
+        handle = engine.submit([1], long())
+        at_rest_after = engine.close
+    at_rest_after()
+    assert handle.result().completions[0].finish_reason == "abort"
+    with pytest.raises(EngineStateError, match="closed"):
+        engine.submit([1])
