@@ -356,9 +356,9 @@ class RolloutEngine:
 
     def _notice_changes(self) -> None:
         moved = self._binding.moved()
-        if moved or self._binding.rewritten():
-            if moved:
-                self._binding.refresh()
+        if moved:
+            self._binding.refresh()
+        if self._binding.rewritten() or moved:  # the numbers are noted either way
             self._take_weights(self.weight_version + 1, recompute=True)  # what others have under way, that is
 
     def _take_weights(self, version: int, *, recompute: bool) -> None:
