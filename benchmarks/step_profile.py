@@ -1,0 +1,123 @@
+"""Where a decode step's time goes: kernels by kind, gaps between them, host: ``python benchmarks/step_profile.py``.
+
+On CUDA the kernels of replayed graphs are attributed by their names, and what is left of the time is gaps: the device idle,
+within a step and between windows. On a CPU the operations themselves are attributed. Prints a table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import ceilings
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY
+
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}
+
+# The first kind whose word is in a kernel's or an operation's name takes it.
+KINDS = {
+    "attention": ("attention", "attend", "flash", "split", "merge", "sdpa"),
+    "matmul": ("gemm", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "skinny", "cublas"),
+    "norm, rotary, KV write": ("norm", "rotary", "write_kv", "index_copy"),
+    "activation": ("silu", "gelu", "swiglu"),
+    "sampling": ("sample", "gumbel", "logprob", "softmax", "logsumexp", "argmax", "truncate", "sort", "topk", "philox"),
+    "copies": ("memcpy", "memset", "copy", "index_select", "gather", "cat"),
+}
+
+
+def kind_of(name: str) -> str:
+    lower = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")
+
+
+def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Microseconds by kind, and of gaps, from (name, start, end) of work that does not overlap much."""
+    total: Counter[str] = Counter()
+    end_of_last: float | None = None
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        if end_of_last is not None and start > end_of_last:
+            total["gaps"] += start - end_of_last  # type: ignore[assignment]
+        total[kind_of(name)] += end - start  # type: ignore[assignment]
+        end_of_last = end if end_of_last is None else max(end, end_of_last)
+    return dict(total)
+
+
+def measure(name: str, device: str, batch: int, context: int, steps: int) -> dict[str, Any]:
+    spec = MODELS[name]
+    model = spec.build(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(1, spec.config.vocab_size) for _ in range(context)] for _ in range(batch)]
+    params = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with RolloutEngine(model, config=EngineConfig(max_num_seqs=batch, max_model_len=context + steps + 1)) as engine:
+        for _ in range(2):
+            engine.generate_batch(prompts, params)  # compiles, captures, fills the prefix cache
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        engine.wait(handles, share=0, timeout=0)
+        while any(not h._requests[0].num_output for h in handles):
+            engine.wait(handles, timeout=0)  # until every prompt is through
+        ceilings.synchronize(device)
+        with profile(activities=activities) as trace:
+            start = time.perf_counter()
+            engine.wait(handles)
+            ceilings.synchronize(device)
+            wall = time.perf_counter() - start
+        done = sum(len(h.result().completions[0].token_ids) for h in handles) / batch - 1
+        ceiling = ceilings.measure(model, device, rows=(batch,), kv_tokens=batch * context)
+    if device == "cuda":
+        events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
+        parts = attribute((e.name, e.time_range.start, e.time_range.end) for e in events)
+    else:  # an operation's own time, without that of the operations it calls
+        events = list(trace.events())
+        parts = Counter[str]()
+        for event in events:
+            parts[kind_of(event.name)] += event.self_cpu_time_total
+        parts["gaps"] = max(0.0, wall * 1e6 - sum(parts.values()))  # Python
+    best = ceiling.step_s(batch, batch * (context + steps // 2))
+    return {
+        "model": name,
+        "device": device,
+        "batch": batch,
+        "context": context,
+        "steps": done,
+        "step_us": wall / done * 1e6,
+        "ceiling_us": best * 1e6,
+        "of_ceiling": best * done / wall,
+        "parts_us": {part: us / done for part, us in sorted(parts.items(), key=lambda p: -p[1])},
+        "idle_share": parts.get("gaps", 0.0) * 1e-6 / wall,
+        "kernels_per_step": len(events) / done,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=tuple(MODELS), help="default: the toy on a CPU, the 1B on CUDA")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=64)
+    args = parser.parse_args()
+    name = args.model or (LLAMA_1B.name if args.device == "cuda" else TOY.name)
+    found = measure(name, args.device, args.batch, args.context, args.steps)
+    print(
+        f"{name}, {args.batch} rows, context {args.context}: a step takes {found['step_us']:.0f} us under the profiler"
+    )
+    for part, us in found["parts_us"].items():
+        print(f"  {part:24}{us:10.1f} us {us / found['step_us']:7.1%}")
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
