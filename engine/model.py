@@ -132,7 +132,9 @@ class ModelShell:
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
         self.config: Any = self.module.config
-        self.forward: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = self._module_forward
+        self._base, self._tail, self._given = _split(self.module)
+        self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
+        self.logits: Callable[[Tensor], Tensor] = self._module_logits
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
@@ -174,10 +176,17 @@ class ModelShell:
         """What each attention layer stores of a token, seen by running two tokens."""
         probe = _ShapeProbe()
         positions = torch.arange(2, device=self.device)
-        name = type(self.module).__name__
+        tokens, name = torch.zeros_like(positions), type(self.module).__name__
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-                self(torch.zeros_like(positions), positions, positions[1:], probe)
+                whole = self.module(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    past_key_values=_PackedPositions(positions),
+                    use_cache=False,
+                    stoker_context=probe,
+                ).logits[0]
+                in_two = self.logits(self.hidden(tokens, positions, _ShapeProbe()))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: this is where an unknown architecture first meets the engine
@@ -189,23 +198,54 @@ class ModelShell:
                 f"{name}: only layers {sorted(probe.shapes)} of "
                 f"{self.config.num_hidden_layers} keep keys and values; layers with another state are not supported"
             )
+        if not torch.allclose(whole, in_two, rtol=1e-2, atol=1e-2, equal_nan=True):
+            raise UnsupportedModelError(
+                f"{name} does more than its base model and what turns hidden states into logits: use model.generate for it"
+            )
         return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
-        """token_ids, positions: int64 [T]; last_token: int64 [R], tokens to project. Returns fp32 logits [R, V]."""
-        return self.forward(token_ids, positions, last_token, context).float()
-
-    def _module_forward(self, token_ids: Tensor, positions: Tensor, last_token: Tensor, context: Any) -> Tensor:
-        out = self.module(
+    def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
+        """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""
+        out = self._base(
             input_ids=token_ids[None],
             position_ids=positions[None],
             past_key_values=_PackedPositions(positions),
             use_cache=False,
-            logits_to_keep=last_token,
             stoker_context=context,
         )
-        logits: Tensor = out.logits[0]
+        self._given.output_type = type(out)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _module_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of chosen rows. hidden: [R, D]. Returns [R, V] in the model's dtype."""
+        logits: Tensor = self._tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
+
+
+class _GivenHiddenStates(nn.Module):
+    """Stands in for a base model: its output holds the hidden states it is given."""
+
+    output_type: Any = None  # class of the base model's output
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return self.output_type(last_hidden_state=inputs_embeds)
+
+
+def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
+    """The base model, and the same model without it: what its class does with hidden states (scales, softcaps).
+
+    The latter is a second view of the same head and parameters, so that what is bound to the module is bound to it.
+    Raises ``UnsupportedModelError`` where no child holds all up to the head.
+    """
+    embeddings = module.get_input_embeddings()
+    bases = [(n, m) for n, m in module.named_children() if m is not embeddings and embeddings in m.modules()]
+    if len(bases) != 1:
+        raise UnsupportedModelError(f"{type(module).__name__} has no base model besides its head")
+    ((name, base),) = bases
+    tail, given = copy.copy(module), _GivenHiddenStates()
+    tail._modules = module._modules | {name: given}
+    return base, tail, given
 
 
 def check_supported(model: nn.Module) -> None:

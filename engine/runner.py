@@ -92,7 +92,8 @@ class EagerStep:
     def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:
         """One step of the batch, which stays where it is."""
         context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
-        logits = self.model(batch.token_ids, batch.positions, batch.last_token, context)
+        hidden = self.model.hidden(batch.token_ids, batch.positions, context)
+        logits = self.model.logits(hidden.index_select(0, batch.last_token)).float()
         out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
         batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
         return out
