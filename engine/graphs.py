@@ -66,7 +66,7 @@ class GraphStep:
         self.runtime.release_graph_memory()
 
     def __call__(self, batch: Batch) -> Pending:
-        if not batch.decode:
+        if not batch.decode or batch.scoring is not None:
             return self.eager(batch)
         key = _kind(batch.sampling, batch.token_ids.shape[0])
         if key in self._graphs:

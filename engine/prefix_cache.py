@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.scoring import Scoring, TokenScores, Variant
 
 
 class PrefixCache:
@@ -14,6 +15,9 @@ class PrefixCache:
 
     The chain starts from what else the KV depends on: weight version and adapter. Two prefixes that differ in any of
     these never share a key. Blocks without a holder stay until the pool needs them (least recently used first).
+
+    With a block goes what was said of its tokens, by variant: a cached position has no hidden state to score the next
+    token from, so without it a request that wants scores would compute the position again.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
@@ -22,6 +26,7 @@ class PrefixCache:
         self.enabled = enabled
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._scores: dict[bytes, dict[Variant, TokenScores]] = {}
         pool.on_evict = self._evicted
 
     @staticmethod
@@ -53,8 +58,22 @@ class PrefixCache:
             self._key_of[block] = key
             self.pool.retain(block)
 
+    def keep_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
+        """Keep a sequence's complete scores with the blocks of it that are cached. keys: of its blocks, in order."""
+        scores = scoring.scores
+        for key in keys[scores.first // self.block_size : scores.end // self.block_size]:
+            if key in self._block_of:
+                self._scores.setdefault(key, {})[scoring.variant] = scores
+
+    def take_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
+        """Give a sequence the kept scores of its cached blocks, up to the first that lacks one it wants."""
+        for index, key in enumerate(keys):
+            if not scoring.take_kept(self._scores.get(key, {}).get(scoring.variant), (index + 1) * self.block_size):
+                break
+
     def clear(self) -> None:
         """Forget every prefix: what the blocks hold is no longer what their tokens mean."""
+        self._scores.clear()
         self._block_of.clear()
         self._key_of.clear()
         self.pool.forget()
@@ -63,4 +82,6 @@ class PrefixCache:
         return len(self._block_of)
 
     def _evicted(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._scores.pop(key, None)

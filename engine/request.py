@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
+from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import StokerError
 
 
@@ -48,7 +49,9 @@ class Request:
 
     Both run ahead of the host: ``pending`` tokens are being sampled on the device and are not in ``tokens`` yet.
 
-    stop_string: called with each new token, returns the stop string it completed, or None.
+    stop_string: called with each new token, returns the stop string it completed, or None. scoring: what to say of given
+    tokens. A request that only scores has all its tokens from the start, with nothing left to sample: ``given`` ones
+    follow a ``prompt`` whose hidden states no score needs, so that a group computes it once.
     """
 
     id: int
@@ -57,6 +60,8 @@ class Request:
     sample_index: int = 0
     stop_string: Callable[[int], str | None] | None = None
     group: list[Request] = field(default_factory=list)  # requests with the same prompt, this one among them
+    scoring: Scoring | None = None
+    given: InitVar[Sequence[int]] = ()
 
     tokens: list[int] = field(init=False)
     computed: int = 0
@@ -78,8 +83,8 @@ class Request:
     stop_reason: int | str | None = None
     error: StokerError | None = None
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+    def __post_init__(self, given: Sequence[int]) -> None:
+        self.tokens = [*self.prompt, *given]
 
     @property
     def total(self) -> int:
@@ -101,6 +106,11 @@ class Request:
     def remaining(self) -> int:
         """Tokens that may still be sampled, those pending among them."""
         return self.spec.max_tokens - self.num_output
+
+    @property
+    def launched(self) -> bool:
+        """Nothing is left to compute: what it waits for is on its way from the device."""
+        return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)
 
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
         """Take several sampled tokens at once; False, and nothing taken, where one of them may end the completion."""

@@ -14,6 +14,7 @@ from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell, StepContext
 from stoker.engine.sampler import Sampler, SamplerOutput
 from stoker.engine.scheduler import Sampled
+from stoker.engine.scorer import PendingScores, Scorer
 from stoker.engine.step_inputs import Batch
 from stoker.kernels.ops import Ops
 
@@ -22,15 +23,19 @@ from stoker.kernels.ops import Ops
 class Pending:
     """What a launched batch samples, on its way to the host: tokens, log-probabilities, then top ids and values."""
 
-    copies: tuple[HostCopy, ...]  # [num_steps, rows] or [num_steps, rows, K] each
+    copies: tuple[HostCopy, ...]  # [num_steps, rows] or [num_steps, rows, K] each; none where nothing is sampled
+    scores: PendingScores | None = None
 
     def read(self) -> Sampled:
         """Wait for the batch to be through."""
+        scores = None if self.scores is None else self.scores.read()
+        if not self.copies:
+            return Sampled([], [], None, scores)
         tokens, logprobs, *top = (copy.wait().tolist() for copy in self.copies)
         if not top:
-            return Sampled(tokens, logprobs)
+            return Sampled(tokens, logprobs, None, scores)
         rows = [[_row(i, v) for i, v in zip(ids, values, strict=True)] for ids, values in zip(*top, strict=True)]
-        return Sampled(tokens, logprobs, rows)
+        return Sampled(tokens, logprobs, rows, scores)
 
 
 def _row(ids: Sequence[int], values: Sequence[float]) -> dict[int, float]:
@@ -61,9 +66,12 @@ class Runner(Protocol):
 class EagerStep:
     """One call runs all steps of a batch's window, op by op."""
 
-    def __init__(self, model: ModelShell, sampler: Sampler, kv: KVCache, ops: Ops, runtime: Runtime) -> None:
+    def __init__(
+        self, model: ModelShell, sampler: Sampler, scorer: Scorer, kv: KVCache, ops: Ops, runtime: Runtime
+    ) -> None:
         self.model = model
         self.sampler = sampler
+        self.scorer = scorer
         self.kv = kv
         self.ops = ops
         self.runtime = runtime
@@ -76,23 +84,34 @@ class EagerStep:
 
     def __call__(self, batch: Batch) -> Pending:
         outputs: list[SamplerOutput] = []
+        scores: PendingScores | None = None
         with torch.inference_mode(), torch.autocast(self.model.device.type, enabled=False):
             # The position sampled for is the one after the row's last token.
             noise = self.sampler.noise(batch.sampling, batch.seq_lens, batch.num_steps)
             for step in range(batch.num_steps):
                 if step:
                     batch.advance(outputs[-1].tokens)
-                outputs.append(self.step(batch, noise[step]))
+                hidden = self._hidden(batch)
+                if batch.scoring is not None:
+                    scores = self.scorer(self.model, hidden, batch.scoring)
+                if not batch.any_sampled:
+                    return Pending((), scores)
+                outputs.append(self._sample(batch, hidden, noise[step]))
             results = [torch.stack([out.tokens for out in outputs]), torch.stack([out.logprobs for out in outputs])]
             if outputs[0].top_ids is not None:
                 results.append(torch.stack([out.top_ids for out in outputs if out.top_ids is not None]))
                 results.append(torch.stack([out.top_logprobs for out in outputs if out.top_logprobs is not None]))
-            return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results))
+            return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results), scores)
 
     def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:
         """One step of the batch, which stays where it is."""
+        return self._sample(batch, self._hidden(batch), noise)
+
+    def _hidden(self, batch: Batch) -> Tensor:
         context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
-        hidden = self.model.hidden(batch.token_ids, batch.positions, context)
+        return self.model.hidden(batch.token_ids, batch.positions, context)
+
+    def _sample(self, batch: Batch, hidden: Tensor, noise: Tensor | None) -> SamplerOutput:
         logits = self.model.logits(hidden.index_select(0, batch.last_token)).float()
         out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
         batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)

@@ -17,6 +17,7 @@ from typing import Any
 from stoker.engine.block_pool import BlockPool
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.engine.request import Request, Status
+from stoker.engine.scoring import TokenScores
 from stoker.kernels.errors import RequestFailedError, StokerError
 
 
@@ -28,6 +29,7 @@ class Plan:
     starts: list[int]  # tokens each has computed before
     num_new: list[int]  # tokens each computes (in the first step)
     num_samples: list[int]  # tokens each samples for keeps: 0 while its prompt is not through, at most num_steps
+    scored: list[range]  # given tokens each scores
     num_steps: int
     admitted: list[Request]  # those that got a slot since the last plan
     copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
@@ -40,15 +42,17 @@ class Sampled:
     tokens: list[list[int]]
     logprobs: list[list[float]]
     top: list[list[dict[int, float]]] | None = None
+    scores: list[TokenScores | None] | None = None  # of each request
 
 
 @dataclass(slots=True)
 class Counters:
     preemptions: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # tokens given, to go on from or to score
     prefix_hit_tokens: int = 0  # prompt tokens not computed because the prefix cache had them
     shared_tokens: int = 0  # prompt tokens not computed because a sample of the same prompt had them
     generated_tokens: int = 0
+    scored_tokens: int = 0
     finished_requests: int = 0
 
 
@@ -94,9 +98,9 @@ class Scheduler:
         preempted = False
 
         for request in list(self.running):
-            if request.status is not Status.RUNNING or budget == 0 or request.remaining == request.pending:
+            if request.status is not Status.RUNNING or budget == 0 or request.launched:
                 continue  # preempted for an earlier one, no budget left, or its last token is being sampled
-            num_new = min(request.total - request.computed, budget)
+            num_new = min(self._left(request), budget)
             while not self._reserve(request, num_new, copies):
                 self._preempt(self.running[-1])
                 preempted = True
@@ -124,7 +128,18 @@ class Scheduler:
         pairs = [(source, target) for target, source in copies.items()]
         requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
-        return Plan(requests, starts, [n for _, n in work], num_samples, num_steps, admitted, pairs)
+        scored = [r.scoring.claim(r.computed) if r.scoring else range(0) for r in requests]
+        return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs)
+
+    @staticmethod
+    def _left(request: Request) -> int:
+        """Tokens the request could compute now."""
+        if request.remaining:
+            return request.total - request.computed
+        # Nothing is sampled: the last token predicts nothing. The first of a group stops where the others can go on.
+        end = request.total - 1
+        shared = len(request.group) > 1 and request.computed < request.num_prompt
+        return (request.num_prompt if shared else end) - request.computed
 
     @staticmethod
     def _advance(request: Request, num_new: int, num_steps: int) -> int:
@@ -148,6 +163,8 @@ class Scheduler:
             if samples and not self._take_all(request, samples, sampled, row):
                 done = any(self._take(request, sampled, step, row) for step in range(samples))
             self._offer_to_prefix_cache(request)
+            if sampled.scores is not None and (scores := sampled.scores[row]) is not None:
+                done = self._take_scores(request, scores)
             if done:
                 self._finish(request)
                 finished.append(request)
@@ -181,6 +198,16 @@ class Scheduler:
             if sampled.top is not None and request.spec.top_logprobs:
                 request.top_logprobs.append(sampled.top[step][row])
         return done
+
+    def _take_scores(self, request: Request, scores: TokenScores) -> bool:
+        """True where the request has all its scores and asks for nothing else."""
+        scoring = request.scoring
+        assert scoring is not None
+        scoring.take(scores, scores.first, scores.end)
+        self.counters.scored_tokens += scores.end - scores.first
+        if scoring.complete:
+            self.prefix_cache.keep_scores(request.block_keys, scoring)
+        return scoring.complete and request.remaining == 0
 
     def _finish(self, request: Request) -> None:
         waiting = request.status is Status.WAITING  # preempted while its last token was being sampled
@@ -251,7 +278,7 @@ class Scheduler:
         arrivals do not tear the group apart.
         """
         for request in list(islice(self.waiting, len(self._free_slots))):
-            if request.pending:  # preempted, and its newest token not known yet
+            if request.pending or request.launched:  # preempted, and what it waits for not known yet
                 return
             computing = any(r.group is request.group and not r.older_kv for r in self.running)
             if not computing or self._with_prompt(request) is not None:
@@ -268,7 +295,7 @@ class Scheduler:
         for block in shared:
             self.pool.share(block)
         request.block_ids, request.computed = shared, computed
-        num_new = min(request.total - computed, budget)
+        num_new = min(self._left(request), budget)
         # Each running request may still take a block: do not admit what would be preempted at once.
         fits = not self.running or self.pool.num_free >= len(self.running) + -(-num_new // self.block_size)
         copied = len(copies)
@@ -279,7 +306,7 @@ class Scheduler:
             return 0
         if not request.started:
             request.started = True
-            self.counters.prompt_tokens += request.num_prompt
+            self.counters.prompt_tokens += request.total
             if from_cache:
                 request.cached_tokens = computed
                 self.counters.prefix_hit_tokens += computed
@@ -293,19 +320,23 @@ class Scheduler:
     def _already_computed(self, request: Request) -> tuple[list[int], int, bool]:
         """Blocks that hold the beginning of the request, how many tokens of it, and whether the cache had them.
 
-        At least one token is left to compute, so that there is a hidden state to sample from. A block that is only
-        partly the request's own is shared as it is; writing to it copies it first.
+        At least one token is left to compute, so that there is a hidden state to sample from, and with it all from which
+        a score is still wanted. A block that is only partly the request's own is shared as it is; writing to it copies
+        it first.
         """
-        last = request.total - 1
+        scoring = None if request.scoring is None or request.scoring.launched else request.scoring
         if (other := self._with_prompt(request)) is not None:
-            computed = min(other.num_prompt, last)
-            return other.block_ids[: -(-computed // self.block_size)], computed, False
-        cache = self.prefix_cache
-        if not cache.enabled:
-            return [], 0, True
-        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.total)
-        blocks = cache.lookup(request.block_keys)
-        return blocks, min(len(blocks) * self.block_size, last), True
+            blocks, computed, from_cache = other.block_ids, other.num_prompt, False
+        else:
+            cache = self.prefix_cache
+            if cache.enabled:
+                cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.total)
+            blocks = cache.lookup(request.block_keys)
+            if scoring is not None:
+                cache.take_scores(request.block_keys[: len(blocks)], scoring)
+            computed, from_cache = len(blocks) * self.block_size, True
+        computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
+        return blocks[: -(-computed // self.block_size)], computed, from_cache
 
     def _offer_to_prefix_cache(self, request: Request) -> None:
         # The key and value of the last token are computed with the next one, of which nothing is known yet.
@@ -325,8 +356,13 @@ class Scheduler:
         """New weights: no KV computed before may serve a prefix. Nothing may be pending.
 
         Requests that are running go on with the KV they have, and share it with nobody; ``preempt_all`` has them compute
-        it again.
+        it again. One whose scores are not complete begins again: they are all of the same weights.
         """
+        for request in [r for r in (*self.running, *self.waiting) if r.scoring is not None and not r.scoring.complete]:
+            assert request.scoring is not None
+            request.scoring.restart()
+            if request.status is Status.RUNNING:
+                self._preempt(request)
         self.weight_version = version
         self.prefix_cache.clear()
         for request in (*self.running, *self.waiting):

@@ -15,6 +15,7 @@ from stoker.engine.device import Runtime
 from stoker.engine.request import Request
 from stoker.engine.sampler import SamplingRows
 from stoker.engine.scheduler import Plan
+from stoker.engine.scorer import ScoreRows
 from stoker.kernels.ops import Ops
 
 
@@ -39,6 +40,8 @@ class Batch:
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
     sampling: SamplingRows
+    scoring: ScoreRows | None  # None where nothing is scored
+    any_sampled: bool  # whether any row samples a token for keeps
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
 
     def advance(self, tokens: Tensor) -> None:
@@ -205,6 +208,8 @@ class StepInputs:
             block_size=self.block_size,
             attention=attention,
             sampling=self._sampling(plan, slots, rows, put),
+            scoring=ScoreRows.of(plan, self.runtime),
+            any_sampled=any(plan.num_samples),
             sampled=self._sampled,
         )
 

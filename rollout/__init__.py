@@ -11,7 +11,7 @@ from stoker.kernels.errors import (
 )
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
-from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors
+from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
 from stoker.rollout.sampling_params import SamplingParams
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "RolloutTensors",
     "SamplingParams",
     "StokerError",
+    "TokenLogprobs",
     "UnsupportedModelError",
     "WeightsMovedError",
 ]

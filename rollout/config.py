@@ -27,6 +27,8 @@ class EngineConfig:
     enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
     decode_window: most decode steps run between two looks of the scheduler.
     use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
+    score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
+        times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
     seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
@@ -42,10 +44,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     decode_window: int = 8
     use_graphs: bool = True
+    score_chunk_tokens: int = 512
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens"):
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")

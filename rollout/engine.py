@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from hashlib import blake2b
-from itertools import count, islice
 from typing import Any, Literal, Self
 
 import torch
@@ -19,21 +17,20 @@ from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
 from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
-from stoker.engine.request import Request, SamplingSpec, Status
+from stoker.engine.request import Request, Status
 from stoker.engine.runner import EagerStep, Runner
-from stoker.engine.sampler import LOGPROBS_MODES, Sampler
+from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
+from stoker.engine.scorer import Scorer
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.live import Loop, RolloutHandle, wait
-from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput
-from stoker.rollout.prompts import check_prompt, to_token_ids
+from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
+from stoker.rollout.prompts import to_token_ids
+from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
-from stoker.rollout.stop_strings import StopStringChecker, completion_text
-
-_SEED_MASK = 2**63 - 1
 
 
 class RolloutEngine:
@@ -53,14 +50,11 @@ class RolloutEngine:
         self.tokenizer = tokenizer
         self._closed = False
         self._last_update_seconds = 0.0
-        self._request_ids = count()
-        self._prompts_made = count()
         self._binding = ModelBinding(model)
         self._check_config()
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = self._max_model_len()
         self._binding.build(self.max_model_len)
-        self._eos_ids = self._find_eos_ids()
         self._block_bytes = KVCache.block_bytes(self._binding.shapes, self.config.block_size)
         num_blocks = self._num_blocks()
         try:
@@ -71,6 +65,16 @@ class RolloutEngine:
             ) from error
         self.core = self._new_core()
         self._loop = Loop(self.core)
+        self._requests = RequestMaker(
+            tokenizer=tokenizer,
+            vocab=self._binding.shell.vocab,
+            eos_ids=self._find_eos_ids(),
+            max_model_len=self.max_model_len,
+            kv_tokens=(num_blocks - 1) * self.config.block_size,
+            token_bytes=self._block_bytes // self.config.block_size,
+            share=self.config.block_size,
+            seed=self.config.seed,
+        )
         self._binding.fuse()
 
     def _new_core(self) -> EngineCore:
@@ -96,7 +100,8 @@ class RolloutEngine:
             vocab=vocab,
         )
         sampler = Sampler(binding.ops, self.config.max_num_seqs, vocab, binding.source.device)
-        eager = EagerStep(binding.shell, sampler, self._kv, binding.ops, self.runtime)
+        scorer = Scorer(binding.ops, self.runtime, self.config.score_chunk_tokens)
+        eager = EagerStep(binding.shell, sampler, scorer, self._kv, binding.ops, self.runtime)
         graphs = self.config.use_graphs and self.runtime.graphs and binding.ops.static_plans
         runner: Runner = GraphStep(eager, self.config.decode_window) if graphs else eager
         return EngineCore(scheduler, inputs, runner, ahead=self.runtime.ahead)
@@ -157,14 +162,58 @@ class RolloutEngine:
         self._check_ready()
         self._loop.check_not_paused()
         ids = to_token_ids(prompts, attention_mask, self.tokenizer)
-        params = self._params_per_prompt(sampling_params, len(ids))
+        params = params_per_prompt(sampling_params, len(ids))
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
-            check_prompt(row, prompt, self._binding.shell.vocab, self.max_model_len)
-            self._check_params(row, prompt, p)
+            self._requests.check_prompt(row, prompt, p)
         self._notice_changes()
-        by_prompt = self._make_requests(ids, params)
-        requests = [r for rs in by_prompt for r in rs]
-        with tqdm(total=len(requests), unit="completion", disable=not progress_bar) as progress:
+        by_prompt = self._requests.for_generation(ids, params)
+        self._run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar)
+        return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
+
+    @torch.inference_mode(False)
+    def score(
+        self,
+        sequences: Sequence[str] | Sequence[Sequence[int]] | Tensor | RolloutBatch,
+        *,
+        attention_mask: Tensor | None = None,
+        start: int | Sequence[int] | Tensor = 1,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        entropy: bool = False,
+        progress_bar: bool = False,
+    ) -> list[TokenLogprobs]:
+        """Log-probability of each given token from ``start`` on, under ``softmax(logits / temperature)``.
+
+        sequences: list of str, of token-id lists, int64 [B, T] with ``attention_mask`` [B, T] (prompt and completion
+        side by side, padded anywhere), or a ``RolloutBatch``, whose completions are scored one after the other, each
+        from its first token. start: the first token scored, counted without padding; one for all or one per sequence
+        (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
+        likely tokens to give at each position; entropy: of the distribution at each position.
+
+        Consecutive sequences with the same tokens before ``start`` compute them once. Tensors are on the host, in the
+        order of the sequences; memory beyond the KV cache is bounded by ``EngineConfig.score_chunk_tokens``.
+
+        Raises as ``generate_batch`` does, naming the sequence. Where the model gives NaN, that sequence has NaN there
+        and carries an ``error``; the others do not.
+        """
+        self._check_ready()
+        self._loop.check_not_paused()
+        ids, first = to_sequences(sequences, attention_mask, start, self.tokenizer)
+        variant = self._requests.variant(temperature, top_k)
+        for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
+            self._requests.check_sequence(row, sequence, at)
+        self._notice_changes()
+        requests = self._requests.for_scoring(ids, first, variant)
+        self._run("score", requests, progress_bar)
+        return [
+            token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
+            for sequence, r in zip(ids, requests, strict=True)
+            if r.scoring is not None
+        ]
+
+    def _run(self, call: str, requests: list[Request], progress_bar: bool) -> None:
+        """Until all of them are through; where that is interrupted, none of them holds anything."""
+        with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
 
             def done() -> bool:
                 finished = sum(r.status is Status.FINISHED for r in requests)
@@ -172,12 +221,11 @@ class RolloutEngine:
                 return finished == len(requests)
 
             try:
-                self._loop.do("start generate_batch", lambda: self.core.add(requests))
+                self._loop.do(f"start {call}", lambda: self.core.add(requests))
                 self._loop.drive(done)
             except BaseException:
                 self._loop.abort(requests)
                 raise
-        return RolloutBatch([self._output(prompt, rs) for prompt, rs in zip(ids, by_prompt, strict=True)])
 
     @torch.inference_mode(False)
     def submit(
@@ -192,13 +240,12 @@ class RolloutEngine:
         """
         self._check_ready()
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
-        (params,) = self._params_per_prompt(sampling_params, 1)
-        check_prompt(0, ids, self._binding.shell.vocab, self.max_model_len)
-        self._check_params(0, ids, params)
+        (params,) = params_per_prompt(sampling_params, 1)
+        self._requests.check_prompt(0, ids, params)
         if not self.core.has_work:
             self._notice_changes()
-        (requests,) = self._make_requests([ids], [params])
-        handle = RolloutHandle(self._loop, requests, partial(self._output, ids, requests))
+        ((requests, scoring),) = self._requests.for_generation([ids], [params])
+        handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
         self._loop.do("submit", lambda: self.core.add(requests))
         return handle
 
@@ -235,97 +282,6 @@ class RolloutEngine:
     @property
     def is_paused(self) -> bool:
         return self._loop.is_paused
-
-    def _params_per_prompt(self, params: Any, count: int) -> list[SamplingParams]:
-        params = SamplingParams() if params is None else params
-        if isinstance(params, SamplingParams):
-            return [params] * count
-        if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-            raise InvalidRequestError("sampling_params: give one SamplingParams, or a list with one per prompt")
-        if len(params) != count:
-            raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts: give one, or one per prompt")
-        return list(params)
-
-    def _check_params(self, row: int, prompt: list[int], params: SamplingParams) -> None:
-        vocab = self._binding.shell.vocab
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError(
-                f"prompt {row}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)"
-            )
-        if params.logprobs > vocab:
-            raise InvalidRequestError(f"prompt {row}: logprobs={params.logprobs} and the vocabulary has {vocab} tokens")
-        if any(not 0 <= t < vocab for t in params.stop_token_ids):
-            raise InvalidRequestError(f"prompt {row}: stop_token_ids has an id outside 0 to {vocab - 1}")
-        longest = min(len(prompt) + params.max_tokens, self.max_model_len)
-        room = (self._kv.num_blocks - 1) * self.config.block_size
-        if longest > room:
-            raise InvalidRequestError(
-                f"prompt {row} may grow to {longest} tokens and the KV cache holds {room}: raise "
-                f"EngineConfig.kv_cache_memory (a token takes {self._block_bytes // self.config.block_size} bytes) or "
-                "lower max_tokens"
-            )
-
-    def _make_requests(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Request]]:
-        made: list[list[Request]] = []
-        group: list[Request] = []
-        previous: list[int] | None = None
-        for prompt, p in zip(prompts, params, strict=True):
-            if prompt != previous:
-                group, previous = [], prompt
-            spec = self._lower(prompt, p)
-            requests = []
-            for index in range(p.n):
-                checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
-                requests.append(Request(next(self._request_ids), prompt, spec, index, checker, group))
-            group.extend(requests)
-            made.append(requests)
-        return made
-
-    def _lower(self, prompt: list[int], p: SamplingParams) -> SamplingSpec:
-        # Without a seed of its own a request draws from the engine's seed and its number: new tokens at every call,
-        # the same ones in every run.
-        seed = p.seed
-        if seed is None:
-            name = f"{self.config.seed}:{next(self._prompts_made)}".encode()
-            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
-        return SamplingSpec(
-            temperature=p.temperature,
-            top_p=p.top_p,
-            top_k=p.top_k,
-            min_p=p.min_p,
-            repetition_penalty=p.repetition_penalty,
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-            max_tokens=min(p.max_tokens, self.max_model_len - len(prompt)),
-            min_tokens=p.min_tokens,
-            stop_ids=frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self._eos_ids),
-            seed=seed & _SEED_MASK,
-            top_logprobs=p.logprobs,
-            logprobs_mode=LOGPROBS_MODES.index(p.logprobs_mode),
-        )
-
-    def _output(self, prompt: list[int], requests: list[Request]) -> RolloutOutput:
-        completions = []
-        for r in requests:
-            decode = None
-            if self.tokenizer is not None:
-                decode = partial(completion_text, self.tokenizer, r.output, r.stop_reason)
-            completions.append(
-                Completion(
-                    index=r.sample_index,
-                    token_ids=r.output,
-                    logprobs=r.logprobs,
-                    top_logprobs=_most_likely(r.top_logprobs, r.spec.top_logprobs) if r.spec.top_logprobs else None,
-                    finish_reason=r.finish_reason,  # type: ignore[arg-type]
-                    stop_reason=r.stop_reason,
-                    weight_versions=r.weight_versions,
-                    _decode=decode,
-                )
-            )
-        error = next((r.error for r in requests if r.error is not None), None)
-        return RolloutOutput(
-            prompt_token_ids=prompt, completions=completions, cached_tokens=requests[0].cached_tokens, error=error
-        )
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -417,6 +373,7 @@ class RolloutEngine:
             prefix_cache_hit_tokens=counters.prefix_hit_tokens,
             shared_prompt_tokens=counters.shared_tokens,
             generated_tokens=counters.generated_tokens,
+            scored_tokens=counters.scored_tokens,
             finished_requests=counters.finished_requests,
             fused_layers=self._binding.fused_layers,
             num_layers=self._binding.shell.num_layers,
@@ -500,8 +457,3 @@ class RolloutEngine:
             if eos is not None:
                 found.update([eos] if isinstance(eos, int) else eos)
         return frozenset(t for t in found if 0 <= t < self._binding.shell.vocab)  # a tokenizer may know more tokens
-
-
-def _most_likely(top: list[dict[int, float]], count: int) -> list[dict[int, float]]:
-    """The first ``count`` of each: a step makes as many for every row as one of its rows wants."""
-    return [dict(islice(one.items(), count)) for one in top]

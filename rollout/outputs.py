@@ -41,12 +41,32 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """What the model says of N given tokens in a row; tensors on the host.
+
+    error: set where the model gave NaN, or the sequence was aborted; what is not known is NaN.
+    """
+
+    token_ids: torch.Tensor  # int64 [N]
+    logprobs: torch.Tensor  # float32 [N], nats
+    ranks: torch.Tensor  # int64 [N]: 1 more than the number of tokens with a larger logit
+    top_ids: torch.Tensor | None  # int64 [N, K], the most likely first; None where none were asked for
+    top_logprobs: torch.Tensor | None  # float32 [N, K]
+    entropy: torch.Tensor | None  # float32 [N], nats; None where not asked for
+    error: StokerError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutOutput:
-    """All completions of one prompt. ``error`` is set where the request failed while running."""
+    """All completions of one prompt. ``error`` is set where the request failed while running.
+
+    prompt_logprobs: of the prompt's tokens from the second on, where asked for; None too where the request ended before.
+    """
 
     prompt_token_ids: list[int]
     completions: list[Completion]
     cached_tokens: int
+    prompt_logprobs: TokenLogprobs | None = None
     error: StokerError | None = None
 
 
@@ -137,10 +157,11 @@ class EngineStats:
     kv_block_bytes: int
     kv_cache_bytes: int  # 0 while asleep
     num_preemptions: int
-    prompt_tokens: int
-    prefix_cache_hit_tokens: int  # prompt tokens the prefix cache had
-    shared_prompt_tokens: int  # prompt tokens another sample of the prompt had computed
+    prompt_tokens: int  # of prompts, and of sequences to score
+    prefix_cache_hit_tokens: int  # of these, tokens the prefix cache had
+    shared_prompt_tokens: int  # of these, tokens another sample of the prompt had computed
     generated_tokens: int
+    scored_tokens: int
     finished_requests: int
     fused_layers: int
     num_layers: int

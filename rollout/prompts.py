@@ -13,22 +13,22 @@ from stoker.kernels.errors import InvalidRequestError
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"}
 
 
-def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt.
+def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, what: str = "prompt") -> list[list[int]]:
+    """Token ids of each prompt; ``what`` names one in messages.
 
     prompts: list of str | list of token-id lists | list of chats (lists of ``{"role", "content"}``) | int64 [B, T],
     of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt.
     """
     if attention_mask is not None and not isinstance(prompts, Tensor):
-        raise InvalidRequestError("attention_mask goes with prompts given as a tensor [B, T]; lists need none")
+        raise InvalidRequestError(f"attention_mask goes with {what}s given as a tensor [B, T]; lists need none")
     if isinstance(prompts, Tensor):
-        return _from_tensor(prompts, attention_mask)
+        return _from_tensor(prompts, attention_mask, what)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts is one {type(prompts).__name__}: give a list of prompts")
-    return [_one(row, prompt, tokenizer) for row, prompt in enumerate(prompts)]
+        raise InvalidRequestError(f"{what}s is one {type(prompts).__name__}: give a list of {what}s")
+    return [_one(f"{what} {row}", prompt, tokenizer) for row, prompt in enumerate(prompts)]
 
 
-def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
+def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
         ids = _tokenizer(tokenizer, "text prompts")(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
@@ -36,27 +36,25 @@ def _one(row: int, prompt: Any, tokenizer: Any) -> list[int]:
         try:
             ids = chat.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)
         except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
-            raise InvalidRequestError(f"prompt {row}: {error}") from error
+            raise InvalidRequestError(f"{name}: {error}") from error
         ids = ids["input_ids"]
     elif isinstance(prompt, (Tensor, np.ndarray)):
         if prompt.ndim != 1 or str(prompt.dtype).removeprefix("torch.") not in _INTEGERS:
-            raise InvalidRequestError(
-                f"prompt {row} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]"
-            )
+            raise InvalidRequestError(f"{name} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         ids = prompt
     else:
         raise InvalidRequestError(
-            f"prompt {row} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
+            f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
         )
     return list(ids)
 
 
-def _from_tensor(prompts: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, what: str) -> list[list[int]]:
     if prompts.dim() != 2 or str(prompts.dtype).removeprefix("torch.") not in _INTEGERS:
         raise InvalidRequestError(
-            f"prompts is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
+            f"{what}s is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
         )
     if attention_mask is None:
         return prompts.tolist()
@@ -64,7 +62,7 @@ def _from_tensor(prompts: Tensor, attention_mask: Tensor | None) -> list[list[in
         raise InvalidRequestError(f"attention_mask is a {type(attention_mask).__name__}: give a tensor [B, T]")
     if attention_mask.shape != prompts.shape:
         raise InvalidRequestError(
-            f"attention_mask has shape {tuple(attention_mask.shape)} and prompts {tuple(prompts.shape)}: they must agree"
+            f"attention_mask has shape {tuple(attention_mask.shape)} and {what}s {tuple(prompts.shape)}: they must agree"
         )
     return [ids[mask.bool()].tolist() for ids, mask in zip(prompts, attention_mask, strict=True)]
 
@@ -75,17 +73,12 @@ def _tokenizer(tokenizer: Any, what: str) -> Any:
     return tokenizer
 
 
-def check_prompt(row: int, ids: list[int], vocab: int, max_model_len: int) -> None:
-    """Raise ``InvalidRequestError`` for a prompt that cannot be served, naming its row."""
+def check_ids(name: str, ids: list[int], vocab: int) -> None:
+    """Raise ``InvalidRequestError`` for ids that are no sequence of this vocabulary."""
     if not ids:
-        raise InvalidRequestError(f"prompt {row} is empty: give at least one token (a BOS token, say)")
+        raise InvalidRequestError(f"{name} is empty: give at least one token (a BOS token, say)")
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
         at, token = next((at, t) for at, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab)
         raise InvalidRequestError(
-            f"prompt {row} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
-        )
-    if len(ids) >= max_model_len:
-        raise InvalidRequestError(
-            f"prompt {row} has {len(ids)} tokens and max_model_len is {max_model_len}, so nothing can be generated: "
-            "shorten the prompt or raise EngineConfig.max_model_len"
+            f"{name} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
         )

@@ -31,6 +31,8 @@ class SamplingParams:
     logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
         recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens`` and
         truncation.
+    prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
+        of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
 
     Raises ``InvalidRequestError`` naming the field and the accepted range.
     """
@@ -51,6 +53,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int = 0
     logprobs_mode: LogprobsMode = "scaled"
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         self._stops()
@@ -69,6 +72,8 @@ class SamplingParams:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if self.seed is not None:
             self._whole("seed")
+        if self.prompt_logprobs is not None:
+            self._whole("prompt_logprobs", 0)
         if self.logprobs_mode not in _MODES:
             raise InvalidRequestError(f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(_MODES)}")
 

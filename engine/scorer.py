@@ -1,0 +1,100 @@
+"""From hidden states to log-probabilities of given tokens, a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.engine.device import HostCopy, Runtime
+from stoker.engine.model import ModelShell
+from stoker.engine.scheduler import Plan
+from stoker.engine.scoring import TokenScores
+from stoker.kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRows:
+    """The tokens that a batch scores, N of them over all its requests."""
+
+    tokens: list[range]  # of each request, positions in its sequence
+    hidden: Tensor  # int64 [N], the packed token whose hidden state predicts it
+    targets: Tensor  # int64 [N]
+    inverse_temperature: Tensor  # fp32 [N]
+    top_k: int  # the most any request asks for
+
+    @classmethod
+    def of(cls, plan: Plan, runtime: Runtime) -> ScoreRows | None:
+        """None where the plan scores nothing."""
+        if not any(plan.scored):
+            return None
+        hidden: list[int] = []
+        targets: list[int] = []
+        inverse: list[float] = []
+        top_k = offset = 0
+        for request, start, count, tokens in zip(plan.requests, plan.starts, plan.num_new, plan.scored, strict=True):
+            if tokens:
+                assert request.scoring is not None and start < tokens.start and tokens.stop <= start + count + 1
+                variant = request.scoring.variant
+                first = offset + tokens.start - 1 - start
+                hidden += range(first, first + len(tokens))
+                targets += request.tokens[tokens.start : tokens.stop]
+                inverse += [1.0 / variant.temperature] * len(tokens)
+                top_k = max(top_k, variant.top_k)
+            offset += count
+
+        def put(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            rows = torch.empty(len(values), dtype=dtype, device=runtime.device)
+            runtime.to_device(torch.tensor(values, dtype=dtype), rows)
+            return rows
+
+        return cls(plan.scored, put(hidden, torch.long), put(targets, torch.long), put(inverse, torch.float32), top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """Scores on their way to the host."""
+
+    tokens: list[range]
+    columns: tuple[HostCopy, ...]  # as ``TokenScores.columns``, for all requests one after the other
+
+    def read(self) -> list[TokenScores | None]:
+        """Wait for them; of each request, None where nothing of it was scored."""
+        columns = [copy.wait() for copy in self.columns]
+        scores: list[TokenScores | None] = []
+        offset = 0
+        for t in self.tokens:
+            part = slice(offset, offset + len(t))
+            scores.append(TokenScores(t.start, t.stop, *(column[part] for column in columns)) if t else None)
+            offset = part.stop
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Scores at most ``chunk`` rows at a time: [T, V] logits of a long batch would be larger than the model."""
+
+    ops: Ops
+    runtime: Runtime
+    chunk: int
+
+    def __call__(self, model: ModelShell, hidden: Tensor, rows: ScoreRows) -> PendingScores:
+        """hidden: [T, D], of the batch's tokens."""
+        parts = []
+        for start in range(0, len(rows.targets), self.chunk):
+            part = slice(start, start + self.chunk)
+            logits = model.logits(hidden.index_select(0, rows.hidden[part]))
+            parts.append(self._chunk(logits, rows.targets[part], rows.inverse_temperature[part], rows.top_k))
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in columns))
+
+    def _chunk(self, logits: Tensor, targets: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        """logits: [R, V]. Returns columns of ``TokenScores``."""
+        logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
+        values, ids = logits.topk(top_k, dim=-1)
+        values = values.float() * inverse[:, None]
+        if top_k:
+            values -= (logits.float() * inverse[:, None]).logsumexp(-1, keepdim=True)
+        return logprobs, entropy, ranks, ids, values

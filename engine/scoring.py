@@ -1,0 +1,102 @@
+"""Log-probabilities of given tokens: which of them a plan scores, and what a request has of them so far.
+
+The score of token ``i`` comes from the hidden state at position ``i - 1``, which exists only in the step that computes that
+position. So a request that wants scores never skips a position it still needs: of what the prefix cache holds, it takes the
+part before its first wanted token, and the blocks whose tokens' scores were kept from an earlier request.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Under which softmax tokens are scored, and how many of the most likely ones are noted."""
+
+    temperature: float
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of the tokens ``first`` to ``end`` of a sequence (N of them), on the host."""
+
+    first: int
+    end: int
+    logprobs: Tensor  # fp32 [N]
+    entropy: Tensor  # fp32 [N], nats
+    ranks: Tensor  # int64 [N], from 1
+    top_ids: Tensor  # int64 [N, K]
+    top_logprobs: Tensor  # fp32 [N, K]
+
+    @classmethod
+    def unknown(cls, first: int, end: int, top_k: int) -> TokenScores:
+        n, nan = end - first, math.nan
+        ranks, ids = torch.zeros(n, dtype=torch.long), torch.zeros(n, top_k, dtype=torch.long)
+        return cls(first, end, torch.full((n,), nan), torch.full((n,), nan), ranks, ids, torch.full((n, top_k), nan))
+
+    def columns(self) -> tuple[Tensor, ...]:
+        return self.logprobs, self.entropy, self.ranks, self.top_ids, self.top_logprobs
+
+    def copy(self, source: TokenScores, first: int, end: int) -> None:
+        """Take the scores of the tokens ``first`` to ``end`` from ``source``, which may know more likely tokens."""
+        for mine, theirs in zip(self.columns(), source.columns(), strict=True):
+            part = theirs[first - source.first : end - source.first]
+            mine[first - self.first : end - self.first] = part[:, : mine.shape[1]] if mine.dim() == 2 else part
+
+
+@dataclass(eq=False, slots=True)
+class Scoring:
+    """The scores a request wants, of its tokens ``first`` to ``end``. Each is computed once, whatever happens to the request."""
+
+    variant: Variant
+    first: int
+    end: int
+    scores: TokenScores = field(init=False)
+    next: int = field(init=False)  # the first token whose score no plan computes
+    arrived: int = 0
+
+    def __post_init__(self) -> None:
+        self.scores = TokenScores.unknown(self.first, self.end, self.variant.top_k)
+        self.next = self.first
+
+    @property
+    def launched(self) -> bool:
+        return self.next >= self.end
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived >= self.end - self.first
+
+    def claim(self, computed: int) -> range:
+        """The tokens that a plan scores which takes the request to ``computed`` tokens."""
+        tokens = range(self.next, max(self.next, min(computed + 1, self.end)))
+        self.next = tokens.stop
+        return tokens
+
+    def restart(self) -> None:
+        """Compute them all again. None may be on its way."""
+        assert self.arrived == self.next - self.first
+        self.next, self.arrived = self.first, 0
+
+    def take(self, source: TokenScores, first: int, end: int) -> None:
+        self.scores.copy(source, first, end)
+        self.arrived += end - first
+
+    def take_kept(self, kept: TokenScores | None, block_end: int) -> bool:
+        """Take what an earlier request's ``scores`` say of the tokens up to ``block_end``; False where they do not.
+
+        The last wanted token is left, so that there is something to compute.
+        """
+        end = min(block_end, self.end - 1)
+        if end > self.next:
+            if kept is None or kept.first > self.next or kept.end < end:
+                return False
+            self.take(kept, self.next, end)
+            self.next = end
+        return True

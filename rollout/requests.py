@@ -1,0 +1,279 @@
+"""From what a user asks to the engine core's requests, checked before any work starts, and from requests to results."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stoker.engine.request import Request, SamplingSpec
+from stoker.engine.sampler import LOGPROBS_MODES
+from stoker.engine.scoring import Scoring, Variant
+from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
+from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
+from stoker.rollout.prompts import check_ids, to_token_ids
+from stoker.rollout.sampling_params import SamplingParams
+from stoker.rollout.stop_strings import StopStringChecker, completion_text
+
+_SEED_MASK = 2**63 - 1
+
+
+def params_per_prompt(params: Any, count: int) -> list[SamplingParams]:
+    """``sampling_params`` as ``generate_batch`` takes them: None, one for all, or one per prompt."""
+    params = SamplingParams() if params is None else params
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise InvalidRequestError("sampling_params: give one SamplingParams, or a list with one per prompt")
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts: give one, or one per prompt")
+    return list(params)
+
+
+def to_sequences(
+    sequences: Any, attention_mask: Tensor | None, start: Any, tokenizer: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Token ids of each sequence that ``score`` is given, and the position it is scored from."""
+    if isinstance(sequences, RolloutBatch):
+        if attention_mask is not None or not isinstance(start, int) or start != 1:
+            raise InvalidRequestError(
+                "a RolloutBatch is scored from where its completions begin: give no start and no attention_mask"
+            )
+        sequences.raise_for_errors()
+        rows = [(o.prompt_token_ids, c.token_ids) for o in sequences for c in o.completions]
+        return [prompt + completion for prompt, completion in rows], [len(prompt) for prompt, _ in rows]
+    if isinstance(sequences, Sequence) and any(isinstance(s, list) and s and isinstance(s[0], dict) for s in sequences):
+        raise InvalidRequestError("chats cannot be scored as they are: give their token ids, or their text")
+    ids = to_token_ids(sequences, attention_mask, tokenizer, "sequence")
+    if isinstance(start, (Tensor, np.ndarray)):
+        start = start.tolist()
+    starts = list(start) if isinstance(start, Sequence) and not isinstance(start, str) else [start] * len(ids)
+    if len(starts) != len(ids):
+        raise InvalidRequestError(f"{len(starts)} starts for {len(ids)} sequences: give one, or one per sequence")
+    return ids, starts
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestMaker:
+    """Checks and numbers the requests of one engine."""
+
+    tokenizer: Any
+    vocab: int
+    eos_ids: frozenset[int]
+    max_model_len: int
+    kv_tokens: int  # tokens the KV cache holds
+    token_bytes: int  # what one of them takes there
+    share: int  # sequences to score that begin with the same tokens are a group from this many on
+    seed: int
+    ids: Iterator[int] = field(default_factory=count)
+    prompts: Iterator[int] = field(default_factory=count)
+
+    # -- checks: each raises InvalidRequestError --------------------------------------------------------------------
+
+    def check_prompt(self, row: int, prompt: list[int], params: SamplingParams) -> None:
+        name = f"prompt {row}"
+        check_ids(name, prompt, self.vocab)
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"{name} has {len(prompt)} tokens and max_model_len is {self.max_model_len}, so nothing can be "
+                "generated: shorten the prompt or raise EngineConfig.max_model_len"
+            )
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError(f"{name}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)")
+        for which in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(params, which) or 0) > self.vocab:
+                raise InvalidRequestError(f"{name}: {which}={value} and the vocabulary has {self.vocab} tokens")
+        if any(not 0 <= t < self.vocab for t in params.stop_token_ids):
+            raise InvalidRequestError(f"{name}: stop_token_ids has an id outside 0 to {self.vocab - 1}")
+        longest = min(len(prompt) + params.max_tokens, self.max_model_len)
+        if longest > self.kv_tokens:
+            raise InvalidRequestError(
+                f"{name} may grow to {longest} tokens and the KV cache holds {self.kv_tokens}: raise "
+                f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes) or lower max_tokens"
+            )
+
+    def check_sequence(self, row: int, sequence: list[int], start: Any) -> None:
+        name, length = f"sequence {row}", len(sequence)
+        check_ids(name, sequence, self.vocab)
+        if length > self.max_model_len:
+            raise InvalidRequestError(
+                f"{name} has {length} tokens and max_model_len is {self.max_model_len}: shorten it or raise "
+                "EngineConfig.max_model_len"
+            )
+        if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start < length:
+            raise InvalidRequestError(
+                f"{name}: start={start!r} and the sequence has {length} tokens: give the position of the first token "
+                f"to score, an integer from 1 to {length - 1}"
+                if length > 1
+                else f"{name} has one token, and the first token has no log-probability: leave it out"
+            )
+        if length - 1 > self.kv_tokens:
+            raise InvalidRequestError(
+                f"{name} has {length} tokens and the KV cache holds {self.kv_tokens}: raise "
+                f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes)"
+            )
+
+    def variant(self, temperature: Any, top_k: Any) -> Variant:
+        ok = not isinstance(temperature, bool) and isinstance(temperature, numbers.Real) and math.isfinite(temperature)
+        if not ok or not temperature > 0:
+            raise InvalidRequestError(
+                f"temperature={temperature!r}: it has to be a finite number above 0 (1 is the model's own distribution)"
+            )
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
+            raise InvalidRequestError(f"top_k={top_k!r}: it has to be an integer from 0 to {self.vocab}")
+        return Variant(float(temperature), int(top_k))
+
+    # -- making ------------------------------------------------------------------------------------------------------
+
+    def for_generation(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[tuple[list[Request], Scoring | None]]:
+        """The samples of each prompt, and what will hold its log-probabilities, which one sample of a group computes.
+
+        Consecutive equal prompts are a group.
+        """
+        made: list[tuple[list[Request], Scoring | None]] = []
+        group: list[Request] = []
+        scorings: dict[Variant, Scoring] = {}
+        for row, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            if row == 0 or prompt != prompts[row - 1]:
+                group, scorings = [], {}
+            spec = self._lower(prompt, p)
+            requests = []
+            for index in range(p.n):
+                checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
+                requests.append(Request(next(self.ids), prompt, spec, index, checker, group))
+            scoring = None
+            if p.prompt_logprobs is not None:
+                variant = Variant(1.0 if p.logprobs_mode == "raw" else p.temperature or 1.0, p.prompt_logprobs)
+                scoring = scorings.get(variant)
+                if scoring is None:
+                    scoring = scorings[variant] = requests[0].scoring = Scoring(variant, 1, len(prompt))
+            group.extend(requests)
+            made.append((requests, scoring))
+        return made
+
+    def for_scoring(self, sequences: list[list[int]], starts: list[int], variant: Variant) -> list[Request]:
+        """One request a sequence. Consecutive ones with the same tokens before those needed to score are a group."""
+        made: list[Request] = []
+        group: list[Request] = []
+        for sequence, start in zip(sequences, starts, strict=True):
+            shared, given = sequence[: start - 1], sequence[start - 1 :]
+            if len(shared) < self.share or not group or shared != group[0].prompt:
+                group = []
+            spec = _nothing_to_sample(len(given))
+            request = Request(
+                next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given
+            )
+            group.append(request)
+            made.append(request)
+        return made
+
+    def _lower(self, prompt: list[int], p: SamplingParams) -> SamplingSpec:
+        # Without a seed of its own a request draws from the engine's seed and its number: new tokens at every call,
+        # the same ones in every run.
+        seed = p.seed
+        if seed is None:
+            name = f"{self.seed}:{next(self.prompts)}".encode()
+            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+        return SamplingSpec(
+            temperature=p.temperature,
+            top_p=p.top_p,
+            top_k=p.top_k,
+            min_p=p.min_p,
+            repetition_penalty=p.repetition_penalty,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            max_tokens=min(p.max_tokens, self.max_model_len - len(prompt)),
+            min_tokens=p.min_tokens,
+            stop_ids=frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids),
+            seed=seed & _SEED_MASK,
+            top_logprobs=p.logprobs,
+            logprobs_mode=LOGPROBS_MODES.index(p.logprobs_mode),
+        )
+
+    # -- results -----------------------------------------------------------------------------------------------------
+
+    def output(self, prompt: list[int], requests: list[Request], scoring: Scoring | None) -> RolloutOutput:
+        completions = []
+        for r in requests:
+            decode = None
+            if self.tokenizer is not None:
+                decode = partial(completion_text, self.tokenizer, r.output, r.stop_reason)
+            completions.append(
+                Completion(
+                    index=r.sample_index,
+                    token_ids=r.output,
+                    logprobs=r.logprobs,
+                    top_logprobs=_most_likely(r.top_logprobs, r.spec.top_logprobs) if r.spec.top_logprobs else None,
+                    finish_reason=r.finish_reason,  # type: ignore[arg-type]
+                    stop_reason=r.stop_reason,
+                    weight_versions=r.weight_versions,
+                    _decode=decode,
+                )
+            )
+        return RolloutOutput(
+            prompt_token_ids=prompt,
+            completions=completions,
+            cached_tokens=requests[0].cached_tokens,
+            prompt_logprobs=token_logprobs(prompt, scoring) if scoring is not None and scoring.complete else None,
+            error=next((r.error for r in requests if r.error is not None), None),
+        )
+
+
+def token_logprobs(
+    tokens: list[int], scoring: Scoring, *, entropy: bool = False, error: StokerError | None = None
+) -> TokenLogprobs:
+    """What was found out about a sequence. The tensors are the caller's own."""
+    scores = scoring.scores
+    if error is None and not scoring.complete:
+        error = RequestFailedError("the sequence was aborted before it was scored: score it again")
+    bad = scores.logprobs.isnan().nonzero()
+    if error is None and len(bad):
+        error = RequestFailedError(
+            f"the model gave NaN logits for the token at position {scoring.first + int(bad[0])}: check the weights and the "
+            "learning rate; the engine and its other requests go on"
+        )
+    top_k = scoring.variant.top_k
+    return TokenLogprobs(
+        token_ids=torch.tensor(tokens[scoring.first : scoring.end], dtype=torch.long),
+        logprobs=scores.logprobs.clone(),
+        ranks=scores.ranks.clone(),
+        top_ids=scores.top_ids.clone() if top_k else None,
+        top_logprobs=scores.top_logprobs.clone() if top_k else None,
+        entropy=scores.entropy.clone() if entropy else None,
+        error=error,
+    )
+
+
+def _nothing_to_sample(given: int) -> SamplingSpec:
+    """Of a request whose ``given`` tokens are all there will be."""
+    return SamplingSpec(
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=given,
+        min_tokens=0,
+        stop_ids=frozenset(),
+        seed=0,
+        top_logprobs=0,
+        logprobs_mode=0,
+    )
+
+
+def _most_likely(top: list[dict[int, float]], count: int) -> list[dict[int, float]]:
+    """The first ``count`` of each: a step makes as many for every row as one of its rows wants."""
+    return [dict(islice(one.items(), count)) for one in top]
