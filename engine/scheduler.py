@@ -164,7 +164,7 @@ class Scheduler:
                 done = any(self._take(request, sampled, step, row) for step in range(samples))
             self._offer_to_prefix_cache(request)
             if sampled.scores is not None and (scores := sampled.scores[row]) is not None:
-                done = self._take_scores(request, scores)
+                done = self._take_scores(request, scores) or done
             if done:
                 self._finish(request)
                 finished.append(request)
