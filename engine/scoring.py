@@ -95,7 +95,7 @@ class Scoring:
         """
         end = min(block_end, self.end - 1)
         if end > self.next:
-            if kept is None or kept.first > self.next or kept.end < end:
+            if kept is None or kept.first > self.next:
                 return False
             self.take(kept, self.next, end)
             self.next = end

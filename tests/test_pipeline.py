@@ -252,3 +252,23 @@ def test_an_interrupt_drops_what_is_under_way() -> None:
         several = (prompts(6), params(6))
         with build(runtime=CpuRuntime) as plain:
             close(engine.generate_batch(*several), plain.generate_batch(*several))
+
+
+def test_given_tokens_are_scored_whatever_was_captured() -> None:
+    """Sequences of two tokens are scored in batches that look like decode steps."""
+    pairs = [[i, i + 1] for i in range(1, 9)]
+    greedy = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1)
+    with build(runtime=CpuRuntime) as plain:
+        expected, batch = plain.score(pairs), plain.generate_batch(prompts(9), greedy)
+    with build(max_num_batched_tokens=24) as engine:
+        for _ in range(2):
+            for one, other in zip(engine.score(pairs), expected, strict=True):
+                torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+            again = engine.generate_batch(prompts(9), greedy)
+            close(again, batch)
+            for one, other in zip(again, batch, strict=True):
+                assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+                torch.testing.assert_close(
+                    one.prompt_logprobs.logprobs, other.prompt_logprobs.logprobs, rtol=0, atol=2e-5
+                )
+        assert engine.core.runner._graphs

@@ -1,0 +1,206 @@
+"""Scoring given tokens against the model's own forward, with this run's ceiling: ``python benchmarks/scoring.py``.
+
+GRPO groups: every completion's log-probabilities, from token ids to host tensors. Writes one JSON file, prints a table
+and, last, one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ceilings
+import report
+import torch
+from gate import GateError
+from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
+
+from stoker.rollout import EngineConfig, RolloutEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    spec: ModelSpec
+    workload: Workload
+    repeats: int
+    micro_batch: int  # rows of one plain forward: whole groups, so that no prompt is padded
+
+
+_CPU = Workload(name="grpo", prompts=8, samples=8, prompt_tokens=(64, 256), median=100, sigma=0.7, cap=256, slots=64)
+_GPU = Workload(
+    name="grpo", prompts=32, samples=8, prompt_tokens=(256, 1024), median=400, sigma=0.7, cap=2048, slots=256
+)
+_QUICK = Workload(name="quick", prompts=4, samples=8, prompt_tokens=(32, 64), median=26, sigma=0.7, cap=64, slots=32)
+
+SCENARIOS = {
+    ("cpu", False): (
+        Scenario(spec=TOY, workload=_CPU, repeats=7, micro_batch=8),
+        Scenario(spec=SMALL, workload=_CPU, repeats=5, micro_batch=8),
+    ),
+    ("cpu", True): (
+        Scenario(spec=TOY, workload=_QUICK, repeats=3, micro_batch=8),
+        Scenario(spec=SMALL, workload=_QUICK, repeats=1, micro_batch=8),
+    ),
+    ("cuda", False): (
+        Scenario(spec=LLAMA_1B, workload=_GPU, repeats=5, micro_batch=8),
+        Scenario(spec=QWEN_7B, workload=_GPU, repeats=3, micro_batch=8),
+    ),
+    ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, micro_batch=8),),
+}
+
+
+def draw(work: Workload, vocab: int, repeat: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and completions, one row a sequence; the samples of a prompt are consecutive."""
+    rng = random.Random(f"completions/{repeat}")
+    return work.draw(vocab, repeat), [[rng.randrange(1, vocab) for _ in range(n)] for n in work.lengths]
+
+
+@torch.inference_mode()
+def forward(model: Any, prompts: list[list[int]], completions: list[list[int]], rows: int) -> list[torch.Tensor]:
+    """Log-probabilities by the plain forward: padded micro-batches, logits of the completions alone."""
+    scores: list[torch.Tensor] = []
+    for at in range(0, len(prompts), rows):
+        pairs = list(zip(prompts[at : at + rows], completions[at : at + rows], strict=True))
+        left, right = max(len(p) for p, _ in pairs), max(len(c) for _, c in pairs)
+        ids = torch.zeros(len(pairs), left + right, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, (prompt, completion) in enumerate(pairs):
+            span = slice(left - len(prompt), left + len(completion))
+            ids[row, span], mask[row, span] = torch.tensor(prompt + completion), 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        logits = model(ids, attention_mask=mask, use_cache=False, logits_to_keep=right + 1).logits[:, :-1]
+        chosen = logits.float().log_softmax(-1).gather(2, ids[:, left:, None])[..., 0].cpu()
+        scores += [chosen[row, : len(c)] for row, (_, c) in enumerate(pairs)]
+    return scores
+
+
+def best_s(ceiling: ceilings.Ceiling, head: int, prompts: list[list[int]], completions: list[list[int]]) -> float:
+    """Seconds of the matmuls alone: each different prompt once, and the head for what is scored."""
+    scored = sum(map(len, completions))
+    computed = sum(len(p) for p in {tuple(p) for p in prompts}) + scored
+    body = ceiling.linear_params - head
+    return 2 * (body * computed + head * scored) / ceiling.flops
+
+
+def compare(scenario: Scenario, device: str) -> dict[str, Any]:
+    spec, work = scenario.spec, scenario.workload
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = spec.build(device, dtype)
+    ceiling = ceilings.measure(model, device, rows=(512, 4096), kv_tokens=0)
+    head = model.get_output_embeddings().weight.numel()
+    config = EngineConfig(max_num_seqs=work.slots, max_model_len=work.max_len)
+    with RolloutEngine(model, config=config) as engine:
+
+        def score(prompts: list[list[int]], completions: list[list[int]]) -> list[torch.Tensor]:
+            sequences = [p + c for p, c in zip(prompts, completions, strict=True)]
+            return [s.logprobs for s in engine.score(sequences, start=[len(p) for p in prompts])]
+
+        def plain(prompts: list[list[int]], completions: list[list[int]]) -> list[torch.Tensor]:
+            return forward(model, prompts, completions, scenario.micro_batch)
+
+        calls: dict[str, Callable[..., list[torch.Tensor]]] = {"stoker": score, "forward": plain}
+        first = {name: torch.cat(call(*draw(work, spec.config.vocab_size, -1))) for name, call in calls.items()}
+        worst = (first["stoker"] - first["forward"]).abs().max().item()
+        limit = 1e-4 if dtype == torch.float32 else 0.25
+        if not worst <= limit:
+            raise GateError(f"scores differ from the plain forward by {worst:.2e}, allowed is {limit:.2e}")
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for repeat in range(scenario.repeats):
+            batch = draw(work, spec.config.vocab_size, repeat)
+            for name, call in calls.items():
+                gc.collect()
+                ceilings.synchronize(device)
+                start = time.perf_counter()
+                call(*batch)
+                ceilings.synchronize(device)
+                seconds[name].append(time.perf_counter() - start)
+        prompts, completions = draw(work, spec.config.vocab_size, 0)
+        ceiling_s = best_s(ceiling, head, prompts, completions)
+        median = {name: statistics.median(times) for name, times in seconds.items()}
+        return {
+            "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch.")},
+            "workload": work.describe(),
+            "micro_batch": scenario.micro_batch,
+            "logits_bytes": 4 * config.score_chunk_tokens * spec.config.vocab_size,
+            "gate": {"max_abs_diff": worst, "limit": limit},
+            "ceiling_s": ceiling_s,
+            "engines": {
+                name: {
+                    "seconds": times,
+                    "median_s": median[name],
+                    "tokens_per_s": sum(map(len, completions)) / median[name],
+                    "times_stoker": median[name] / median["stoker"],
+                    "of_ceiling": ceiling_s / median[name],
+                }
+                for name, times in seconds.items()
+            },
+        }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = []
+    for run in runs:
+        work = run["workload"]
+        lines += [
+            "",
+            f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
+            f"{work['completion_tokens']} tokens scored; within {run['gate']['max_abs_diff']:.1e} of the plain forward",
+            f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}",
+        ]
+        for name, e in run["engines"].items():
+            low, high = min(e["seconds"]), max(e["seconds"])
+            lines.append(
+                f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
+                f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    environment = report.environment(args.device)
+    if (environment["load_average"] or 0) > 0.5:
+        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
+    try:
+        runs = [compare(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
+    except GateError as error:
+        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
+        return 1
+    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "scoring": runs}
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"scoring-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(runs))
+    print(f"\nwrote {path}")
+    summary = [
+        {
+            "model": run["model"]["name"],
+            "tokens_per_s": round(run["engines"]["stoker"]["tokens_per_s"]),
+            "of_ceiling": round(run["engines"]["stoker"]["of_ceiling"], 3),
+            "x_forward": round(run["engines"]["forward"]["times_stoker"], 2),
+        }
+        for run in runs
+    ]
+    print(json.dumps({"device": args.device, "scoring": summary}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
