@@ -91,7 +91,7 @@ class Scoring:
     def take_kept(self, kept: TokenScores | None, block_end: int) -> bool:
         """Take what an earlier request's ``scores`` say of the tokens up to ``block_end``; False where they do not.
 
-        The last wanted token is left, so that there is something to compute.
+        Scores are kept with blocks they cover to the end. The last wanted token is left: something has to be computed.
         """
         end = min(block_end, self.end - 1)
         if end > self.next:

@@ -14,7 +14,9 @@ def test_defaults_are_valid_and_frozen():
         config.max_num_seqs = 1
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens"]
+)
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "8", None])
 def test_counts_are_positive_integers(name, value):
     with pytest.raises(InvalidConfigError, match=rf"^{name}={value!r}: it has to be a positive integer"):

@@ -549,6 +549,24 @@ def test_an_interrupt_leaves_the_engine_usable(engine, when, monkeypatch):
         check(one, model_of("qwen3"), ids, 20)
 
 
+def test_an_aborted_sequence_says_so(engine, monkeypatch):
+    """As another thread's ``pause("abort")`` would have it."""
+    step, sequences = engine.core.step, [draw(i, 30) for i in range(3)]
+
+    def stepping():
+        finished = step()
+        engine.core.abort(r for r in engine.core.scheduler.running if r.tokens == sequences[1] and r.computed > 9)
+        return finished
+
+    monkeypatch.setattr(engine.core, "step", stepping)
+    scores = engine.score(sequences)
+    for row in (0, 2):
+        check(scores[row], model_of("qwen3"), sequences[row], 1)
+    assert isinstance(scores[1].error, RequestFailedError)
+    assert "aborted before it was scored: score it again" in str(scores[1].error)
+    assert scores[1].logprobs[-1].isnan()
+
+
 def test_nan_is_told_of_the_sequence_that_has_it():
     model = make_model("qwen3", tie_word_embeddings=False)
     with torch.no_grad():
