@@ -51,17 +51,17 @@ def timed_steps(engine: RolloutEngine) -> Iterator[StepTimes]:
     current = Step()
 
     def timed(owner: Any, method: str, part: str, note: Callable[[Any], None] | None = None) -> Any:
-        original = getattr(type(owner), method)
+        original = getattr(owner, method)
 
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = original(self, *args, **kwargs)
+            result = original(*args, **kwargs)
             setattr(current, part, getattr(current, part) + time.perf_counter() - start)
             if note is not None:
                 note(result)
             return result
 
-        return patch.object(type(owner), method, wrapper)
+        return patch.object(owner, method, wrapper)
 
     def note_plan(plan: Any) -> None:
         if plan is not None:
@@ -75,12 +75,13 @@ def timed_steps(engine: RolloutEngine) -> Iterator[StepTimes]:
         current = Step()
 
     with ExitStack() as stack:
-        stack.enter_context(timed(core.runner.model, "__call__", "model"))
-        stack.enter_context(timed(core.runner, "__call__", "run"))
-        stack.enter_context(timed(core.scheduler, "plan", "plan", note_plan))
-        stack.enter_context(timed(core.inputs, "fill", "fill"))
-        stack.enter_context(timed(core.scheduler, "commit", "commit"))
-        stack.enter_context(timed(core, "step", "total", note_step))
+        stack.enter_context(timed(core.runner.model, "hidden", "model"))  # attributes that hold functions
+        stack.enter_context(timed(core.runner.model, "logits", "model"))
+        stack.enter_context(timed(type(core.runner), "__call__", "run"))
+        stack.enter_context(timed(type(core.scheduler), "plan", "plan", note_plan))
+        stack.enter_context(timed(type(core.inputs), "fill", "fill"))
+        stack.enter_context(timed(type(core.scheduler), "commit", "commit"))
+        stack.enter_context(timed(type(core), "step", "total", note_step))
         start = time.perf_counter()
         yield times
         times.wall = time.perf_counter() - start

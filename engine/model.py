@@ -132,7 +132,6 @@ class ModelShell:
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
         self.config: Any = self.module.config
-        self._base, self._tail, self._given = _split(self.module)
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self._module_logits
         self.max_model_len = max_model_len
@@ -166,6 +165,7 @@ class ModelShell:
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(model.get_submodule(path), key))
+        self._base, self._tail, self._given = _split(self.module)
 
     @property
     def device(self) -> torch.device:

@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, make_model
+from families import FAMILIES, VOCAB, make_config, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from stoker.engine.device import Runtime
 from stoker.rollout import (
@@ -22,6 +22,7 @@ from stoker.rollout import (
     RolloutEngine,
     SamplingParams,
     TokenLogprobs,
+    UnsupportedModelError,
 )
 
 BLOCK = 4
@@ -432,6 +433,19 @@ def test_scores_of_old_weights_are_not_kept_for_new_ones():
         engine.resume(recompute=True)
         handle.result()
         check(engine.score([prompt])[0], model, prompt, 1)
+
+
+class Shifted(LlamaForCausalLM):
+    """Does something to its input before the base model sees it."""
+
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=None if input_ids is None else input_ids + 1, **kwargs)
+
+
+def test_a_model_that_is_more_than_base_and_head_is_refused():
+    model = Shifted(make_config("llama")).eval()
+    with pytest.raises(UnsupportedModelError, match=r"^Shifted does more than its base model"):
+        RolloutEngine(model)
 
 
 # -- what goes wrong -----------------------------------------------------------------------------------------------
