@@ -181,8 +181,10 @@ class _Launch:
         self.group = self.heads // self.kv_heads
         self.itemsize = query.element_size()
         self.sms = num_sms(query.device)
-        # A capped score leaves tanh as ``cap * log2(e) * tanh(score / cap)``.
-        self.numbers = (scale * _LOG2E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2E)
+        # A capped score is ``cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1))`` of ``x = score / cap``.
+        self.numbers = (scale * _LOG2E, 0.0)
+        if softcap is not None:
+            self.numbers = (2 * scale * _LOG2E / softcap, softcap * _LOG2E)
         self.strides = (
             *query.stride()[:2],
             *key_cache.stride()[:3],

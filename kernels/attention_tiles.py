@@ -102,8 +102,8 @@ def walk(
             rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED)
             scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
         scores = scores * scale
-        if SOFTCAP:  # scale has divided by the cap; tanh from an exponential that may be infinite
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * _LOG2E * scores) + 1.0))
+        if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
         if CAUSAL:
             seen = (at[None, :] <= newest[:, None]) & (at[None, :] >= oldest[:, None])
             scores = tl.where(seen, scores, float("-inf"))
@@ -139,9 +139,10 @@ def store_partial(
 ):
     """Leave a piece's output and log-sum-exp for the merge. offsets: [M], places in ``partial_lse``."""
     d = tl.arange(0, DV)
-    scaled = acc / tl.where(total > 0, total, 1.0)[:, None]
+    some = tl.where(total > 0, total, 1.0)
+    scaled = acc / some[:, None]
     tl.store(partial + offsets[:, None] * VALUE_DIM + d[None, :], scaled, mask=real[:, None] & (d < VALUE_DIM)[None, :])
-    tl.store(partial_lse + offsets, tl.where(total > 0, top + tl.log2(total), float("-inf")), mask=real)
+    tl.store(partial_lse + offsets, top + tl.log2(some), mask=real)
 
 
 @triton.jit
@@ -164,7 +165,7 @@ def store_output(
     """token, head: [M]. The log-sum-exp is that of the scores alone, without the sink. No key gives zeros."""
     at = token.to(tl.int64) * HEADS + head
     if WITH_LSE:
-        tl.store(lse + at, tl.where(total > 0, (top + tl.log2(total)) * _LN2, float("-inf")), mask=real)
+        tl.store(lse + at, (top + tl.log2(tl.where(total > 0, total, 1.0))) * _LN2, mask=real)
     if SINKS:
         sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
         above = tl.maximum(top, sink)
