@@ -24,10 +24,18 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel, write_kernel
-from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention
+from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention, workspace_bytes
 from stoker.kernels.reference.attention import Visibility
 
-__all__ = ["attend", "launch_config", "paged_attention", "plan_attention", "unsupported", "write_kv"]
+__all__ = [
+    "attend",
+    "launch_config",
+    "paged_attention",
+    "plan_attention",
+    "unsupported",
+    "workspace_bytes",
+    "write_kv",
+]
 
 _LOG2E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

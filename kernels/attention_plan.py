@@ -62,7 +62,7 @@ class Buffers:
     def partials(self, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
         """Where pieces leave output and log-sum-exp: fp32 [rows, max_parts, heads, value_dim] and without the last.
 
-        ``4 * rows * max_parts * heads * (value_dim + 1)`` bytes, shared by all layers of that shape.
+        All layers of that shape share it; its size is that of ``workspace_bytes``.
         """
         if (heads, value_dim) not in self._partials:
             size = (self.rows, self.max_parts, heads)
@@ -170,6 +170,20 @@ class AttentionPlan:
             lanes.build()
 
 
+def _max_parts(rows: int, columns: int, block_size: int) -> int:
+    """Pieces of one row, of its own keys and of those it shares, if there is a row to share with."""
+    splits = min(-(-columns * block_size // 128), _MAX_SPLITS) + 1
+    return splits if rows == 1 else 2 * splits
+
+
+def workspace_bytes(rows: int, columns: int, block_size: int, heads: int, value_dim: int) -> int:
+    """Device memory that attention takes, once, for a static block table of that size and layers of that shape.
+
+    Set aside when such a layer first runs, and kept as long as the table.
+    """
+    return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 1)
+
+
 _buffers: dict[StorageWeakRef, Buffers] = {}
 
 
@@ -181,9 +195,7 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
         for gone in [ref for ref in _buffers if ref.expired()]:  # type: ignore[no-untyped-call]
             del _buffers[gone]
         rows = storage.nbytes() // (block_tables.stride(0) * block_tables.element_size())
-        longest = block_tables.stride(0) * block_size
-        parts = min(-(-longest // 128), _MAX_SPLITS) + 1
-        parts *= 1 if rows == 1 else 2  # of the row's own keys, and of those it shares
+        parts = _max_parts(rows, block_tables.stride(0), block_size)
         common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
         _buffers[key] = Buffers(rows, parts, common, prefix, unit_rows)
     return _buffers[key]

@@ -81,7 +81,7 @@ class Paged:
         self.key_cache, self.value_cache = self.key_cache.to(DEVICE), self.value_cache.to(DEVICE)
         if heads.latent:
             self.value_cache = self.key_cache[..., : heads.value_dim]
-        self.key_cache[0] = self.value_cache[0] = 0.0
+        self.key_cache[0, 0] = self.value_cache[0, 0] = 0.0  # all that padding reads
         self.static_table = table.to(DEVICE)
         self.static_lens = torch.ones(len(table), dtype=torch.long, device=DEVICE)
         self.size = len(rows) + padded

@@ -18,7 +18,8 @@ from cases_attention import DEVICE, Heads, Paged, Row
 from test_attention import TOLERANCE
 from torch import Tensor
 
-from stoker.kernels.attention import attend, unsupported, write_kv
+from stoker.kernels import attention_plan
+from stoker.kernels.attention import attend, unsupported, workspace_bytes, write_kv
 from stoker.kernels.attention_plan import UNIT_ROWS
 from stoker.kernels.ops import REFERENCE, TRITON
 from stoker.kernels.reference.attention import Visibility
@@ -53,11 +54,18 @@ MODELS = [
     Heads(1, 16, 112, 112),
     Heads(1, 2, 256, 256),  # Gemma 2
     Heads(1, 5, 192, 128),  # DeepSeek V3, keys and values written out
-    Heads(1, 40, 576, 512, latent=True),  # and in the latent form
+    Heads(1, 24, 576, 512, latent=True),  # and in the latent form
     Heads(2, 2, 12, 6),
 ]
 LENGTHS = [1, 16, 17, 129, 300]  # of decode rows, around the borders of blocks and splits
 MIXED = [Row(9), Row(40, 40), Row(300), Row(150, 30), Row(33, 9), Row(140, 2), Row(1), Row(100, 64)]
+
+
+def each_model(*dtypes: torch.dtype) -> list[Any]:
+    """Models with the dtypes in turn, and all of them in bf16 on a GPU."""
+    interpreted = [pytest.param(h, dtypes[i % len(dtypes)], id=h.name) for i, h in enumerate(MODELS)]
+    compiled = [pytest.param(h, torch.bfloat16, id=f"{h.name}-bf16", marks=pytest.mark.gpu) for h in MODELS]
+    return interpreted + compiled
 
 
 def options_of(case: Paged, feature: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +98,7 @@ def test_decode_rows_with_every_option(block_size: int, dtype: torch.dtype) -> N
         check(case, plan, feature)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
-@pytest.mark.parametrize("heads", MODELS, ids=lambda h: h.name)
+@pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float32, torch.float16))
 def test_decode_of_real_models(heads: Heads, dtype: torch.dtype) -> None:
     case = Paged(heads, [Row(n) for n in (17, 200)], dtype, padded=1)
     plan = case.plan(TRITON)
@@ -107,10 +114,9 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
         check(case, plan, feature)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", MODELS, ids=lambda h: h.name)
+@pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float16, torch.float32))
 def test_chunks_of_real_models(heads: Heads, dtype: torch.dtype) -> None:
-    case = Paged(heads, [Row(20, 11), Row(70, 35)], dtype)
+    case = Paged(heads, [Row(20, 11), Row(65, 24)], dtype)
     check(case, case.plan(TRITON), {"visibility": Visibility(window=50), "softcap": 20.0})
 
 
@@ -137,6 +143,30 @@ def test_a_batch_of_empty_and_single_rows() -> None:
         case.query(), case.key_cache, case.value_cache, case.plan(TRITON), with_lse=True, scale=1, **PLAIN
     )
     assert not out[0].any() and lse is not None and lse[0].eq(float("-inf")).all() and lse[1].isfinite().all()
+
+
+def test_a_row_of_larger_splits() -> None:
+    case = Paged(NARROW, [Row(1100)], padded=0)
+    plan = case.plan(TRITON)
+    check(case, plan, PLAIN)
+    check(case, plan, {"visibility": Visibility(window=1030)})
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits"),
+    [(1, 1), (128, 1), (129, 2), (1024, 8), (1025, 5), (8192, 32), (8193, 17), (16385, 17), (500_000, 31)],
+)
+def test_splits_follow_from_the_length_and_fit_their_buffers(keys: int, splits: int) -> None:
+    """With as many columns as the row needs, which is what buffers are sized by."""
+    table = torch.ones(1, -(-keys // 16), dtype=torch.long, device=DEVICE)
+    lens = torch.tensor([keys], device=DEVICE)
+    plan = TRITON.plan_attention([1], [keys], table, lens, block_size=16, token_bytes=1)
+    (lanes,) = plan.lanes
+    assert lanes.work_list(Visibility()).counts[0] == splits
+    for window in (keys - 1, keys // 2 + 1, 1000, 127):  # begin inside a split
+        if window > 0:
+            assert lanes.work_list(Visibility(window=window)).counts[0] <= lanes.buffers.max_parts
+    assert splits <= lanes.buffers.max_parts
 
 
 # -- rows that share a beginning ---------------------------------------------------------------------------------
@@ -167,7 +197,8 @@ SHARED = {
         [*family(320, [321, 330], 0), Row(340, parent=0, shared=128), Row(350, parent=2, shared=320)],
         [(0, 2, 320), (2, 2, 320)],
     ),
-    "many": (family(128, [129 + i for i in range(18)], 0), [(0, 16, 128), (16, 2, 128)]),
+    "one table": ([Row(160), Row(160, parent=0, shared=160)], [(0, 2, 144)]),
+    "many": (family(128, [129 + i // 4 for i in range(18)], 0), [(0, 16, 128), (16, 2, 128)]),
 }
 
 
@@ -178,8 +209,7 @@ def test_rows_that_begin_alike_are_read_together(rows: str, dtype: torch.dtype) 
     case = Paged(NARROW, given, dtype)
     plan = case.plan(TRITON)
     assert units(case, plan) == wanted
-    for feature in (PLAIN | {"sinks": True, "softcap": 3.0}, {"visibility": Visibility(window=150)}):
-        check(case, plan, feature)
+    check(case, plan, PLAIN | {"sinks": True, "softcap": 3.0})
     assert units(case, case.plan(TRITON, deterministic=True)) == wanted, "what was found stays; nobody looks at it"
 
 
@@ -252,9 +282,18 @@ def test_a_plan_serves_what_its_buffers_are_refilled_with() -> None:
         check(other, first, feature)
 
 
-def test_buffers_live_as_long_as_their_table() -> None:
-    from stoker.kernels import attention_plan
+def test_the_workspace_is_made_once_and_as_large_as_it_says() -> None:
+    case = Paged(NARROW, [Row(300), Row(20)], spare_rows=3)
+    check(case, case.plan(TRITON), PLAIN)
+    buffers = case.plan(TRITON).lanes[0].buffers
+    partials = buffers.partials(2, 16)
+    check(case, case.plan(TRITON, deterministic=True), {"visibility": Visibility(window=200)})
+    assert all(a is b for a, b in zip(partials, buffers.partials(2, 16), strict=True)) and len(buffers._partials) == 1
+    rows, columns = case.static_table.shape
+    assert sum(t.nbytes for t in partials) == workspace_bytes(rows, columns, 16, heads=2, value_dim=16)
 
+
+def test_buffers_live_as_long_as_their_table() -> None:
     case = Paged(SMALL, [Row(20)])
     plan = case.plan(TRITON)
     assert case.plan(TRITON).lanes[0].buffers is plan.lanes[0].buffers
