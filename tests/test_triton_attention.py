@@ -12,10 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from cases_attention import DEVICE, Heads, Paged, Row
+from families import make_model
 from test_attention import TOLERANCE
+from test_pipeline import build
 from torch import Tensor
 
 from stoker.kernels import attention_plan
@@ -23,6 +26,7 @@ from stoker.kernels.attention import attend, unsupported, workspace_bytes, write
 from stoker.kernels.attention_plan import UNIT_ROWS
 from stoker.kernels.ops import REFERENCE, TRITON
 from stoker.kernels.reference.attention import Visibility
+from stoker.rollout import SamplingParams
 
 GPU_ONLY = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter's bf16 arithmetic is wrong
 GPU_PAGED = [pytest.param(16, torch.bfloat16, marks=pytest.mark.gpu)]
@@ -411,3 +415,13 @@ def test_a_captured_step_serves_every_length_and_batch() -> None:
         graph.replay()
         wanted, _ = case.dense(query, step, **options)
         torch.testing.assert_close(out[: len(wanted)].cpu().double(), wanted, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="pretends to be a device; tests of the engine run on the real one")
+def test_an_engine_that_captures_its_steps_gives_the_tokens_of_generate() -> None:
+    """The first window runs as it is and the second replays it, with a sliding window and capped scores."""
+    prompts = [[5, 6, 7], list(range(1, 22))]
+    with build("gemma2", ops=TRITON, max_num_seqs=2, decode_window=2) as engine:
+        found = engine.generate_batch(prompts, SamplingParams(temperature=0, max_tokens=5))
+    wanted = [oracle.greedy(make_model("gemma2"), prompt, 5) for prompt in prompts]
+    assert [output.completions[0].token_ids for output in found] == wanted
