@@ -327,7 +327,8 @@ def test_a_row_gets_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> 
         assert torch.equal(alone[0], together[row])
     both = TRITON.plan_attention([1] * 2, lengths[:2], case.table[:2], case.seq_lens[:2], block_size=16, token_bytes=1)
     regrouped, _ = attend(query[:2], *attention, both, **options)
-    assert not torch.equal(together[0], regrouped[0]), "sharing changes the bits, or this test shows nothing"
+    if dtype == torch.float32:  # rounded to bf16, they may be equal by chance
+        assert not torch.equal(together[0], regrouped[0]), "sharing changes the bits, or this test shows nothing"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
