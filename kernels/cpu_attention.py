@@ -55,8 +55,9 @@ def plan_attention(
     block_size: int,
     token_bytes: int,
     num_steps: int = 1,
+    deterministic: bool = False,
 ) -> CpuPlan:
-    """As the reference's, and with the rows' common beginnings found out."""
+    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic``."""
     plain = reference.plan_attention(
         query_lens,
         key_lens,
@@ -65,9 +66,10 @@ def plan_attention(
         block_size=block_size,
         token_bytes=token_bytes,
         num_steps=num_steps,
+        deterministic=deterministic,
     )
     # Where the reference holds what it gathered, there is little left to save.
-    decode = all(n == 1 for n in query_lens) and not plain.hold
+    decode = all(n == 1 for n in query_lens) and not plain.hold and not deterministic
     return CpuPlan(plain, _find_shared(key_lens, block_tables, block_size) if decode else None)
 
 

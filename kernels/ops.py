@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stoker.kernels import attention as triton_attention
 from stoker.kernels import cpu_attention
 from stoker.kernels.reference import attention, linear, norm_rotary, sampling
 
@@ -51,6 +52,14 @@ REFERENCE = Ops(
 
 
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
+
+TRITON = replace(
+    REFERENCE,
+    plan_attention=triton_attention.plan_attention,
+    write_kv=triton_attention.write_kv,
+    paged_attention=triton_attention.paged_attention,
+    static_plans=True,
+)
 
 
 def ops_for(device: torch.device) -> Ops:

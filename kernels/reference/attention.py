@@ -105,12 +105,14 @@ def plan_attention(
     block_size: int,
     token_bytes: int,
     num_steps: int = 1,
+    deterministic: bool = False,
 ) -> AttentionPlan:
     """Group the rows of a step.
 
     query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
     first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
-    padded rows at the end); token_bytes: what one layer keeps of a token.
+    padded rows at the end); token_bytes: what one layer keeps of a token; deterministic: leave out what makes a row's numbers
+    depend on its neighbours (here nothing does but the products of torch, of which nothing is promised).
     """
     most = max(1, _GATHER_BYTES // token_bytes)
     max_lens = [n + num_steps - 1 for n in key_lens]

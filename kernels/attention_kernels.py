@@ -1,0 +1,415 @@
+"""The Triton kernels of paged attention: decode rows, prefill tiles, and writing to the cache.
+
+Arguments named after a tensor and one of its dimensions (``key_block``) are its strides. Addresses are 64 bits wide.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from stoker.kernels.attention_splits import row_splits, split_size
+from stoker.kernels.attention_tiles import load_query, merge, store_output, store_partial, walk
+
+
+@triton.jit
+def decode_kernel(
+    query,
+    key_cache,
+    value_cache,
+    sinks,
+    table,
+    lengths,
+    tokens,
+    rows,
+    prefix,
+    unit_rows,
+    items,
+    count,
+    partial,
+    partial_lse,
+    arrived,
+    out,
+    lse,
+    scale,
+    softcap,
+    query_token,
+    query_head,
+    key_block,
+    key_token,
+    key_head,
+    value_block,
+    value_token,
+    value_head,
+    table_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
+    PREFIX: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Work through a list: one piece of one row's own keys, or, if PREFIX, of those a unit of rows shares.
+
+    IDENTITY: lane i is token i and row i of the table. Key heads lie side by side in the cache, so programs that run
+    together take neighbouring ones.
+    """
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    work_items = tl.load(count) * (KV_HEADS * TILES)
+    for work in range(tl.program_id(0), work_items, tl.num_programs(0)):
+        kv_head = work % KV_HEADS
+        tile = work // KV_HEADS % TILES
+        item = tl.load(items + work // (KV_HEADS * TILES))
+        lane = item // MAX_PARTS
+        split = item % MAX_PARTS
+
+        shared = 0
+        shared_parts = 0
+        if SHARED:
+            shared = tl.load(prefix + lane)
+            shared_parts = tl.cdiv(shared, split_size(shared))
+        if PREFIX:
+            queries = tl.load(unit_rows + lane) * GROUP
+            size = split_size(shared)
+            begin = split * size
+            end = tl.minimum(begin + size, shared)
+            part = split
+            own_parts = 0
+        else:
+            queries = GROUP
+            length = tl.load(lengths + lane).to(tl.int32)
+            first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
+            begin = tl.maximum((first_split + split) * size, first)
+            end = tl.minimum((first_split + split + 1) * size, length)
+            part = shared_parts + split
+
+        m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        real = m < queries
+        head = kv_head * GROUP + m % GROUP
+        lanes = lane + m // GROUP
+        row = lane
+        token = lanes
+        if not IDENTITY:
+            row = tl.load(rows + lane)
+            token = tl.load(tokens + lanes, mask=real, other=0)
+        offsets = token.to(tl.int64) * query_token + head * query_head
+        query1, query2 = load_query(query, offsets, real, D1, D2, KEY_DIM)
+        top, total, acc = walk(
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, DV], tl.float32),
+            query1,
+            query2,
+            m,
+            m,
+            key_cache + kv_head * key_head,
+            value_cache + kv_head * value_head,
+            table + row.to(tl.int64) * table_row,
+            begin,
+            end,
+            scale,
+            softcap,
+            key_block,
+            key_token,
+            value_block,
+            value_token,
+            KEY_DIM,
+            VALUE_DIM,
+            D1,
+            D2,
+            DV,
+            BLOCK_SIZE,
+            BLOCK_N,
+            SOFTCAP,
+            VALUE_IS_KEY,
+            PRECISION,
+            True,
+            False,
+        )
+
+        places = (lanes.to(tl.int64) * MAX_PARTS + part) * HEADS + head
+        if PREFIX:
+            store_partial(partial, partial_lse, places, real, top, total, acc, VALUE_DIM, DV)
+        elif shared_parts + own_parts == 1:
+            store_output(out, lse, sinks, token, head, real, top, total, acc, HEADS, VALUE_DIM, DV, SINKS, WITH_LSE)
+        else:
+            store_partial(partial, partial_lse, places, real, top, total, acc, VALUE_DIM, DV)
+            tl.debug_barrier()  # every thread's stores come before the one atomic that releases them
+            counter = arrived + (lane * KV_HEADS + kv_head) * TILES + tile
+            # What the unit shares was all left by the kernel before, so only the row's own pieces are waited for.
+            if tl.atomic_add(counter, 1, sem="acq_rel") == own_parts - 1:
+                tl.store(counter, 0)
+                g = tile * BLOCK_M + tl.arange(0, BLOCK_G)
+                head_g = kv_head * GROUP + g
+                real_g = g < GROUP
+                base = lane.to(tl.int64) * (MAX_PARTS * HEADS)
+                top_g, total_g, acc_g = merge(
+                    partial + base * VALUE_DIM,
+                    partial_lse + base,
+                    head_g,
+                    real_g,
+                    shared_parts + own_parts,
+                    HEADS,
+                    VALUE_DIM,
+                    DV,
+                    BLOCK_G,
+                    BLOCK_P,
+                )
+                token_g = g * 0 + lane
+                if not IDENTITY:
+                    token_g = g * 0 + tl.load(tokens + lane)
+                store_output(
+                    out,
+                    lse,
+                    sinks,
+                    token_g,
+                    head_g,
+                    real_g,
+                    top_g,
+                    total_g,
+                    acc_g,
+                    HEADS,
+                    VALUE_DIM,
+                    DV,
+                    SINKS,
+                    WITH_LSE,
+                )
+
+
+@triton.jit
+def prefill_kernel(
+    query,
+    key_cache,
+    value_cache,
+    sinks,
+    table,
+    tiles,
+    out,
+    lse,
+    scale,
+    softcap,
+    query_token,
+    query_head,
+    key_block,
+    key_token,
+    key_head,
+    value_block,
+    value_token,
+    value_head,
+    table_row,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a tile of one row's queries, key head, and TILE_HEADS of the heads that share it."""
+    entry = tiles + tl.program_id(0) * 4
+    row = tl.load(entry)
+    first_token = tl.load(entry + 1)
+    queries = tl.load(entry + 2)
+    start = tl.load(entry + 3)
+    kv_head = tl.program_id(1) % KV_HEADS
+    first_head = tl.program_id(1) // KV_HEADS * TILE_HEADS
+
+    m = tl.arange(0, BLOCK_M)
+    index = m // TILE_HEADS
+    in_group = first_head + m % TILE_HEADS
+    real = (index < queries) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    token = first_token + index
+    newest = start + index
+    last = start + queries - 1
+    oldest = newest * 0
+    first_seen = 0  # by the first query, and by the last
+    last_seen = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(oldest, newest - WINDOW + 1)
+        first_seen = tl.maximum(first_seen, start - WINDOW + 1)
+        last_seen = tl.maximum(last_seen, last - WINDOW + 1)
+    if CHUNK > 0:
+        oldest = tl.maximum(oldest, newest // CHUNK * CHUNK)
+        first_seen = tl.maximum(first_seen, start // CHUNK * CHUNK)
+        last_seen = tl.maximum(last_seen, last // CHUNK * CHUNK)
+
+    offsets = token.to(tl.int64) * query_token + head * query_head
+    query1, query2 = load_query(query, offsets, real, D1, D2, KEY_DIM)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    # Only tiles at the edges, where some queries see what others do not, need a mask.
+    begin = first_seen // BLOCK_N * BLOCK_N
+    all_see = tl.cdiv(last_seen, BLOCK_N) * BLOCK_N
+    all_saw = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, all_see)
+    for phase in tl.static_range(3):
+        if phase == 0:
+            low, high = begin, tl.minimum(all_see, last + 1)
+        elif phase == 1:
+            low, high = all_see, all_saw
+        else:
+            low, high = all_saw, last + 1
+        if (phase != 0) or (WINDOW > 0) or (CHUNK > 0):
+            top, total, acc = walk(
+                top,
+                total,
+                acc,
+                query1,
+                query2,
+                newest,
+                oldest,
+                key_cache + kv_head * key_head,
+                value_cache + kv_head * value_head,
+                table + row.to(tl.int64) * table_row,
+                low,
+                high,
+                scale,
+                softcap,
+                key_block,
+                key_token,
+                value_block,
+                value_token,
+                KEY_DIM,
+                VALUE_DIM,
+                D1,
+                D2,
+                DV,
+                BLOCK_SIZE,
+                BLOCK_N,
+                SOFTCAP,
+                VALUE_IS_KEY,
+                PRECISION,
+                phase != 1,
+                phase != 1,
+            )
+    store_output(
+        out,
+        lse,
+        sinks,
+        token,
+        head,
+        real,
+        top,
+        total,
+        acc,
+        HEADS=KV_HEADS * GROUP,
+        VALUE_DIM=VALUE_DIM,
+        DV=DV,
+        SINKS=SINKS,
+        WITH_LSE=WITH_LSE,
+    )
+
+
+@triton.jit
+def _write_token(
+    new,
+    cache,
+    block,
+    within,
+    new_head,
+    cache_block,
+    cache_token,
+    cache_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (d < DIM)
+    row = tl.load(new + head * new_head + d, mask=mask)
+    tl.store(cache + block * cache_block + within * cache_token + head * cache_head + d, row, mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slots,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    key_cache_block,
+    key_cache_token,
+    key_cache_head,
+    value_cache_block,
+    value_cache_token,
+    value_cache_head,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    block = slot // BLOCK_SIZE
+    within = slot % BLOCK_SIZE
+    key += token * key_token
+    _write_token(
+        key,
+        key_cache,
+        block,
+        within,
+        key_head,
+        key_cache_block,
+        key_cache_token,
+        key_cache_head,
+        HEADS,
+        KEY_DIM,
+        BLOCK_H,
+        BLOCK_K,
+    )
+    value += token * value_token
+    _write_token(
+        value,
+        value_cache,
+        block,
+        within,
+        value_head,
+        value_cache_block,
+        value_cache_token,
+        value_cache_head,
+        HEADS,
+        VALUE_DIM,
+        BLOCK_H,
+        BLOCK_V,
+    )

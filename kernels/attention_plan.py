@@ -1,0 +1,269 @@
+"""Which pieces of which rows a step's attention works on, decided on the device.
+
+A decode row's keys are cut into splits whose borders follow from its length (and the layer's visibility) alone, so the
+numbers it gets do not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which
+a grid of fixed size takes its work: a captured step serves every length. Lists and workspaces belong to the static
+block table they were made for and stay where they are as long as it lives.
+
+Neighbouring rows whose tables begin alike (samples of one prompt) form a unit. The keys they share are read once for
+all of them and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units are found on the device
+too, once a plan, since the blocks a row begins with do not change while it decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
+from stoker.kernels.reference.attention import Visibility
+
+UNIT_ROWS = 16  # rows of a unit at most
+_LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again
+_FEW_QUERIES = 8  # a chunk of no more is cheaper as so many decode rows, which are split, than as a tile, which is not
+_MAX_SPLITS = 32  # of a row; a window or a shared beginning that starts inside a split adds one
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """items: int32 [2, capacity], own splits of rows and those of shared beginnings; counts: int32 [2]."""
+
+    items: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What the plans of one static block table need on the device, made once and never moved.
+
+    rows: most decode rows at a time; max_parts: pieces a row's keys are cut into, at most.
+    """
+
+    rows: int
+    max_parts: int
+    common: Tensor  # int32 [rows], blocks shared with the row before
+    prefix: Tensor  # int32 [rows], keys shared with the row's unit
+    unit_rows: Tensor  # int32 [rows], rows of the unit a row is the first of, else 0
+    lists: dict[Visibility, WorkList] = field(default_factory=dict)  # of pure decode steps
+    _partials: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _arrived: dict[int, Tensor] = field(default_factory=dict)
+
+    def new_list(self) -> WorkList:
+        items = torch.zeros(2, self.rows * self.max_parts, dtype=torch.int32, device=self.common.device)
+        return WorkList(items, torch.zeros(2, dtype=torch.int32, device=self.common.device))
+
+    def partials(self, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
+        """Where pieces leave output and log-sum-exp: fp32 [rows, max_parts, heads, value_dim] and without the last.
+
+        All layers of that shape share it; its size is that of ``workspace_bytes``.
+        """
+        if (heads, value_dim) not in self._partials:
+            size = (self.rows, self.max_parts, heads)
+            device = self.common.device
+            self._partials[heads, value_dim] = (
+                torch.empty(*size, value_dim, dtype=torch.float32, device=device),
+                torch.empty(size, dtype=torch.float32, device=device),
+            )
+        return self._partials[heads, value_dim]
+
+    def arrived(self, tiles: int) -> Tensor:
+        """int32 [rows, tiles], pieces of a row's tile that are done; whoever completes it sets it to zero again."""
+        if tiles not in self._arrived:
+            self._arrived[tiles] = torch.zeros(self.rows, tiles, dtype=torch.int32, device=self.common.device)
+        return self._arrived[tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """Queries that are worked on as decode rows, each alone on its row's keys.
+
+    lengths: int64 [n], keys each sees; tokens and rows: int32 [n], its place in the batch and its row of the table, both
+    None where they are 0 to n; shared: whether units of rows are looked for.
+    """
+
+    buffers: Buffers
+    lengths: Tensor
+    tokens: Tensor | None
+    rows: Tensor | None
+    shared: bool
+    lists: dict[Visibility, WorkList]
+
+    def shares(self, visibility: Visibility) -> bool:
+        """What a window hides of a shared beginning differs from row to row, so such layers read each row alone."""
+        return self.shared and visibility == Visibility()
+
+    def work_list(self, visibility: Visibility) -> WorkList:
+        if visibility not in self.lists:
+            self.lists[visibility] = self.buffers.new_list()
+            self._build(visibility)
+        return self.lists[visibility]
+
+    def build(self) -> None:
+        """Write the lists of every visibility seen so far, for the lengths as they are on the device now."""
+        for visibility in self.lists:
+            self._build(visibility)
+
+    def _build(self, visibility: Visibility) -> None:
+        work, count, shared = self.lists[visibility], len(self.lengths), self.shares(visibility)
+        work_list_kernel[(count, 2 if shared else 1)](
+            self.lengths,
+            self.buffers.prefix,
+            self.buffers.unit_rows,
+            work.items,
+            work.counts,
+            count,
+            work.items.shape[1],
+            WINDOW=visibility.window or 0,
+            CHUNK=visibility.chunk or 0,
+            SHARED=shared,
+            MAX_PARTS=self.buffers.max_parts,
+            PARTS_BLOCK=triton.next_power_of_2(self.buffers.max_parts),
+            BLOCK=max(16, triton.next_power_of_2(count)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Rows with several queries. spans: (row, first token, queries, keys the first of them sees)."""
+
+    spans: tuple[tuple[int, int, int, int], ...]
+    device: torch.device
+    _tiles: dict[int, Tensor] = field(default_factory=dict)
+
+    def tiles(self, queries: int) -> Tensor:
+        """int32 [n, 4], pieces of at most so many queries: row, first token, queries, position of the first."""
+        if queries not in self._tiles:
+            pieces = [
+                (row, token + done, min(queries, count - done), seen - 1 + done)
+                for row, token, count, seen in self.spans
+                for done in range(0, count, queries)
+            ]
+            pieces.sort(key=lambda piece: -piece[3])  # what takes longest first
+            self._tiles[queries] = _to_device(pieces, torch.int32, self.device)
+        return self._tiles[queries]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What every layer of a step does alike."""
+
+    block_tables: Tensor
+    block_size: int
+    lanes: tuple[Lanes, ...]
+    chunks: Chunks | None
+
+    @property
+    def decode(self) -> bool:
+        """Every row has one query: no token is without a lane."""
+        return len(self.lanes) == 1 and self.lanes[0].tokens is None
+
+    def next_step(self) -> None:
+        """On to lengths that were advanced in place. Launches kernels only, so it can be captured."""
+        for lanes in self.lanes:
+            lanes.build()
+
+
+def _max_parts(rows: int, columns: int, block_size: int) -> int:
+    """Pieces of one row, of its own keys and of those it shares, if there is a row to share with."""
+    splits = min(-(-columns * block_size // 128), _MAX_SPLITS) + 1
+    return splits if rows == 1 else 2 * splits
+
+
+def workspace_bytes(rows: int, columns: int, block_size: int, heads: int, value_dim: int) -> int:
+    """Device memory that attention takes, once, for a static block table of that size and layers of that shape.
+
+    Set aside when such a layer first runs, and kept as long as the table.
+    """
+    return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 1)
+
+
+_buffers: dict[StorageWeakRef, Buffers] = {}
+
+
+def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
+    """The buffers that go with a static table, of which ``block_tables`` is the upper left corner."""
+    storage = block_tables.untyped_storage()
+    key = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    if key not in _buffers:
+        for gone in [ref for ref in _buffers if ref.expired()]:  # type: ignore[no-untyped-call]
+            del _buffers[gone]
+        rows = storage.nbytes() // (block_tables.stride(0) * block_tables.element_size())
+        parts = _max_parts(rows, block_tables.stride(0), block_size)
+        common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
+        _buffers[key] = Buffers(rows, parts, common, prefix, unit_rows)
+    return _buffers[key]
+
+
+def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    host = torch.tensor(values, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a device; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def plan_attention(
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_size: int,
+    token_bytes: int,
+    num_steps: int = 1,
+    deterministic: bool = False,
+) -> AttentionPlan:
+    """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
+    buffers and number of rows are the same tensors: a step captured with one of them serves them all.
+
+    deterministic: a query's numbers depend on its own keys alone. Shared beginnings, which depend on the neighbours, are
+    left out, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read
+    once a query, mostly from cache.
+    """
+    buffers = _buffers_of(block_tables, block_size)
+    device = block_tables.device
+    if all(n == 1 for n in query_lens):
+        shared = not deterministic and len(seq_lens) > 1
+        lanes = Lanes(buffers, seq_lens, None, None, shared, buffers.lists)
+        if shared:
+            grid = (len(seq_lens),)
+            common_blocks_kernel[grid](
+                block_tables, seq_lens, buffers.common, block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=64
+            )
+            units_kernel[grid](
+                buffers.common,
+                buffers.prefix,
+                buffers.unit_rows,
+                len(seq_lens),
+                BLOCK_SIZE=block_size,
+                LEAST=_LEAST_SHARED,
+                UNIT=UNIT_ROWS,
+            )
+        lanes.build()
+        return AttentionPlan(block_tables, block_size, (lanes,), None)
+
+    single: list[tuple[int, int, int]] = []  # token, row, keys it sees
+    spans: list[tuple[int, int, int, int]] = []
+    token = 0
+    for row, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
+        if deterministic or queries <= _FEW_QUERIES:
+            single += [(token + i, row, keys - queries + 1 + i) for i in range(queries)]
+        else:
+            spans.append((row, token, queries, keys - queries + 1))
+        token += queries
+    pieces = []
+    for start in range(0, len(single), buffers.rows):
+        tokens, rows, lengths = zip(*single[start : start + buffers.rows], strict=True)
+        where = _to_device((tokens, rows), torch.int32, device)
+        pieces.append(Lanes(buffers, _to_device(lengths, torch.int64, device), where[0], where[1], False, {}))
+    return AttentionPlan(block_tables, block_size, tuple(pieces), Chunks(tuple(spans), device) if spans else None)

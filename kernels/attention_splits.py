@@ -1,0 +1,126 @@
+"""The small Triton kernels that cut rows into splits and find rows that begin alike; see ``attention_plan.py``."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_size(keys):
+    """Keys in a split of a row that sees so many.
+
+    Small enough to spread one short row over the chip, large enough that what a split writes for the merge (4 bytes
+    a query head and value) is a few percent of what it reads.
+    """
+    size = tl.where(keys > 1024, 256, 128)
+    for _ in tl.static_range(12):
+        size = tl.where(keys > 32 * size, 2 * size, size)
+    return size
+
+
+@triton.jit
+def row_splits(length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """First key a row reads alone, the size of its splits, the number of the first of them, and their count.
+
+    Split i holds keys ``i * size`` to ``(i + 1) * size``. There is always one: it writes the row's output.
+    """
+    first = prefix
+    if WINDOW > 0:
+        first = tl.maximum(first, length - WINDOW)
+    if CHUNK > 0:
+        first = tl.maximum(first, tl.maximum(length - 1, 0) // CHUNK * CHUNK)
+    size = split_size(length - first)
+    begin = first // size
+    count = tl.maximum((length + size - 1) // size - begin, 1)
+    return first, size, begin, count
+
+
+@triton.jit
+def work_list_kernel(
+    lengths,
+    prefix,
+    unit_rows,
+    items,
+    counts,
+    num_rows,
+    capacity,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    PARTS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row (and list: 0 the rows' own splits, 1 those of shared beginnings): ``row * MAX_PARTS + split``.
+
+    Every program counts the splits of all rows before its own, so the list is dense and in order without a second pass.
+    """
+    row = tl.program_id(0)
+    which = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    real = at < num_rows
+    length = tl.load(lengths + at, mask=real, other=1).to(tl.int32)
+    shared = tl.zeros([BLOCK], tl.int32)
+    if SHARED:
+        shared = tl.load(prefix + at, mask=real, other=0)
+    _, _, _, count = row_splits(length, shared, WINDOW, CHUNK)
+    if SHARED:
+        size = split_size(shared)
+        leads = tl.load(unit_rows + at, mask=real, other=0) > 0
+        count = tl.where(which == 1, tl.where(leads, (shared + size - 1) // size, 0), count)
+    count = tl.where(real, count, 0)
+    before = tl.sum(tl.where(at < row, count, 0))
+    mine = tl.sum(tl.where(at == row, count, 0))
+    split = tl.arange(0, PARTS_BLOCK)
+    tl.store(items + which * capacity + before + split, row * MAX_PARTS + split, mask=split < mine)
+    if row == num_rows - 1:
+        tl.store(counts + which, before + mine)
+
+
+@triton.jit
+def common_blocks_kernel(table, lengths, common, stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Full blocks that a row's table begins with in common with the row before. Each keeps a key of its own."""
+    row = tl.program_id(0)
+    same = 0
+    if row > 0:
+        length = tl.minimum(tl.load(lengths + row), tl.load(lengths + row - 1)).to(tl.int32)
+        same = tl.maximum(length - 1, 0) // BLOCK_SIZE
+        start = 0
+        while start < same:
+            at = start + tl.arange(0, BLOCK)
+            entry = table + row.to(tl.int64) * stride + at
+            mine = tl.load(entry, mask=at < same, other=0)
+            other = tl.load(entry - stride, mask=at < same, other=0)
+            same = tl.min(tl.where((mine != other) & (at < same), at, same))
+            start += BLOCK
+    tl.store(common + row, same)
+
+
+@triton.jit
+def units_kernel(
+    common, prefix, unit_rows, num_rows, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr
+):
+    """One program a row: keys it shares with its unit, and, where it is the first of it, the unit's rows.
+
+    A row joins the one before if they share enough, and not much less than either neighbour does with the next: rows of
+    two prompts that both begin with a system prompt do not. A unit never crosses a multiple of UNIT rows.
+    """
+    row = tl.program_id(0)
+    base = row // UNIT * UNIT
+    at = base + tl.arange(0, UNIT)
+    real = at < num_rows
+    blocks = tl.load(common + at, mask=real, other=0)
+    around = tl.maximum(
+        tl.load(common + at - 1, mask=real & (at > 0), other=0),
+        tl.load(common + at + 1, mask=at + 1 < num_rows, other=0),
+    )
+    joins = (at > base) & (blocks * BLOCK_SIZE >= LEAST) & (2 * blocks >= around)
+    leads = real & ~joins
+    first = tl.max(tl.where(leads & (at <= row), at, base))
+    end = tl.min(tl.where((leads | ~real) & (at > row), at, base + UNIT))
+    least = tl.min(tl.where((at > first) & (at < end), blocks, 1 << 30))
+    rows = end - first
+    tl.store(prefix + row, tl.where(rows > 1, least * BLOCK_SIZE, 0))
+    tl.store(unit_rows + row, tl.where((rows > 1) & (row == first), rows, 0))

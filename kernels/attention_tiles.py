@@ -1,0 +1,217 @@
+"""What the attention kernels do with a tile of queries: load it, walk along its keys, merge, store.
+
+Scores are of base two throughout: ``log2(e)`` is in the scale. Dimensions of a head that are no power of two come in two
+pieces where they are multiplied (a key of 80 as 64 and 16), so that little is multiplied by zeros; values are padded.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_rows(
+    base,
+    offsets,
+    real,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Columns START to START + WIDTH of rows at ``base + offsets``; zeros beyond DIM and, if MASKED, in unreal rows."""
+    d = START + tl.arange(0, WIDTH)
+    pointers = base + offsets[:, None] + d[None, :]
+    if START + WIDTH > DIM:
+        if MASKED:
+            rows = tl.load(pointers, mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+        else:
+            rows = tl.load(pointers, mask=(d < DIM)[None, :], other=0.0)
+    elif MASKED:
+        rows = tl.load(pointers, mask=real[:, None], other=0.0)
+    else:
+        rows = tl.load(pointers)
+    return rows
+
+
+@triton.jit
+def load_query(query, offsets, real, D1: tl.constexpr, D2: tl.constexpr, KEY_DIM: tl.constexpr):
+    first = load_rows(query, offsets, real, 0, D1, KEY_DIM, True)
+    second = first
+    if D2 > 0:
+        second = load_rows(query, offsets, real, D1, D2, KEY_DIM, True)
+    return first, second
+
+
+@triton.jit
+def walk(
+    top,
+    total,
+    acc,
+    query1,
+    query2,
+    newest,
+    oldest,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    scale,
+    softcap,
+    key_block,
+    key_token,
+    value_block,
+    value_token,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Online softmax of a tile of queries over keys ``begin`` to ``end`` of one row of the table.
+
+    top, total: fp32 [M], largest score and sum of exponentials so far; acc: fp32 [M, DV]; newest, oldest: [M], positions
+    of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; table: the row's.
+    MASKED: the last tile may reach beyond ``end``. Those keys are not loaded, for what nobody wrote may be NaN.
+    """
+    for start in range(begin, end, BLOCK_N):
+        at = start + tl.arange(0, BLOCK_N)
+        real = at < end
+        if MASKED:
+            block = tl.load(table + at // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+        else:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+        within = at % BLOCK_SIZE
+        offsets = block * key_block + within * key_token
+        key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED)
+        scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
+        if D2 > 0:
+            rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED)
+            scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
+        scores = scores * scale
+        if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        if CAUSAL:
+            seen = (at[None, :] <= newest[:, None]) & (at[None, :] >= oldest[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        elif MASKED:
+            scores = tl.where(real[None, :], scores, float("-inf"))
+        above = tl.maximum(top, tl.max(scores, 1))
+        finite = tl.where(above == float("-inf"), 0.0, above)  # a query may see none of these keys
+        weights = tl.exp2(scores - finite[:, None])
+        decay = tl.exp2(top - finite)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        if VALUE_IS_KEY:
+            value = key
+        else:
+            offsets = block * value_block + within * value_token
+            value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED)
+        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+        top = above
+    return top, total, acc
+
+
+@triton.jit
+def store_partial(
+    partial,
+    partial_lse,
+    offsets,
+    real,
+    top,
+    total,
+    acc,
+    VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """Leave a piece's output and log-sum-exp for the merge. offsets: [M], places in ``partial_lse``."""
+    d = tl.arange(0, DV)
+    some = tl.where(total > 0, total, 1.0)
+    scaled = acc / some[:, None]
+    tl.store(partial + offsets[:, None] * VALUE_DIM + d[None, :], scaled, mask=real[:, None] & (d < VALUE_DIM)[None, :])
+    tl.store(partial_lse + offsets, top + tl.log2(some), mask=real)
+
+
+@triton.jit
+def store_output(
+    out,
+    lse,
+    sinks,
+    token,
+    head,
+    real,
+    top,
+    total,
+    acc,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr,
+    SINKS: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    """token, head: [M]. The log-sum-exp is that of the scores alone, without the sink. No key gives zeros."""
+    at = token.to(tl.int64) * HEADS + head
+    if WITH_LSE:
+        tl.store(lse + at, (top + tl.log2(tl.where(total > 0, total, 1.0))) * _LN2, mask=real)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * _LOG2E
+        above = tl.maximum(top, sink)
+        decay = tl.exp2(top - above)
+        total = total * decay + tl.exp2(sink - above)
+        acc = acc * decay[:, None]
+    d = tl.arange(0, DV)
+    scaled = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mask = real[:, None] & (d < VALUE_DIM)[None, :]
+    tl.store(out + at[:, None] * VALUE_DIM + d[None, :], scaled.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge(
+    partial,
+    partial_lse,
+    head,
+    real,
+    parts,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """A row's pieces in their order, as ``walk`` would have left them. Past L1: other programs wrote them."""
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, DV], tl.float32)
+    d = tl.arange(0, DV)
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        at = part[:, None] * HEADS + head[None, :]
+        mask = (part < parts)[:, None] & real[None, :]
+        lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        above = tl.maximum(top, tl.max(lse, 0))
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        weights = tl.exp2(lse - finite[None, :])
+        decay = tl.exp2(top - finite)
+        values = tl.load(
+            partial + at[:, :, None] * VALUE_DIM + d[None, None, :],
+            mask=mask[:, :, None] & (d < VALUE_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
+        top = above
+    return top, total, acc

@@ -1,0 +1,160 @@
+"""Paged rows for attention tests, what they attend to in float64, and where unwritten memory is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference.attention import Visibility
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU, kernels are interpreted
+
+
+@dataclass(frozen=True)
+class Heads:
+    """latent: values are the first value_dim numbers of the keys, as DeepSeek keeps them."""
+
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kv_heads}x{self.group}-{self.key_dim}-{self.value_dim}{'-latent' * self.latent}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """keys: of its last query, its own included; the first ``shared`` are those of row ``parent``, block for block."""
+
+    keys: int
+    queries: int = 1
+    parent: int = 0
+    shared: int = 0
+
+
+class Paged:
+    """Static buffers larger than the batch. Rows have room and keys for ``later`` more steps, not yet written."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        rows: list[Row],
+        dtype: torch.dtype = torch.float32,
+        *,
+        padded: int = 2,
+        later: int = 0,
+        block_size: int = 16,
+        spare_rows: int = 3,
+    ) -> None:
+        self.heads, self.rows, self.block_size, self.padded = heads, rows, block_size, padded
+        self.device, self.dtype = DEVICE, dtype
+        total = [row.keys + later for row in rows]
+        blocks = [-(-n // block_size) for n in total]
+        own = [b - row.shared // block_size for b, row in zip(blocks, rows, strict=True)]
+        count = sum(own) + 2
+        fresh = (torch.randperm(sum(own)) + 2).split(own)
+        # Block 0 is the null block; block 1 is nobody's, and stands where a table names no block of its row.
+        table = torch.ones(len(rows) + padded + spare_rows, max(blocks) + 2, dtype=torch.long)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for number, row in enumerate(rows):
+            common = row.shared // block_size
+            table[number, :common] = table[row.parent, :common]
+            table[number, common : blocks[number]] = fresh[number]
+            key = torch.randn(total[number], heads.kv_heads, heads.key_dim, dtype=dtype)
+            value = torch.randn(total[number], heads.kv_heads, heads.value_dim, dtype=dtype)
+            if common:
+                key[: row.shared] = self.keys[row.parent][: row.shared]
+                value[: row.shared] = self.values[row.parent][: row.shared]
+            self.keys.append(key)
+            self.values.append(key[..., : heads.value_dim] if heads.latent else value)
+        table[len(rows) :, 0] = 0
+        nan = float("nan")
+        self.key_cache = torch.full((count, block_size, heads.kv_heads, heads.key_dim), nan, dtype=dtype)
+        self.value_cache = torch.full((count, block_size, heads.kv_heads, heads.value_dim), nan, dtype=dtype)
+        self.key_cache, self.value_cache = self.key_cache.to(DEVICE), self.value_cache.to(DEVICE)
+        if heads.latent:
+            self.value_cache = self.key_cache[..., : heads.value_dim]
+        self.key_cache[0, 0] = self.value_cache[0, 0] = 0.0  # all that padding reads
+        self.static_table = table.to(DEVICE)
+        self.static_lens = torch.ones(len(table), dtype=torch.long, device=DEVICE)
+        self.size = len(rows) + padded
+        self.table, self.seq_lens = self.static_table[: self.size], self.static_lens[: self.size]
+        self.seq_lens[: len(rows)] = torch.tensor([row.keys for row in rows], device=DEVICE)
+        for number, row in enumerate(rows):
+            self.write(number, 0, row.keys)
+
+    def slots(self, row: int, start: int, end: int) -> Tensor:
+        at = torch.arange(start, end, device=DEVICE)
+        return self.table[row, at // self.block_size] * self.block_size + at % self.block_size
+
+    def write(self, row: int, start: int, end: int) -> None:
+        slots = self.slots(row, start, end)
+        where = (slots // self.block_size, slots % self.block_size)
+        self.key_cache[where] = self.keys[row][start:end].to(DEVICE)
+        self.value_cache[where] = self.values[row][start:end].to(DEVICE)
+
+    def advance(self, step: int) -> None:
+        """Every row's next key is there, and its length counts it."""
+        for number, row in enumerate(self.rows):
+            self.write(number, row.keys + step - 1, row.keys + step)
+        self.seq_lens[: len(self.rows)] += 1
+
+    def plan(self, ops: Any, **options: Any) -> Any:
+        lens = ([row.queries for row in self.rows], [row.keys for row in self.rows])
+        return ops.plan_attention(
+            *lens, self.table, self.seq_lens, block_size=self.block_size, token_bytes=2**20, **options
+        )
+
+    def query(self) -> Tensor:
+        """As a model gives it: heads before tokens, seen the other way round. With padded tokens."""
+        tokens = sum(row.queries for row in self.rows)
+        tokens = self.size if tokens == len(self.rows) else tokens + 3
+        heads = self.heads.kv_heads * self.heads.group
+        return torch.randn(heads, tokens, self.heads.key_dim, dtype=self.dtype).to(DEVICE).transpose(0, 1)
+
+    def dense(self, query: Tensor, step: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of every real token, float64 [T, Hq, Dv] and [T, Hq], by a softmax over all it sees."""
+        outs, sums = [], []
+        token = 0
+        for number, row in enumerate(self.rows):
+            for position in range(row.keys + step - row.queries, row.keys + step):
+                out, total = self._one(query[token].cpu().double(), number, position, **options)
+                outs.append(out)
+                sums.append(total)
+                token += 1
+        return torch.stack(outs), torch.stack(sums)
+
+    def _one(
+        self,
+        query: Tensor,
+        row: int,
+        position: int,
+        *,
+        scale: float,
+        visibility: Visibility,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        first = 0
+        if visibility.window is not None:
+            first = max(first, position + 1 - visibility.window)
+        if visibility.chunk is not None:
+            first = max(first, position - position % visibility.chunk)
+        key, value = (t[row][first : position + 1].double() for t in (self.keys, self.values))
+        query = query.view(self.heads.kv_heads, self.heads.group, -1)
+        scores = torch.einsum("hgd,nhd->hgn", query, key) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        total = scores.logsumexp(-1)
+        weights = (scores - total[..., None]).exp()
+        if sinks is not None:
+            weights = weights * torch.sigmoid(total - sinks.cpu().double().view_as(total))[..., None]
+        out = torch.einsum("hgn,nhd->hgd", weights, value)
+        return out.flatten(0, 1), total.flatten()
