@@ -36,22 +36,100 @@ def weight_rows(columns, size, GATED: tl.constexpr):
 
 
 @triton.jit
-def _total(products, inverse, bias, GATED: tl.constexpr, BLOCK_N: tl.constexpr, dtype: tl.constexpr):
-    """The outputs of a skinny tile for one token, in fp32. products: [BLOCK_N, BLOCK_K]; inverse: 1 / rms, or 1."""
-    out = tl.sum(products, axis=1) * inverse + bias
+def store_outputs(
+    total,
+    rows,
+    tokens,
+    tile,
+    width,
+    bias_ptr,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bias, activation and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store."""
+    dtype = out_ptr.dtype.element_ty
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BIAS:
+        inside = columns < (2 * width if GATED else width)
+        total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        gate, up = tl.split(tl.reshape(out, (BLOCK_N // 2, 2)))
-        out = silu_times(gate, up, dtype)
-    return out
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        total = silu_times(gate, up, dtype)
+        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+        total = total.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], total, mask=inside)
 
 
 @triton.jit
-def _store(out, token: tl.constexpr, columns, width, residual_ptr, residual_stride, out_ptr, RESIDUAL: tl.constexpr):
-    inside = columns < width
-    if RESIDUAL:
-        residual = tl.load(residual_ptr + token * residual_stride + columns, mask=inside, other=0.0)
-        out = out.to(out_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)
-    tl.store(out_ptr + token * width + columns, out, mask=inside)
+def _single_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    tokens,
+    width,
+    depth,
+    eps,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``BLOCK_N`` rows of the weight for one token; products stay in registers and are added up once at the end.
+
+    The inverse rms is a factor of the whole sum, so its squares are added up in the same loop and nothing waits for it.
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[:, None] * weight_stride
+    inside = (columns < (2 * width if GATED else width))[:, None]
+    products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        deep = at < depth
+        w = tl.load(
+            weight_tile + at[None, :], mask=inside & deep[None, :], other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=deep, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)
+        products += w * x[None, :]
+    total = tl.sum(products, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / depth + eps)
+    store_outputs(
+        total[None, :],
+        tl.arange(0, 1),
+        tokens,
+        tl.program_id(0),
+        width,
+        bias_ptr,
+        residual_ptr,
+        residual_stride,
+        out_ptr,
+        BIAS,
+        RESIDUAL,
+        GATED,
+        1,
+        BLOCK_N,
+    )
 
 
 @triton.jit
@@ -65,10 +143,10 @@ def _skinny_kernel(
     x_stride,
     weight_stride,
     residual_stride,
+    tokens,
     width,
     depth,
     eps,
-    TOKENS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -76,81 +154,53 @@ def _skinny_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``BLOCK_N`` rows of the weight for up to four tokens; products stay in registers and are added up once at the end.
-
-    The inverse rms is a factor of the whole sum, so its squares are added up in the same loop and nothing waits for it.
-    """
-    dtype = out_ptr.dtype.element_ty
-    tile = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = weight_rows(tile, width, GATED).to(tl.int64)
-    inside = (tile < (2 * width if GATED else width))[:, None]
-    tile_ptr = weight_ptr + rows[:, None] * weight_stride
-    products0 = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    squares0 = tl.zeros((BLOCK_K,), tl.float32)
-    if TOKENS > 1:
-        products1, squares1 = products0, squares0
-    if TOKENS > 2:
-        products2, squares2 = products0, squares0
-    if TOKENS > 3:
-        products3, squares3 = products0, squares0
+    """As ``_single_kernel`` for up to 16 tokens, the rows of one tensor-core product; the weight comes in stages."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
+    inside = (columns < (2 * width if GATED else width))[None, :]
+    rows = tl.arange(0, 16)
+    real = (rows < tokens)[:, None]
+    total = tl.zeros((16, BLOCK_N), tl.float32)
+    squares = tl.zeros((16, BLOCK_K), tl.float32)
     for start in range(0, depth, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         deep = at < depth
-        w = tl.load(tile_ptr + at[None, :], mask=inside & deep[None, :], other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        x = tl.load(x_ptr + rows[:, None] * x_stride + at[None, :], mask=real & deep[None, :], other=0.0)
+        w = tl.load(weight_tile + at[:, None], mask=inside & deep[:, None], other=0.0)
         if NORM:
-            factor = tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)
-        else:
-            factor = 1.0
-        x = tl.load(x_ptr + at, mask=deep, other=0.0).to(tl.float32)
-        products0 += w * (x * factor)[None, :]
-        squares0 += x * x
-        if TOKENS > 1:
-            x = tl.load(x_ptr + x_stride + at, mask=deep, other=0.0).to(tl.float32)
-            products1 += w * (x * factor)[None, :]
-            squares1 += x * x
-        if TOKENS > 2:
-            x = tl.load(x_ptr + 2 * x_stride + at, mask=deep, other=0.0).to(tl.float32)
-            products2 += w * (x * factor)[None, :]
-            squares2 += x * x
-        if TOKENS > 3:
-            x = tl.load(x_ptr + 3 * x_stride + at, mask=deep, other=0.0).to(tl.float32)
-            products3 += w * (x * factor)[None, :]
-            squares3 += x * x
-
-    if BIAS:
-        bias = tl.load(bias_ptr + rows, mask=tile < (2 * width if GATED else width), other=0.0).to(tl.float32)
-    else:
-        bias = 0.0
-    columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2) if GATED else tile
-    inverse = tl.rsqrt(tl.sum(squares0, axis=0) / depth + eps) if NORM else 1.0
-    out = _total(products0, inverse, bias, GATED, BLOCK_N, dtype)
-    _store(out, 0, columns, width, residual_ptr, residual_stride, out_ptr, RESIDUAL)
-    if TOKENS > 1:
-        inverse = tl.rsqrt(tl.sum(squares1, axis=0) / depth + eps) if NORM else 1.0
-        out = _total(products1, inverse, bias, GATED, BLOCK_N, dtype)
-        _store(out, 1, columns, width, residual_ptr, residual_stride, out_ptr, RESIDUAL)
-    if TOKENS > 2:
-        inverse = tl.rsqrt(tl.sum(squares2, axis=0) / depth + eps) if NORM else 1.0
-        out = _total(products2, inverse, bias, GATED, BLOCK_N, dtype)
-        _store(out, 2, columns, width, residual_ptr, residual_stride, out_ptr, RESIDUAL)
-    if TOKENS > 3:
-        inverse = tl.rsqrt(tl.sum(squares3, axis=0) / depth + eps) if NORM else 1.0
-        out = _total(products3, inverse, bias, GATED, BLOCK_N, dtype)
-        _store(out, 3, columns, width, residual_ptr, residual_stride, out_ptr, RESIDUAL)
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / depth + eps)[:, None]
+    store_outputs(
+        total,
+        rows,
+        tokens,
+        tl.program_id(0),
+        width,
+        bias_ptr,
+        residual_ptr,
+        residual_stride,
+        out_ptr,
+        BIAS,
+        RESIDUAL,
+        GATED,
+        16,
+        BLOCK_N,
+    )
 
 
-def skinny_config(tokens: int, width: int, depth: int, processors: int) -> tuple[int, int]:
-    """(BLOCK_N, BLOCK_K) of the skinny kernel for a weight [width, depth].
-
-    A tile is what the registers of 128 threads hold of products; it is as tall as leaves every multiprocessor two.
-    """
-    elements = 8192 if tokens <= 2 else 4096
-    rows = 8
-    while rows > 2 and triton.cdiv(width, rows) < 2 * processors:
-        rows //= 2
-    return rows, min(elements // rows, max(triton.next_power_of_2(depth), 16))
+def skinny_config(tokens: int, weight: tuple[int, int], itemsize: int, processors: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do."""
+    width, depth = weight
+    if tokens == 1:  # 64 fp32 products in the registers of each of 128 threads, 16 bytes of a row at a time
+        rows = 8
+        while rows > 2 and triton.cdiv(width, rows) < 2 * processors:
+            rows //= 2
+        return rows, min(8192 // rows, max(int(triton.next_power_of_2(depth)), 16)), 1
+    return (32 if triton.cdiv(width, 32) >= 2 * processors else 16), 512 // itemsize, 5
 
 
 def _skinny(
@@ -162,11 +212,13 @@ def _skinny(
     gated: bool,
 ) -> Tensor:
     tokens, depth = x.shape
-    width = weight.shape[0] // 2 if gated else weight.shape[0]
-    rows, columns = skinny_config(tokens, weight.shape[0], depth, multiprocessors(x.device))
+    full_width = weight.shape[0]
+    width = full_width // 2 if gated else full_width
+    rows, columns, stages = skinny_config(tokens, (full_width, depth), x.dtype.itemsize, multiprocessors(x.device))
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     norm_weight, eps = norm or (x, 0.0)
-    _skinny_kernel[(triton.cdiv(weight.shape[0], rows),)](
+    kernel = _single_kernel if tokens == 1 else _skinny_kernel
+    kernel[(triton.cdiv(full_width, rows),)](
         x,
         weight,
         x if bias is None else bias,
@@ -176,10 +228,10 @@ def _skinny(
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
+        tokens,
         width,
         depth,
         eps,
-        TOKENS=tokens,
         BIAS=bias is not None,
         NORM=norm is not None,
         RESIDUAL=residual is not None,
@@ -187,6 +239,7 @@ def _skinny(
         BLOCK_N=rows,
         BLOCK_K=columns,
         num_warps=4,
+        num_stages=stages,
     )
     return out
 
@@ -201,10 +254,12 @@ def linear(
     gated: bool = False,
 ) -> Tensor:
     """As the reference's: ``act(norm(x) @ weight.T + bias) + residual``. x: [T, D]; weight: [N, D], its rows contiguous."""
-    if x.shape[0] <= _SKINNY and x.stride(1) == 1:
+    skinny = x.shape[0] <= _SKINNY and x.stride(1) == 1
+    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
+    if norm is not None and (not skinny or (x.dtype == torch.float16 and x.shape[0] > 1)):
+        x, norm = rms_norm(x, *norm), None
+    if skinny:
         return _skinny(x, weight, bias, norm, residual, gated)
-    if norm is not None:
-        x = rms_norm(x, *norm)
     if residual is not None and bias is None and not gated:
         return torch.addmm(residual, x, weight.t())
     out = F.linear(x, weight, bias)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.linear import weight_rows
-from stoker.kernels.norm_rotary import rms_norm, silu_times
+from stoker.kernels.linear import store_outputs, weight_rows
+from stoker.kernels.norm_rotary import rms_norm
 
 # Of the GPUs this is made for, one program on each multiprocessor or so. Constant, for what a segment is must not differ
 # from one GPU to another.
@@ -65,40 +65,6 @@ def _segment(
         w = tl.load(weight_ptr + at[:, None], mask=weight_inside & (at < end)[:, None], other=0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _finish(
-    total,
-    rows,
-    tokens,
-    tile,
-    width,
-    bias_ptr,
-    residual_ptr,
-    residual_stride,
-    out_ptr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Bias, activation and residual of a tile, and its store."""
-    dtype = out_ptr.dtype.element_ty
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if BIAS:
-        inside = columns < (2 * width if GATED else width)
-        total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        total = silu_times(gate, up, dtype)
-        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
-    if RESIDUAL:
-        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
-        total = total.to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], total, mask=inside)
 
 
 @triton.jit
@@ -173,7 +139,7 @@ def _matmul_kernel(
                 BLOCK_N,
                 BLOCK_K,
             )
-        _finish(
+        store_outputs(
             total,
             rows,
             tokens,
@@ -214,7 +180,7 @@ def _add_segments_kernel(
     for number in range(SEGMENTS):
         at = (number * tokens + rows)[:, None] * full_width + columns
         total += tl.load(partial_ptr + at, mask=columns < full_width, other=0.0)
-    _finish(
+    store_outputs(
         total,
         rows,
         tokens,

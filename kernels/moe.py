@@ -240,9 +240,9 @@ def _experts(
             EXPERTS=triton.next_power_of_2(num_experts),
             BLOCK_M=rows,
             BLOCK_N=columns,
-            BLOCK_K=128 // x.dtype.itemsize,
+            BLOCK_K=(256 if rows < 64 else 128) // x.dtype.itemsize,
             num_warps=8 if rows == 128 else 4,
-            num_stages=3,
+            num_stages=3 if rows == 128 else 4,
         )
         return out
 

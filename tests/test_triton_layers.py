@@ -166,16 +166,29 @@ def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -
 def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a wide weight, and with a depth of several tiles."""
     monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)
-    assert triton_linear.skinny_config(tokens, 52, 1100, 1)[0] == 8
-    arguments = make_linear(tokens, 52, 1100, options, torch.float32)
+    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 1100), 4, 1)
+    assert rows == (8 if tokens == 1 else 32) and depth < 1100
+    arguments = make_linear(tokens, 68, 1100, options, torch.float32)
     assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
 
 
-def test_the_skinny_kernel_fits_its_registers_and_fills_the_device() -> None:
-    for tokens, width, depth in itertools.product((1, 2, 3, 4), (256, 2048, 28672, 128256), (80, 2048, 8192)):
-        rows, columns = triton_linear.skinny_config(tokens, width, depth, 132)
-        assert rows % 2 == 0 and rows * columns * tokens <= 128 * 128  # fp32 products of 128 threads
-        assert rows == 2 or width // rows >= 2 * 132
+def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
+    arguments = make_linear(2, 32, 64, "n", torch.float16)
+    arguments["x"][:, 7], arguments["norm"][0][7] = 60000.0, 4.0
+    assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float16)
+
+
+def test_the_skinny_kernels_fit_the_chip_and_fill_it() -> None:
+    for tokens, width, depth, itemsize in itertools.product(
+        (1, 4), (256, 2048, 28672, 128256), (80, 2048, 8192), (2, 4)
+    ):
+        rows, columns, stages = triton_linear.skinny_config(tokens, (width, depth), itemsize, 132)
+        if tokens == 1:
+            assert rows * columns <= 64 * 128  # fp32 products in the registers of 128 threads
+            assert rows == 2 or width // rows >= 2 * 132
+        else:
+            assert stages * (16 + rows) * columns * itemsize <= 227 * 1024  # shared memory
+            assert rows == 16 or width // rows >= 2 * 132
 
 
 INVARIANT = [(200, 300, "nb"), (130, 700, "rg"), (96, 80, "bnrg")]
