@@ -253,8 +253,9 @@ def linear(
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """As the reference's: ``act(norm(x) @ weight.T + bias) + residual``. x: [T, D]; weight: [N, D], its rows contiguous."""
-    skinny = x.shape[0] <= _SKINNY and x.stride(1) == 1
+    """As the reference's: ``act(norm(x) @ weight.T + bias) + residual``. x: [T, D]; weight: [N, D]."""
+    rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
+    skinny = x.shape[0] <= _SKINNY and rows_whole
     # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
     if norm is not None and (not skinny or (x.dtype == torch.float16 and x.shape[0] > 1)):
         x, norm = rms_norm(x, *norm), None

@@ -172,6 +172,13 @@ def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pyt
     assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "residual"])
+def test_a_linear_of_tensors_whose_rows_are_not_contiguous(name: str) -> None:
+    arguments = make_linear(3, 20, 24, "nr", torch.float32)
+    arguments[name] = arguments[name].t().contiguous().t()
+    assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
+
+
 def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
     arguments = make_linear(2, 32, 64, "n", torch.float16)
     arguments["x"][:, 7], arguments["norm"][0][7] = 60000.0, 4.0
