@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
@@ -127,6 +128,7 @@ class ModelShell:
         check_length(model, max_model_len)
         config = copy.deepcopy(model.config)
         config._attn_implementation = _ATTENTION
+        config._experts_implementation = EXPERTS
         config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             self.module: Any = type(model)(config)

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from stoker.kernels import attention as triton_attention
 from stoker.kernels import cpu_attention
-from stoker.kernels.reference import attention, linear, norm_rotary, sampling
+from stoker.kernels import linear as triton_linear
+from stoker.kernels import linear_invariant as triton_linear_invariant
+from stoker.kernels import moe as triton_moe
+from stoker.kernels import norm_rotary as triton_norm_rotary
+from stoker.kernels.reference import attention, linear, moe, norm_rotary, sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
+    experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -39,6 +44,7 @@ REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
     silu_mul=norm_rotary.silu_mul,
     linear=linear.linear,
+    experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,
     write_kv=attention.write_kv,
@@ -50,6 +56,21 @@ REFERENCE = Ops(
     truncate=sampling.truncate,
 )
 
+TRITON = replace(
+    REFERENCE,
+    rms_norm=triton_norm_rotary.rms_norm,
+    silu_mul=triton_norm_rotary.silu_mul,
+    linear=triton_linear.linear,
+    experts=triton_moe.experts,
+    qk_norm_rotary_write=triton_norm_rotary.qk_norm_rotary_write,
+)
+
+# The same bits for a row alone and among any others, where TRITON's depend on how many there are.
+DETERMINISTIC = replace(
+    TRITON,
+    linear=triton_linear_invariant.linear,
+    experts=triton_moe.experts_invariant,
+)
 
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
 

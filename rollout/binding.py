@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.model import ModelShell, check_supported
@@ -80,6 +81,7 @@ class ModelBinding:
     def _new_shell(self, source: AliasedSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
         shell.bind(source.tensors(), source.module)
+        take_over_experts(shell.module, self.ops)
         return shell
 
     def _fuse(self, shell: ModelShell, source: AliasedSource) -> None:

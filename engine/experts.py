@@ -1,0 +1,64 @@
+"""Experts of a mixture-of-experts layer on the engine's own operation, through transformers' ``ExpertsInterface``.
+
+A module is taken over only where the activation between its projections is one the operation knows, which is tried out
+on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.moe import Gate
+
+EXPERTS = "stoker_experts"
+_DEFAULT = "grouped_mm"
+_STATE = "stoker_experts"  # (operations, gate) on a module that was taken over
+
+
+def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Called by transformers. hidden_states: [T, D]; top_k_index, top_k_weights: [T, K]; returns [T, D]."""
+    state: tuple[Ops, Gate] | None = getattr(module, _STATE, None)
+    if state is None:
+        return ALL_EXPERTS_FUNCTIONS[_DEFAULT](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    ops, gate = state
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    return ops.experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, gate=gate)
+
+
+ExpertsInterface.register(EXPERTS, _experts_interface)
+
+
+def take_over_experts(model: nn.Module, ops: Ops) -> int:
+    """Let the modules of ``model`` that go through the interface run on ``ops``. Returns how many do."""
+    count = 0
+    for module in model.modules():
+        gate = _gate_of(module) if hasattr(type(module), "_apply_gate") else None
+        if gate is not None:
+            setattr(module, _STATE, (ops, gate))
+            count += 1
+    return count
+
+
+def _gate_of(module: Any) -> Gate | None:
+    """The activation of an experts module, or None where it is not one the operation knows."""
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return None
+    known = [Gate()]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        known.append(Gate(interleaved=True, alpha=module.alpha, limit=module.limit, offset=1.0))
+    size = 16
+    probe = torch.linspace(-12, 12, 4 * size).view(2 * size, 2).t().contiguous()  # beyond any limit, both halves unlike
+    expected = module._apply_gate(probe)
+    for gate in known:
+        actual = gate(probe)
+        if actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):
+            return gate
+    return None

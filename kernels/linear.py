@@ -1,0 +1,269 @@
+"""A projection with what stands before and after it in a decoder layer, for a GPU.
+
+Up to ``_SKINNY`` tokens it is bound by the reading of the weight: one Triton kernel reads every byte of it once and does
+norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between small
+kernels. ``linear_invariant`` gives a row the same bits whatever stands beside it, for the price of a slower product.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels.norm_rotary import rms_norm, silu_mul, silu_times
+
+_SKINNY = 4
+_CPU_MULTIPROCESSORS = 132  # the interpreter plays the GPU these kernels are made for
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def weight_rows(columns, size, GATED: tl.constexpr):
+    """The weight's row of each column of a tile. Gated: columns alternate between gate and up, which lie ``size`` apart."""
+    return (columns % 2) * size + columns // 2 if GATED else columns
+
+
+@triton.jit
+def store_outputs(
+    total,
+    rows,
+    tokens,
+    tile,
+    width,
+    bias_ptr,
+    residual_ptr,
+    residual_stride,
+    out_ptr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bias, activation and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store."""
+    dtype = out_ptr.dtype.element_ty
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BIAS:
+        inside = columns < (2 * width if GATED else width)
+        total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        total = silu_times(gate, up, dtype)
+        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+        total = total.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + rows[:, None] * width + columns[None, :], total, mask=inside)
+
+
+@triton.jit
+def _single_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    tokens,
+    width,
+    depth,
+    eps,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``BLOCK_N`` rows of the weight for one token; products stay in registers and are added up once at the end.
+
+    The inverse rms is a factor of the whole sum, so its squares are added up in the same loop and nothing waits for it.
+    """
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[:, None] * weight_stride
+    inside = (columns < (2 * width if GATED else width))[:, None]
+    products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        deep = at < depth
+        w = tl.load(
+            weight_tile + at[None, :], mask=inside & deep[None, :], other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=deep, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)
+        products += w * x[None, :]
+    total = tl.sum(products, axis=1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / depth + eps)
+    store_outputs(
+        total[None, :],
+        tl.arange(0, 1),
+        tokens,
+        tl.program_id(0),
+        width,
+        bias_ptr,
+        residual_ptr,
+        residual_stride,
+        out_ptr,
+        BIAS,
+        RESIDUAL,
+        GATED,
+        1,
+        BLOCK_N,
+    )
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    tokens,
+    width,
+    depth,
+    eps,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """As ``_single_kernel`` for up to 16 tokens, the rows of one tensor-core product; the weight comes in stages."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
+    inside = (columns < (2 * width if GATED else width))[None, :]
+    rows = tl.arange(0, 16)
+    real = (rows < tokens)[:, None]
+    total = tl.zeros((16, BLOCK_N), tl.float32)
+    squares = tl.zeros((16, BLOCK_K), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        deep = at < depth
+        x = tl.load(x_ptr + rows[:, None] * x_stride + at[None, :], mask=real & deep[None, :], other=0.0)
+        w = tl.load(weight_tile + at[:, None], mask=inside & deep[:, None], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, axis=1) / depth + eps)[:, None]
+    store_outputs(
+        total,
+        rows,
+        tokens,
+        tl.program_id(0),
+        width,
+        bias_ptr,
+        residual_ptr,
+        residual_stride,
+        out_ptr,
+        BIAS,
+        RESIDUAL,
+        GATED,
+        16,
+        BLOCK_N,
+    )
+
+
+def skinny_config(tokens: int, weight: tuple[int, int], itemsize: int, processors: int) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do."""
+    width, depth = weight
+    if tokens == 1:  # 64 fp32 products in the registers of each of 128 threads, 16 bytes of a row at a time
+        rows = 8
+        while rows > 2 and triton.cdiv(width, rows) < 2 * processors:
+            rows //= 2
+        return rows, min(8192 // rows, max(int(triton.next_power_of_2(depth)), 16)), 1
+    return (32 if triton.cdiv(width, 32) >= 2 * processors else 16), 512 // itemsize, 5
+
+
+def _skinny(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    residual: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    tokens, depth = x.shape
+    full_width = weight.shape[0]
+    width = full_width // 2 if gated else full_width
+    rows, columns, stages = skinny_config(tokens, (full_width, depth), x.dtype.itemsize, multiprocessors(x.device))
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    norm_weight, eps = norm or (x, 0.0)
+    kernel = _single_kernel if tokens == 1 else _skinny_kernel
+    kernel[(triton.cdiv(full_width, rows),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        norm_weight,
+        x if residual is None else residual,
+        out,
+        x.stride(0),
+        weight.stride(0),
+        0 if residual is None else residual.stride(0),
+        tokens,
+        width,
+        depth,
+        eps,
+        BIAS=bias is not None,
+        NORM=norm is not None,
+        RESIDUAL=residual is not None,
+        GATED=gated,
+        BLOCK_N=rows,
+        BLOCK_K=columns,
+        num_warps=4,
+        num_stages=stages,
+    )
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """As the reference's: ``act(norm(x) @ weight.T + bias) + residual``. x: [T, D]; weight: [N, D]."""
+    rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
+    skinny = x.shape[0] <= _SKINNY and rows_whole
+    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
+    if norm is not None and (not skinny or (x.dtype == torch.float16 and x.shape[0] > 1)):
+        x, norm = rms_norm(x, *norm), None
+    if skinny:
+        return _skinny(x, weight, bias, norm, residual, gated)
+    if residual is not None and bias is None and not gated:
+        return torch.addmm(residual, x, weight.t())
+    out = F.linear(x, weight, bias)
+    if gated:
+        out = silu_mul(out)
+    return out if residual is None else out.add_(residual)

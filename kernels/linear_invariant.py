@@ -1,0 +1,268 @@
+"""A projection whose rows have the same bits alone and among any others, for a GPU.
+
+A matrix product in tiles whose shape and order of sums the weight alone decides, between small kernels that are invariant
+already (He et al., "Defeating nondeterminism in LLM inference", 2025).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels.linear import store_outputs, weight_rows
+from stoker.kernels.norm_rotary import rms_norm
+
+# Of the GPUs this is made for, one program on each multiprocessor or so. Constant, for what a segment is must not differ
+# from one GPU to another.
+_FILLED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulConfig:
+    """How to multiply by a weight: the same for every number of tokens.
+
+    The depth is cut into ``segments`` whose sums are added in order. One program may do them all, or each its own
+    program and a second kernel the additions: the arithmetic, and so every bit of the result, is the same.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    segments: int
+    depth: int  # of a segment, a multiple of block_k
+
+
+def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
+    """The configuration for a weight [width, depth]. It knows nothing of the tokens, and must not."""
+    block_k = 128 // dtype.itemsize
+    columns = triton.cdiv(width, 128)
+    segments = max(1, min(2 * _FILLED // columns, depth // (4 * block_k), 8))
+    return MatmulConfig(64, 128, block_k, segments, triton.cdiv(triton.cdiv(depth, segments), block_k) * block_k)
+
+
+@triton.jit
+def _segment(
+    x_ptr,
+    weight_ptr,
+    x_inside,
+    weight_inside,
+    begin,
+    end,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sum over one segment of the depth, fp32 [BLOCK_M, BLOCK_N]."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + at[None, :], mask=x_inside & (at < end)[None, :], other=0.0)
+        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & (at < end)[:, None], other=0.0)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _matmul_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,
+    x_stride,
+    weight_stride,
+    residual_stride,
+    tokens,
+    width,
+    depth,
+    segment_depth,
+    SEGMENTS: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One tile of the result, or with ``PARALLEL`` one segment of one, which goes to ``partial`` [SEGMENTS, T, N]."""
+    full_width = 2 * width if GATED else width
+    tiles_m = tl.cdiv(tokens, BLOCK_M)
+    tiles_n = tl.cdiv(full_width, BLOCK_N)
+    # Programs that run at the same time take GROUP tiles of rows by few tiles of columns: both are then in cache.
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    height = min(tiles_m - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    tile_m, tile_n = group * GROUP + within % height, within // height
+
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_tile = x_ptr + rows[:, None] * x_stride
+    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
+    x_inside = (rows < tokens)[:, None]
+    weight_inside = (columns < full_width)[None, :]
+    if PARALLEL:
+        number = tl.program_id(1)
+        begin = number * segment_depth
+        total = _segment(
+            x_tile,
+            weight_tile,
+            x_inside,
+            weight_inside,
+            begin,
+            min(begin + segment_depth, depth),
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        at = (number * tokens + rows)[:, None] * full_width + columns[None, :]
+        tl.store(partial_ptr + at, total, mask=x_inside & weight_inside)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for number in range(SEGMENTS):
+            begin = number * segment_depth
+            total += _segment(
+                x_tile,
+                weight_tile,
+                x_inside,
+                weight_inside,
+                begin,
+                min(begin + segment_depth, depth),
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        store_outputs(
+            total,
+            rows,
+            tokens,
+            tile_n,
+            width,
+            bias_ptr,
+            residual_ptr,
+            residual_stride,
+            out_ptr,
+            BIAS,
+            RESIDUAL,
+            GATED,
+            BLOCK_M,
+            BLOCK_N,
+        )
+
+
+@triton.jit
+def _add_segments_kernel(
+    partial_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    residual_stride,
+    tokens,
+    width,
+    SEGMENTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One token and ``BLOCK_N`` columns: the segments in order, as a program that does them all would add them."""
+    full_width = 2 * width if GATED else width
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((1, BLOCK_N), tl.float32)
+    for number in range(SEGMENTS):
+        at = (number * tokens + rows)[:, None] * full_width + columns
+        total += tl.load(partial_ptr + at, mask=columns < full_width, other=0.0)
+    store_outputs(
+        total,
+        rows,
+        tokens,
+        tl.program_id(1),
+        width,
+        bias_ptr,
+        residual_ptr,
+        residual_stride,
+        out_ptr,
+        BIAS,
+        RESIDUAL,
+        GATED,
+        1,
+        BLOCK_N,
+    )
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """As the reference's ``linear``. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
+    config = matmul_config(weight.shape[0], weight.shape[1], x.dtype)
+    return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, residual, gated, config)
+
+
+def _matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, c: MatmulConfig
+) -> Tensor:
+    assert x.stride(1) == 1 and weight.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    tokens, depth = x.shape
+    full_width = weight.shape[0]
+    width = full_width // 2 if gated else full_width
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(tokens, c.block_m) * triton.cdiv(full_width, c.block_n)
+    parallel = c.segments > 1 and tiles < _FILLED
+    partial = torch.empty(c.segments, tokens, full_width, device=x.device) if parallel else out
+    epilogue = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
+    bias_or_x, residual_or_x = x if bias is None else bias, x if residual is None else residual
+    residual_stride = 0 if residual is None else residual.stride(0)
+    _matmul_kernel[(tiles, c.segments if parallel else 1)](
+        x,
+        weight,
+        bias_or_x,
+        residual_or_x,
+        out,
+        partial,
+        x.stride(0),
+        weight.stride(0),
+        residual_stride,
+        tokens,
+        width,
+        depth,
+        c.depth,
+        SEGMENTS=c.segments,
+        PARALLEL=parallel,
+        **epilogue,
+        BLOCK_M=c.block_m,
+        BLOCK_N=c.block_n,
+        BLOCK_K=c.block_k,
+        GROUP=8,
+        num_warps=4,
+        num_stages=4,
+    )
+    if parallel:
+        block = 512
+        _add_segments_kernel[(tokens, triton.cdiv(full_width, block))](
+            partial,
+            bias_or_x,
+            residual_or_x,
+            out,
+            residual_stride,
+            tokens,
+            width,
+            SEGMENTS=c.segments,
+            **epilogue,
+            BLOCK_N=block,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,254 @@
+"""The experts of a mixture-of-experts layer, for a GPU: a grouped product over the model's own 3-D weights.
+
+Pairs of token and expert are put in the order of the experts on the device, in a number of programs that depends on the
+number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, gate and up with
+activation, down, and the weighted sum.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels.linear import multiprocessors
+from stoker.kernels.reference.moe import Gate
+
+_MAX_SCAN = 4096  # expert ids that a program looks at together
+_INVARIANT_ROWS = 64
+
+
+@triton.jit
+def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
+    """Counting sort by one program an expert: where its pairs start, and which they are, in their own order."""
+    expert = tl.program_id(0)
+    below = 0
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + at, mask=at < pairs, other=expert)
+        below += tl.sum((ids < expert).to(tl.int32), axis=0)
+    tl.store(starts_ptr + expert, below)
+    for start in range(0, pairs, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mine = tl.load(ids_ptr + at, mask=at < pairs, other=-1) == expert
+        count = mine.to(tl.int32)
+        tl.store(order_ptr + below + tl.cumsum(count, axis=0) - count, at, mask=mine)
+        below += tl.sum(count, axis=0)
+
+
+@triton.jit
+def _gate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr, dtype: tl.constexpr):
+    """``Gate`` in fp32, rounded to ``dtype`` where separate operations would round."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    return (gate * tl.sigmoid(gate * alpha)).to(dtype).to(tl.float32) * (up + offset).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _grouped_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    order_ptr,
+    starts_ptr,
+    out_ptr,
+    expert_stride,
+    row_stride,
+    depth_stride,
+    experts,
+    width,
+    depth,
+    per_token,
+    alpha,
+    limit,
+    offset,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A tile of one expert's pairs by columns of its weight.
+
+    GATED: rows of ``x`` are tokens, those of the result pairs in order, [S, width], of a weight twice as wide. Else
+    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places.
+    """
+    dtype = out_ptr.dtype.element_ty
+    # Which expert this tile of pairs is of: each has as many tiles as its pairs fill.
+    numbers = tl.arange(0, EXPERTS)
+    known = numbers < experts
+    starts = tl.load(starts_ptr + numbers, mask=known, other=0)
+    ends = tl.load(starts_ptr + numbers + 1, mask=known, other=0)
+    tiles = tl.cdiv(ends - starts, BLOCK_M)
+    tiles_until = tl.cumsum(tiles, axis=0)
+    tile = tl.program_id(1)
+    expert = tl.sum((tiles_until <= tile).to(tl.int32), axis=0)
+    if expert >= experts:
+        return
+    mine = numbers == expert
+    first = tl.sum(tl.where(mine, starts + (tile - tiles_until + tiles) * BLOCK_M, 0), axis=0)
+    end = tl.sum(tl.where(mine, ends, 0), axis=0)
+
+    places = first + tl.arange(0, BLOCK_M)
+    real = places < end
+    pairs = tl.load(order_ptr + places, mask=real, other=0).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < (2 * width if GATED else width)
+    if GATED:  # columns of a tile alternate between gate and up, wherever the weight has them
+        weight_rows = columns if INTERLEAVED else (columns % 2) * width + columns // 2
+        x_rows = pairs // per_token
+    else:
+        weight_rows = columns
+        x_rows = places.to(tl.int64)
+    x_tile = x_ptr + x_rows[:, None] * depth
+    weight_tile = weight_ptr + expert.to(tl.int64) * expert_stride + weight_rows.to(tl.int64)[None, :] * row_stride
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        x = tl.load(x_tile + at[None, :], mask=real[:, None] & (at < depth)[None, :], other=0.0)
+        w = tl.load(
+            weight_tile + at[:, None].to(tl.int64) * depth_stride,
+            mask=inside[None, :] & (at < depth)[:, None],
+            other=0.0,
+        )
+        total = tl.dot(x, w, total, input_precision="ieee")
+    if BIAS:
+        bias_width = 2 * width if GATED else width
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_width + weight_rows, mask=inside, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+        total = _gate(gate, up, alpha, limit, offset, CLAMPED, dtype)
+        columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_rows = places.to(tl.int64)
+    else:
+        out_rows = pairs
+    out_at = out_rows[:, None] * width + columns[None, :]
+    tl.store(out_ptr + out_at, total, mask=real[:, None] & (columns < width)[None, :])
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    pairs_ptr, weights_ptr, out_ptr, weights_stride, width, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(PER_TOKEN):
+        weight = tl.load(weights_ptr + token * weights_stride + k).to(tl.float32)
+        row = tl.load(pairs_ptr + (token * PER_TOKEN + k) * width + at, mask=at < width, other=0.0)
+        total += weight * row.to(tl.float32)
+    tl.store(out_ptr + token * width + at, total, mask=at < width)
+
+
+def rows_per_tile(pairs: int, num_experts: int) -> int:
+    """Height of a tile: about the pairs an expert has, so that few rows are empty and no weight is read twice."""
+    return int(min(max(triton.next_power_of_2(triton.cdiv(pairs, num_experts)), 16), 128))
+
+
+def experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    gate: Gate,
+) -> Tensor:
+    """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I]."""
+    rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
+    # Narrow tiles while few pairs are there, so that all multiprocessors read.
+    tiles = _max_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
+    columns = 64 if tiles < 2 * multiprocessors(x.device) else 128
+    return _experts(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, rows, columns)
+
+
+def experts_invariant(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    gate: Gate,
+) -> Tensor:
+    """``experts`` in tiles of one shape always: a token has the same bits alone and among any others."""
+    return _experts(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, _INVARIANT_ROWS, 128)
+
+
+def _max_tiles(pairs: int, num_experts: int, rows: int) -> int:
+    """The most tiles of ``rows`` that pairs can fall into: a full one takes ``rows``, and an expert has one other."""
+    return pairs // rows + min(pairs, num_experts)
+
+
+def _experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate: Gate,
+    rows: int,
+    columns: int,
+) -> Tensor:
+    x, expert_ids = x.contiguous(), expert_ids.contiguous()
+    assert expert_weights.stride(1) == 1 and (gate_up_bias is None or gate_up_bias.is_contiguous())
+    assert down_bias is None or down_bias.is_contiguous()
+    tokens, per_token = expert_ids.shape
+    pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
+    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+    block = min(max(triton.next_power_of_2(pairs), 16), _MAX_SCAN)
+    _order_kernel[(num_experts + 1,)](expert_ids, order, starts, pairs, BLOCK=block, num_warps=4)
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+        full_width, depth = weight.shape[1:]
+        width = full_width // 2 if gated else full_width
+        out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+        # Columns vary first: programs of one expert run near each other, and share its weight in cache.
+        _grouped_kernel[(triton.cdiv(full_width, columns), _max_tiles(pairs, num_experts, rows))](
+            x,
+            weight,
+            x if bias is None else bias,
+            order,
+            starts,
+            out,
+            *weight.stride(),
+            num_experts,
+            width,
+            depth,
+            per_token,
+            gate.alpha,
+            gate.limit,
+            gate.offset,
+            GATED=gated,
+            INTERLEAVED=gate.interleaved,
+            CLAMPED=gate.limit != float("inf"),
+            BIAS=bias is not None,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            BLOCK_M=rows,
+            BLOCK_N=columns,
+            BLOCK_K=(256 if rows < 64 else 128) // x.dtype.itemsize,
+            num_warps=8 if rows == 128 else 4,
+            num_stages=3 if rows == 128 else 4,
+        )
+        return out
+
+    chosen = multiply(multiply(x, gate_up, gate_up_bias, True), down, down_bias, False)
+    out = torch.empty_like(x)
+    _weighted_sum_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
+        chosen, expert_weights, out, expert_weights.stride(0), x.shape[1], PER_TOKEN=per_token, BLOCK=1024, num_warps=4
+    )
+    return out

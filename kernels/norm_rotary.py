@@ -1,0 +1,199 @@
+"""Normalisation, rotary embedding with the KV write, and gated activation, as Triton kernels.
+
+Each program does whole rows with a shape that the row's width alone decides, so a row's result depends on no other row.
+Arithmetic is fp32; it rounds where the reference does.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SILU_BLOCK = 1024
+_HEADS_TILE = 1024  # elements of a program's heads: a 16-byte load for each thread
+
+
+def _warps(elements: int) -> int:
+    """About 16 elements a thread."""
+    return int(min(max(triton.next_power_of_2(elements) // 512, 1), 16))
+
+
+@triton.jit
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, dim, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < dim
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    normed = (x * inverse).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + row * dim + at, normed * weight, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference's: x [..., D], weight [D]; the weight multiplies after the cast back to the dtype of ``x``."""
+    dim = x.shape[-1]
+    rows = x.reshape(-1, dim)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norm_kernel[(rows.shape[0],)](
+        rows, weight, out, rows.stride(0), dim, eps, BLOCK=triton.next_power_of_2(dim), num_warps=_warps(dim)
+    )
+    return out
+
+
+@triton.jit
+def silu_times(gate, up, dtype: tl.constexpr):
+    """``silu(gate) * up`` in fp32, rounded to ``dtype`` where separate operations would round; the product is not."""
+    gate = gate.to(dtype).to(tl.float32)
+    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate_ptr = gate_up_ptr + row * row_stride + at
+    gate = tl.load(gate_ptr, mask=inside, other=0.0)
+    up = tl.load(gate_ptr + size, mask=inside, other=0.0)
+    tl.store(out_ptr + row * size + at, silu_times(gate, up, out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``silu(gate) * up``, [T, I]."""
+    assert gate_up.ndim == 2 and gate_up.stride(1) == 1
+    size = gate_up.shape[1] // 2
+    out = torch.empty(gate_up.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _SILU_BLOCK))](
+        gate_up, out, gate_up.stride(0), size, BLOCK=_SILU_BLOCK, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _qk_norm_rotary_write_kernel(
+    qkv_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    query_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    token_stride,
+    head_stride,
+    cos_stride,
+    sin_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_slot_stride,
+    value_head_stride,
+    heads,
+    kv_heads,
+    dim,
+    eps,
+    rotated,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
+    """One token and ``HEADS`` of its heads: queries come first, then keys, then values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, DIM)[None, :]
+    dtype = query_ptr.dtype.element_ty
+    is_query = head < heads
+    is_key = (head >= heads) & (head < heads + kv_heads)
+    is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    inside = at < dim
+
+    row_ptr = qkv_ptr + token * token_stride + head * head_stride
+    x = tl.load(row_ptr + at, mask=(is_query | is_key | is_value) & inside, other=0.0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
+    value_ptr = value_cache_ptr + slot * value_slot_stride + (head - heads - kv_heads) * value_head_stride + at
+    tl.store(value_ptr, x, mask=is_value & inside)
+
+    both = (is_query | is_key) & inside
+    wide = x.to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
+        weight = tl.load(query_weight_ptr + at, mask=inside & is_query, other=0.0).to(tl.float32)
+        weight += tl.load(key_weight_ptr + at, mask=inside & is_key, other=0.0).to(tl.float32)
+        wide = ((wide * inverse).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    if ROTARY:
+        # The other half of a pair, which another thread holds, is read and normalised again: it is in cache.
+        turns = at < rotated
+        low = at < rotated // 2
+        other_at = tl.where(low, at + rotated // 2, at - rotated // 2)
+        other = tl.load(row_ptr + other_at, mask=both & turns, other=0.0).to(tl.float32)
+        if NORM:
+            weight = tl.load(query_weight_ptr + other_at, mask=turns & is_query, other=0.0).to(tl.float32)
+            weight += tl.load(key_weight_ptr + other_at, mask=turns & is_key, other=0.0).to(tl.float32)
+            other = ((other * inverse).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        cos = tl.load(cos_ptr + token * cos_stride + at, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * sin_stride + at, mask=turns, other=0.0).to(tl.float32)
+        wide = wide * cos + tl.where(low, -other, other) * sin
+
+    tl.store(query_ptr + (token * heads + head) * dim + at, wide, mask=is_query & inside)
+    key_ptr = key_cache_ptr + slot * key_slot_stride + (head - heads) * key_head_stride + at
+    tl.store(key_ptr, wide, mask=is_key & inside)
+
+
+def qk_norm_rotary_write(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    norm: tuple[Tensor, Tensor, float] | None,
+    cos_sin: tuple[Tensor, Tensor] | None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """As the reference's, in one pass over the projected heads.
+
+    qkv: [T, heads + 2 * kv_heads, D]; caches: [N, block, kv_heads, D]; slots: int64 [T]. Returns query [T, heads, D].
+    """
+    tokens, _, dim = qkv.shape
+    caches = (key_cache, value_cache)
+    assert qkv.stride(2) == 1
+    assert all(c.stride(3) == 1 and c.stride(0) == c.shape[1] * c.stride(1) for c in caches)
+    query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    query_weight, key_weight, eps = norm or (qkv, qkv, 0.0)
+    cos, sin = cos_sin or (qkv, qkv)
+    assert cos.stride(-1) == sin.stride(-1) == 1
+    padded = triton.next_power_of_2(dim)
+    tile = max(_HEADS_TILE // padded, 1)
+    _qk_norm_rotary_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile))](
+        qkv,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        query,
+        key_cache,
+        value_cache,
+        slots,
+        qkv.stride(0),
+        qkv.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        *(stride for cache in caches for stride in (cache.stride(1), cache.stride(2))),
+        heads,
+        kv_heads,
+        dim,
+        eps,
+        cos.shape[-1],
+        HEADS=tile,
+        DIM=padded,
+        NORM=norm is not None,
+        ROTARY=cos_sin is not None,
+        num_warps=4,
+    )
+    return query

@@ -1,0 +1,302 @@
+"""Triton kernels of a decoder layer without attention and experts, against torch in fp64 and Hugging Face's modules."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from families import VOCAB, make_model
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+
+from stoker.kernels import linear as triton_linear
+from stoker.kernels import linear_invariant
+from stoker.kernels.ops import DETERMINISTIC, REFERENCE, TRITON, Ops
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
+
+EPS = 1e-5
+TABLES = [TRITON, DETERMINISTIC]
+names = {id(TRITON): "triton", id(DETERMINISTIC): "deterministic"}
+tables = pytest.mark.parametrize("ops", TABLES, ids=lambda ops: names[id(ops)])
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (5, 2304), (2, 3, 96), (1, 4097)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    out = TRITON.rms_norm(x, weight, EPS)
+    assert_close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS), dtype)
+    if dtype != torch.float32:
+        module = LlamaRMSNorm(shape[-1], EPS).to(DEVICE, dtype)
+        module.weight.data.copy_(weight)
+        # It rounds twice, where they do: a kernel that rounded once would differ in a quarter of the numbers.
+        assert (out == module(x)).float().mean() > 0.99
+
+
+def test_rms_norm_of_rows_that_lie_apart() -> None:
+    x, weight = randn(4, 3, 96), randn(32)
+    for rows in (x[:, 1, 32:64], x.transpose(1, 2)[:, 32:64].transpose(1, 2), x[..., ::3]):
+        assert_close(
+            TRITON.rms_norm(rows, weight, EPS), F.rms_norm(rows.double(), (32,), weight.double(), EPS), x.dtype
+        )
+
+
+@dtypes
+@pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1024), (2, 1500)])
+def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(tokens, 2 * size, dtype=dtype, scale=3.0)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_close(TRITON.silu_mul(gate_up), F.silu(gate) * up, dtype)
+
+
+# heads, kv heads, head size, rotated dimensions of it (0: no rotation), norm: as llama, qwen3, phi3, glm4, smollm3's
+# layers without rotation, gpt-neox's odd sizes, gemma's wide heads.
+HEADS = [
+    (4, 2, 64, 64, False),
+    (3, 1, 128, 128, True),
+    (5, 5, 80, 32, False),
+    (8, 2, 96, 48, True),
+    (2, 2, 16, 0, False),
+    (2, 1, 20, 0, True),
+    (16, 1, 12, 6, True),
+    (1, 1, 256, 256, True),
+]
+
+
+@dtypes
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_qk_norm_rotary_write(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, rotated, normed = shape
+    tokens, block = 5, 4
+    wide = randn(tokens, 2, heads + 2 * kv_heads, dim, dtype=dtype)
+    qkv = wide[:, 1]  # its tokens lie apart
+    norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS) if normed else None
+    angles = randn(tokens, rotated, scale=3.0)  # unlike in both halves, so that a mixed-up one shows
+    cos_sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotated else None
+    caches = [torch.full((6, block, kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([7, 4, 23, 0, 12], device=DEVICE)
+    query = TRITON.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, slots)
+
+    q, k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q, k = (F.rms_norm(t, (dim,), w.double(), EPS) for t, w in ((q, norm[0]), (k, norm[1])))
+    if cos_sin is not None:
+        cos, sin = (t.double() for t in cos_sin)
+        q, k = (t.transpose(0, 1)[None] for t in (q, k))
+        q, k = (t[0].transpose(0, 1) for t in apply_rotary_pos_emb(q, k, cos[None], sin[None]))
+    assert_close(query, q, dtype)
+    for cache, expected in zip(caches, (k, v), strict=True):
+        flat = cache.flatten(0, 1)
+        assert_close(flat[slots], expected, dtype)
+        others = torch.ones(len(flat), dtype=torch.bool, device=DEVICE)
+        others[slots] = False
+        assert flat[others].isnan().all(), "a slot of no token was written"
+    assert torch.equal(caches[1].flatten(0, 1)[slots], qkv[:, heads + kv_heads :])
+
+
+@pytest.mark.gpu
+def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
+    blocks = 2**31 // (16 * 8 * 128) + 2
+    caches = [torch.zeros(blocks, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    qkv, slots = randn(1, 24, 128, dtype=torch.bfloat16), torch.tensor([blocks * 16 - 1], device=DEVICE)
+    TRITON.qk_norm_rotary_write(qkv, 8, 8, None, None, *caches, slots)
+    for cache, first in zip(caches, (8, 16), strict=True):
+        assert torch.equal(cache[-1, -1], qkv[0, first : first + 8])
+
+
+def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, residual: Tensor | None, gated: bool):
+    out = x.double()
+    if norm is not None:
+        out = F.rms_norm(out, (x.shape[1],), norm[0].double(), norm[1])
+    out = F.linear(out, weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = F.silu(gate) * up
+    return out if residual is None else out + residual.double()
+
+
+def make_linear(tokens: int, width: int, depth: int, options: str, dtype: torch.dtype):
+    """options: letters of bias, norm, residual, gated."""
+    wide = randn(tokens, depth + 3, dtype=dtype)
+    x = wide[:, :depth] if "r" in options else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
+    return {
+        "x": x,
+        "weight": randn(width, depth, dtype=dtype, scale=depth**-0.5),
+        "bias": randn(width, dtype=dtype) if "b" in options else None,
+        "norm": (randn(depth, dtype=dtype), EPS) if "n" in options else None,
+        "residual": randn(tokens, width // 2 if "g" in options else width, dtype=dtype) if "r" in options else None,
+        "gated": "g" in options,
+    }
+
+
+LINEARS = [
+    # As q, k, v; out; gate and up; down; all at once; with sizes that divide no tile.
+    (1, 64, 80, "nb"),
+    (1, 36, 300, "r"),
+    (2, 70, 96, "ng"),
+    (3, 37, 129, "br"),
+    (4, 62, 64, "bnrg"),
+    (4, 33, 50, ""),
+    (5, 48, 96, "n"),
+    (17, 66, 80, "bnrg"),
+    (9, 37, 300, "r"),
+    (6, 40, 33, "br"),
+]
+
+
+@dtypes
+@tables
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -> None:
+    arguments = make_linear(*case, dtype)
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    assert_close(ops.linear(**arguments), expected_linear(**arguments), dtype)
+    assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("options", ["n", "bnrg"])
+def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a wide weight, and with a depth of several tiles."""
+    monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)
+    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 1100), 4, 1)
+    assert rows == (8 if tokens == 1 else 32) and depth < 1100
+    arguments = make_linear(tokens, 68, 1100, options, torch.float32)
+    assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "residual"])
+def test_a_linear_of_tensors_whose_rows_are_not_contiguous(name: str) -> None:
+    arguments = make_linear(3, 20, 24, "nr", torch.float32)
+    arguments[name] = arguments[name].t().contiguous().t()
+    assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
+
+
+def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
+    arguments = make_linear(2, 32, 64, "n", torch.float16)
+    arguments["x"][:, 7], arguments["norm"][0][7] = 60000.0, 4.0
+    assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float16)
+
+
+def test_the_skinny_kernels_fit_the_chip_and_fill_it() -> None:
+    for tokens, width, depth, itemsize in itertools.product(
+        (1, 4), (256, 2048, 28672, 128256), (80, 2048, 8192), (2, 4)
+    ):
+        rows, columns, stages = triton_linear.skinny_config(tokens, (width, depth), itemsize, 132)
+        if tokens == 1:
+            assert rows * columns <= 64 * 128  # fp32 products in the registers of 128 threads
+            assert rows == 2 or width // rows >= 2 * 132
+        else:
+            assert stages * (16 + rows) * columns * itemsize <= 227 * 1024  # shared memory
+            assert rows == 16 or width // rows >= 2 * 132
+
+
+INVARIANT = [(200, 300, "nb"), (130, 700, "rg"), (96, 80, "bnrg")]
+
+
+@dtypes
+@pytest.mark.parametrize("case", INVARIANT, ids=str)
+@pytest.mark.parametrize("filled", [0, 128], ids=["segments in turn", "segments side by side"])
+def test_a_row_of_the_invariant_linear_is_the_same_among_any_others(
+    case: tuple[int, int, str], filled: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width, depth, options = case
+    arguments = make_linear(70, width, depth, options, dtype)
+
+    def rows(where: slice) -> Tensor:
+        some = {k: arguments[k][where] for k in ("x", "residual") if arguments[k] is not None}
+        return DETERMINISTIC.linear(**(arguments | some))
+
+    together = rows(slice(None))
+    assert_close(together, expected_linear(**arguments), dtype)
+    config = linear_invariant.matmul_config(width, depth, dtype)
+    monkeypatch.setattr(linear_invariant, "matmul_config", lambda *_: config)
+    monkeypatch.setattr(linear_invariant, "_FILLED", filled)
+    for tokens in (1, 3, 17, 64):
+        assert torch.equal(rows(slice(5, 5 + tokens)), together[5 : 5 + tokens])
+
+
+def test_another_cut_of_the_depth_gives_other_bits() -> None:
+    """What the check of invariance would see if the segments followed from the number of tokens."""
+    x, weight = randn(3, 700), randn(130, 700)
+    config = linear_invariant.matmul_config(*weight.shape, x.dtype)
+    assert config.segments > 1
+    whole = replace(config, segments=1, depth=704)
+    cut, uncut = (linear_invariant._matmul(x, weight, None, None, False, c) for c in (config, whole))
+    assert_close(uncut, x.double() @ weight.double().T, x.dtype)
+    assert not torch.equal(cut, uncut)
+
+
+def test_the_fast_linear_is_not_invariant() -> None:
+    x, weight = randn(17, 700), randn(64, 700)
+    assert not torch.equal(TRITON.linear(x, weight)[:1], TRITON.linear(x[:1], weight))
+
+
+def test_the_invariant_configuration_covers_the_depth_and_fits_the_chip() -> None:
+    for width, depth, dtype in itertools.product(
+        (16, 3072, 128256), (48, 2304, 14336), (torch.float32, torch.bfloat16)
+    ):
+        c = linear_invariant.matmul_config(width, depth, dtype)
+        assert c.depth % c.block_k == 0 and (c.segments - 1) * c.depth < depth <= c.segments * c.depth
+        assert 4 * (c.block_m + c.block_n) * c.block_k * dtype.itemsize <= 227 * 1024  # shared memory, four stages
+
+
+@dtypes
+def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dtype) -> None:
+    x, weight, gate_up = randn(64, 96, dtype=dtype), randn(96, dtype=dtype), randn(64, 160, dtype=dtype)
+    qkv, angles = randn(64, 4, 24, dtype=dtype), randn(64, 24)
+    norm = (randn(24, dtype=dtype), randn(24, dtype=dtype), EPS)
+
+    def run(rows: slice) -> list[Tensor]:
+        slots = torch.arange(64, device=DEVICE)[rows]
+        caches = [torch.zeros(16, 4, 1, 24, dtype=dtype, device=DEVICE) for _ in range(2)]
+        cos_sin = tuple(t.to(dtype)[rows] for t in (angles.cos(), angles.sin()))
+        query = DETERMINISTIC.qk_norm_rotary_write(qkv[rows], 2, 1, norm, cos_sin, *caches, slots)
+        cached = [cache.flatten(0, 1)[slots] for cache in caches]
+        return [DETERMINISTIC.rms_norm(x[rows], weight, EPS), DETERMINISTIC.silu_mul(gate_up[rows]), query, *cached]
+
+    together = run(slice(None))
+    for tokens in (1, 3, 17):
+        for alone, whole in zip(run(slice(9, 9 + tokens)), together, strict=True):
+            assert torch.equal(alone, whole[9 : 9 + tokens])
+
+
+@pytest.mark.parametrize(
+    ("family", "fused", "sizes"),
+    [
+        ("qwen3", 1, {"num_hidden_layers": 1}),
+        ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
+        ("gpt_oss", 0, {"num_hidden_layers": 2, "layer_types": None}),
+    ],
+)
+def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention and sampling are the reference's here; the rest of the layer, experts too, is Triton's."""
+    called = set()
+
+    def noted(name: str):
+        def call(*args, **kwargs):
+            called.add(name)
+            return getattr(TRITON, name)(*args, **kwargs)
+
+        return call
+
+    mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
+    monkeypatch.setattr(binding, "ops_for", lambda *_: replace(REFERENCE, **{name: noted(name) for name in mine}))
+    monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
+    model = make_model(family, **sizes)
+    prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]
+    expected = [oracle.greedy(model, prompt, 3) for prompt in prompts]
+    config = EngineConfig(block_size=4, kv_cache_memory="1MiB")
+    with RolloutEngine(model.to(DEVICE), config=config) as engine:
+        assert engine.stats().fused_layers == fused
+        called.clear()  # what the probes ran
+        batch = engine.generate_batch(prompts, SamplingParams(temperature=0, max_tokens=3))
+    assert [output.completions[0].token_ids for output in batch] == expected
+    assert called == mine
