@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention
+from stoker.kernels import cpu_attention, truncation
+from stoker.kernels import sampling as triton_sampling
 from stoker.kernels.reference import attention, linear, norm_rotary, sampling
 
 
@@ -51,6 +52,15 @@ REFERENCE = Ops(
 
 
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
+
+TRITON = replace(
+    REFERENCE,
+    gumbel_noise=triton_sampling.gumbel_noise,
+    sample=triton_sampling.sample,
+    token_logprobs=triton_sampling.token_logprobs,
+    score_tokens=triton_sampling.score_tokens,
+    truncate=truncation.truncate,
+)
 
 
 def ops_for(device: torch.device) -> Ops:
