@@ -7,7 +7,7 @@ reads some 0.2 TB/s from cache, so 3 us a reading and 60 us a search at 152k, si
 multiprocessors.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import torch
@@ -32,15 +32,15 @@ def _order(x):
 
 
 @triton.jit
-def _above(logits_ptr, row, stride, vocab, bound, floor, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many tokens are at least ``bound`` and ``floor``, and their mass relative to the most likely one's."""
+def _above(logits_ptr, row, stride, vocab, bound, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many tokens are at least ``bound``, and their mass relative to the most likely one's."""
     count = 0
     mass = 0.0
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
         x = _load(logits_ptr, row, stride, ids, vocab)
         order = _order(x).to(tl.int64)
-        kept = (ids < vocab) & (order >= bound) & (order >= floor)
+        kept = (ids < vocab) & (order >= bound)
         count += tl.sum(kept.to(tl.int32), 0)
         if MASS:
             mass += tl.sum(tl.where(kept, tl.exp(x - top), 0.0), 0)
@@ -48,15 +48,15 @@ def _above(logits_ptr, row, stride, vocab, bound, floor, top, MASS: tl.constexpr
 
 
 @triton.jit
-def _search(logits_ptr, row, stride, vocab, low, high, floor, top, wanted, MASS: tl.constexpr, CHUNK: tl.constexpr):
+def _search(logits_ptr, row, stride, vocab, low, high, top, wanted, MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The largest bound in [low, high] that keeps as many tokens (or, with MASS, as much mass) as wanted, or another
     that keeps the same tokens; low where even that keeps too little."""
     high += 1
-    low_count, _ = _above(logits_ptr, row, stride, vocab, low, floor, top, False, CHUNK)
+    low_count, _ = _above(logits_ptr, row, stride, vocab, low, top, False, CHUNK)
     high_count = 0
     while (high - low > 1) & (low_count - high_count > 1):
         middle = low + ((high - low) >> 1)
-        count, mass = _above(logits_ptr, row, stride, vocab, middle, floor, top, MASS, CHUNK)
+        count, mass = _above(logits_ptr, row, stride, vocab, middle, top, MASS, CHUNK)
         if MASS:
             enough = mass >= wanted
         else:
@@ -86,11 +86,11 @@ def _thresholds(logits_ptr, stride, vocab, top_k_ptr, top_p_ptr, min_p_ptr, boun
             high = tl.maximum(high, tl.max(tl.where(ids < vocab, order, lowest), 0))
             top = tl.maximum(top, tl.max(x, 0))
         if some_k:
-            bound = _search(logits_ptr, row, stride, vocab, low, high, lowest, top, k, False, CHUNK)
+            bound = _search(logits_ptr, row, stride, vocab, low, high, top, k, False, CHUNK)
             low = tl.maximum(low, bound)
         if p < 1.0:
-            _, mass = _above(logits_ptr, row, stride, vocab, low, bound, top, True, CHUNK)
-            bound = _search(logits_ptr, row, stride, vocab, low, high, bound, top, p * mass, True, CHUNK)
+            _, mass = _above(logits_ptr, row, stride, vocab, low, top, True, CHUNK)
+            bound = _search(logits_ptr, row, stride, vocab, low, high, top, p * mass, True, CHUNK)
         tl.store(tops_ptr + row, top)
     tl.store(bounds_ptr + row, bound.to(tl.int32))
 
