@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import attention as triton_attention
 from stoker.kernels import cpu_attention
-from stoker.kernels import linear as triton_linear
-from stoker.kernels import linear_invariant as triton_linear_invariant
-from stoker.kernels import moe as triton_moe
-from stoker.kernels import norm_rotary as triton_norm_rotary
 from stoker.kernels.reference import attention, linear, moe, norm_rotary, sampling
 
 
@@ -56,33 +51,16 @@ REFERENCE = Ops(
     truncate=sampling.truncate,
 )
 
-TRITON = replace(
-    REFERENCE,
-    rms_norm=triton_norm_rotary.rms_norm,
-    silu_mul=triton_norm_rotary.silu_mul,
-    linear=triton_linear.linear,
-    experts=triton_moe.experts,
-    qk_norm_rotary_write=triton_norm_rotary.qk_norm_rotary_write,
-)
-
-# The same bits for a row alone and among any others, where TRITON's depend on how many there are.
-DETERMINISTIC = replace(
-    TRITON,
-    linear=triton_linear_invariant.linear,
-    experts=triton_moe.experts_invariant,
-)
-
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
 
-TRITON = replace(
-    REFERENCE,
-    plan_attention=triton_attention.plan_attention,
-    write_kv=triton_attention.write_kv,
-    paged_attention=triton_attention.paged_attention,
-    static_plans=True,
-)
 
+def ops_for(device: torch.device, *, deterministic: bool = False) -> Ops:
+    """The operations for a device: Triton's on CUDA; a CPU has an attention of its own, all else the torch reference.
 
-def ops_for(device: torch.device) -> Ops:
-    """The operations for a device: a CPU has an attention of its own, all else runs the torch reference today."""
+    deterministic: a row's result has the same bits alone and among any others; on CUDA only.
+    """
+    if device.type == "cuda":
+        from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
+
+        return triton_ops.DETERMINISTIC if deterministic else triton_ops.TRITON
     return CPU if device.type == "cpu" else REFERENCE

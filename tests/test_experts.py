@@ -16,7 +16,8 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 from stoker.engine import experts as interface
 from stoker.engine.model import ModelShell
 from stoker.kernels import moe as triton_moe
-from stoker.kernels.ops import DETERMINISTIC, REFERENCE, TRITON, Ops
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.kernels.reference.moe import Gate
 
 SWIGLU = Gate()

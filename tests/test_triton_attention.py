@@ -24,7 +24,8 @@ from torch import Tensor
 from stoker.kernels import attention_plan
 from stoker.kernels.attention import attend, unsupported, workspace_bytes, write_kv
 from stoker.kernels.attention_plan import UNIT_ROWS
-from stoker.kernels.ops import REFERENCE, TRITON
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.triton_ops import TRITON
 from stoker.kernels.reference.attention import Visibility
 from stoker.rollout import SamplingParams
 

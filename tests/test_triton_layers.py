@@ -17,7 +17,8 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 
 from stoker.kernels import linear as triton_linear
 from stoker.kernels import linear_invariant
-from stoker.kernels.ops import DETERMINISTIC, REFERENCE, TRITON, Ops
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
 EPS = 1e-5

@@ -58,12 +58,12 @@ def sample(
     Gumbel-max in two stages, which is exact: first a block of ``SAMPLE_BLOCK`` tokens by the block's log-sum-exp (needed
     for the normaliser anyway), then a token within it. This takes V / 128 + 128 random numbers a row and not V.
 
-    logits: fp32 [R, V], -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
+    logits: [R, V] of any float dtype, computed with in fp32, -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
     take the argmax, None where no row does; noise: of ``gumbel_noise``, None where every row is greedy.
     Returns (int64 [R], fp32 [R]).
     """
     rows, vocab = logits.shape
-    scaled = logits * inverse_temperature[:, None]
+    scaled = logits.float() * inverse_temperature[:, None]
     blocks = -(-vocab // SAMPLE_BLOCK)
     padded = F.pad(scaled, (0, blocks * SAMPLE_BLOCK - vocab), value=float("-inf")).view(rows, blocks, SAMPLE_BLOCK)
     mass = padded.logsumexp(-1)
@@ -83,8 +83,8 @@ def sample(
 
 
 def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> Tensor:
-    """``log_softmax(logits / temperature)[token]``. logits: fp32 [R, V]; tokens: int64 [R]; returns fp32 [R]."""
-    scaled = logits * inverse_temperature[:, None]
+    """``log_softmax(logits / temperature)[token]``. logits: [R, V] of any float dtype; tokens: int64 [R]; fp32 [R]."""
+    scaled = logits.float() * inverse_temperature[:, None]
     return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
 
 
@@ -98,23 +98,25 @@ def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) ->
     log_probs = scaled.log_softmax(-1)
     chosen = log_probs.gather(1, tokens[:, None])
     entropy = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
-    return chosen[:, 0], entropy, (log_probs > chosen).sum(-1) + 1
+    return chosen[:, 0], entropy, (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """-inf for the tokens outside top-k, then top-p, then min-p, each over what the one before left.
 
-    logits: fp32 [R, V], already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R]. The most
-    likely token always stays. Tokens tied with the last one kept by top-k stay; ties in top-p go by the order of the sort.
+    logits: [R, V] of any float dtype, already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R],
+    off at 1 and 0. Returns fp32 [R, V]. Equal logits share a fate, so that no order of sorting shows: top-k keeps the
+    tokens with fewer than k larger ones, top-p those whose more likely tokens have less than p of the mass, min-p those
+    with at least min_p of the largest probability. The most likely token always stays, and so does NaN.
     """
     vocab = logits.shape[-1]
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    values, order = logits.float().sort(dim=-1, descending=True, stable=True)
     k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)[:, None]
     values = values.masked_fill(values < values.gather(1, k - 1), float("-inf"))
     probs = values.softmax(-1)
-    before = probs.cumsum(-1) - probs  # mass of the more likely tokens
-    drop = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    inside = probs.cumsum(-1) - probs < top_p[:, None]  # by the mass of the more likely tokens
+    last = torch.where(top_p < 1.0, inside.sum(-1), vocab).clamp(min=1)[:, None] - 1
+    drop = values < values.gather(1, last)
     drop |= probs < min_p[:, None] * probs[:, :1]
-    drop[:, 0] = False
     values = values.masked_fill(drop, float("-inf"))
-    return torch.empty_like(logits).scatter_(1, order, values)
+    return torch.empty_like(values).scatter_(1, order, values)

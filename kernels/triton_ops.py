@@ -1,0 +1,35 @@
+"""The tables of Triton kernels. Importing this imports Triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from stoker.kernels import attention, linear, linear_invariant, moe, norm_rotary, sampling, truncation
+from stoker.kernels.ops import REFERENCE
+
+TRITON = replace(
+    REFERENCE,
+    rms_norm=norm_rotary.rms_norm,
+    silu_mul=norm_rotary.silu_mul,
+    linear=linear.linear,
+    experts=moe.experts,
+    qk_norm_rotary_write=norm_rotary.qk_norm_rotary_write,
+    plan_attention=attention.plan_attention,
+    write_kv=attention.write_kv,
+    paged_attention=attention.paged_attention,
+    gumbel_noise=sampling.gumbel_noise,
+    sample=sampling.sample,
+    token_logprobs=sampling.token_logprobs,
+    score_tokens=sampling.score_tokens,
+    truncate=truncation.truncate,
+    static_plans=True,
+)
+
+# The same bits for a row alone and among any others, where TRITON's depend on how many there are.
+DETERMINISTIC = replace(
+    TRITON,
+    linear=linear_invariant.linear,
+    experts=moe.experts_invariant,
+    plan_attention=partial(attention.plan_attention, deterministic=True),
+)

@@ -1,0 +1,123 @@
+"""Top-k, top-p and min-p in Triton, exact and without a sort: bisection for the smallest logit kept, then one pass.
+
+One program searches a row, over the integers that order as its floats do: at most 32 readings of the row for top-k and
+32 for top-p, usually under 20 each, since it ends when no two tokens lie between the bounds. The row (0.6 MB for 152k
+fp32) comes from the L2 cache. A row that asks for nothing is not searched. Expected, not measured: one multiprocessor
+reads some 0.2 TB/s from cache, so 3 us a reading and 60 us a search at 152k, side by side for as many rows as there are
+multiprocessors.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_CHUNK = 4096
+
+
+@triton.jit
+def _load(logits_ptr, row, stride, ids, vocab):
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    return tl.where(x == 0, 0.0, x)  # the two zeros tie
+
+
+@triton.jit
+def _order(x):
+    """int32 that order as the floats do; NaN beyond either infinity."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _above(logits_ptr, row, stride, vocab, bound, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many tokens are at least ``bound``, and their mass relative to the most likely one's."""
+    count = 0
+    mass = 0.0
+    for start in range(0, vocab, CHUNK):
+        ids = start + tl.arange(0, CHUNK)
+        x = _load(logits_ptr, row, stride, ids, vocab)
+        order = _order(x).to(tl.int64)
+        kept = (ids < vocab) & (order >= bound)
+        count += tl.sum(kept.to(tl.int32), 0)
+        if MASS:
+            mass += tl.sum(tl.where(kept, tl.exp(x - top), 0.0), 0)
+    return count, mass
+
+
+@triton.jit
+def _search(logits_ptr, row, stride, vocab, low, high, top, wanted, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """The largest bound in [low, high] that keeps as many tokens (or, with MASS, as much mass) as wanted, or another
+    that keeps the same tokens; low where even that keeps too little."""
+    high += 1
+    low_count, _ = _above(logits_ptr, row, stride, vocab, low, top, False, CHUNK)
+    high_count = 0
+    while (high - low > 1) & (low_count - high_count > 1):
+        middle = low + ((high - low) >> 1)
+        count, mass = _above(logits_ptr, row, stride, vocab, middle, top, MASS, CHUNK)
+        if MASS:
+            enough = mass >= wanted
+        else:
+            enough = count >= wanted
+        low = tl.where(enough, middle, low)
+        low_count = tl.where(enough, count, low_count)
+        high = tl.where(enough, high, middle)
+        high_count = tl.where(enough, high_count, count)
+    return low
+
+
+@triton.jit
+def _thresholds(logits_ptr, stride, vocab, top_k_ptr, top_p_ptr, min_p_ptr, bounds_ptr, tops_ptr, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k, p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    some_k = (k > 0) & (k < vocab)
+    lowest = -0x80000000 + tl.zeros([], tl.int64)
+    bound = lowest
+    if some_k | (p < 1.0) | (min_p > 0.0):
+        low, high = -lowest, lowest
+        top = float("-inf") + tl.zeros([], tl.float32)
+        for start in range(0, vocab, CHUNK):
+            ids = start + tl.arange(0, CHUNK)
+            x = _load(logits_ptr, row, stride, ids, vocab)
+            order = _order(x).to(tl.int64)
+            low = tl.minimum(low, tl.min(tl.where(ids < vocab, order, -lowest), 0))
+            high = tl.maximum(high, tl.max(tl.where(ids < vocab, order, lowest), 0))
+            top = tl.maximum(top, tl.max(x, 0))
+        if some_k:
+            bound = _search(logits_ptr, row, stride, vocab, low, high, top, k, False, CHUNK)
+            low = tl.maximum(low, bound)
+        if p < 1.0:
+            _, mass = _above(logits_ptr, row, stride, vocab, low, top, True, CHUNK)
+            bound = _search(logits_ptr, row, stride, vocab, low, high, top, p * mass, True, CHUNK)
+        tl.store(tops_ptr + row, top)
+    tl.store(bounds_ptr + row, bound.to(tl.int32))
+
+
+@triton.jit
+def _apply(logits_ptr, stride, vocab, min_p_ptr, bounds_ptr, tops_ptr, out_ptr, CHUNK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    x = _load(logits_ptr, row, stride, ids, vocab)
+    min_p = tl.load(min_p_ptr + row)
+    keep = _order(x) >= tl.load(bounds_ptr + row)
+    if min_p > 0.0:
+        top = tl.load(tops_ptr + row)
+        keep &= (tl.exp(x - top) >= min_p) | (x == top)
+    keep |= x != x  # a NaN must reach the log-probability, by which it is found
+    tl.store(out_ptr + row * vocab + ids, tl.where(keep, x, float("-inf")), mask=ids < vocab)
+
+
+def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """As the reference, with its rule for ties; probabilities differ from its by rounding."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    (rows, vocab), stride = logits.shape, logits.stride(0)
+    bounds = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    tops = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
+    chunk = min(_CHUNK, triton.next_power_of_2(vocab))
+    _thresholds[rows,](logits, stride, vocab, top_k, top_p, min_p, bounds, tops, CHUNK=chunk, num_warps=16)
+    _apply[triton.cdiv(vocab, chunk), rows](logits, stride, vocab, min_p, bounds, tops, out, CHUNK=chunk, num_warps=4)
+    return out
