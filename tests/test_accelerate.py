@@ -70,7 +70,7 @@ def test_every_rollout_is_of_the_weights_of_the_last_step(precision: str) -> Non
             train_on(accelerator, model, optimizer, [3, 4, 5, 6, 7])
             with accelerator.autocast():
                 batch = engine.generate_batch(PROMPTS, PARAMS)
-            assert engine.engine.weight_version == round
+            assert engine.engine.weight_version == round and engine.engine.stats().last_update_seconds > 0
             assert worst_difference(model, batch) < LOGPROB_TOLERANCE
         assert worst_difference(model, first) > 100 * LOGPROB_TOLERANCE  # the check can tell
         assert all(p.dtype is torch.float32 for p in model.parameters())
