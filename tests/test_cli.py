@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trl_setup import EOS, make_model, make_tokenizer, plain_logprobs
 from stoker.integrations.cli import main
 from stoker.integrations.jsonl import CommandError, Line, ResumableWriter
 from stoker.kernels.ops import Ops
+from stoker.rollout import InvalidRequestError, RolloutEngine, SamplingParams
 
 TEMPLATE = "{% for m in messages %}h{{ m.content }}{% endfor %}{% if add_generation_prompt %}g{% endif %}"
 
@@ -73,7 +75,28 @@ def test_greedy_completions_are_the_models(folder: str, files: tuple[str, str]) 
         assert completion["logprobs"] == pytest.approx(plain, abs=1e-4)
 
 
-def test_sampling_flags_arrive(folder: str, files: tuple[str, str]) -> None:
+def test_flags_are_the_sampling_parameters(
+    folder: str, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def submit(_: RolloutEngine, prompt: Any, params: SamplingParams) -> None:
+        seen.append(params)
+        raise InvalidRequestError("enough")
+
+    monkeypatch.setattr(RolloutEngine, "submit", submit)
+    given: dict[str, Any] = {
+        "n": 2, "max_tokens": 5, "min_tokens": 3, "temperature": 0.7, "top_p": 0.8, "top_k": 4, "min_p": 0.1,
+        "repetition_penalty": 1.2,
+    }  # fmt: skip
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos"]) == 1
+    expected = SamplingParams(**given, stop=("a", "b"), ignore_eos=True)
+    assert [replace(params, seed=None) for params in seen] == [expected] * 3
+    assert len({params.seed for params in seen}) == 3  # each line has its own
+
+
+def test_the_seed_decides_what_is_sampled(folder: str, files: tuple[str, str]) -> None:
     source, target = files
     flags = ["--n", "3", "--max-tokens", "6", "--top-k", "4", "--ignore-eos", "--seed", "5", "--stop", "zz"]
     assert main(["generate", folder, source, target, *flags]) == 0
@@ -186,6 +209,15 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
         for line in lines[10:]:
             writer.write(line.fields)
     assert read(path) == [line.fields for line in lines]
+
+
+def test_a_torn_line_is_cut_off_whatever_its_length(tmp_path: Path) -> None:
+    path, lines = tmp_path / "out", [Line(1, {"i": 0}, [3]), Line(2, {"i": 1}, [3])]
+    path.write_text('{"i": 0}\n{"i": 1, "text": "' + "x" * 500)
+    with ResumableWriter(path, lines) as writer:
+        assert writer.done == 1
+        writer.write({"i": 1})
+    assert path.read_text() == '{"i": 0}\n{"i": 1}\n'
 
 
 def test_ctrl_c_keeps_what_is_done(
