@@ -39,7 +39,7 @@ def make_model(**overrides: Any) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=128,
+        max_position_embeddings=overrides.pop("max_position_embeddings", 128),
         initializer_range=0.3,  # far from uniform, so that a wrong weight or position shows
         bos_token_id=None,
         eos_token_id=EOS,
