@@ -45,6 +45,9 @@ lint: $(INSTALLED)
 	$(BIN)/mypy $(MYPY_PACKAGES)
 
 docs: $(INSTALLED)
+	@$(CLEAN_BUILD)
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt --no-build-isolation '.[docs]'
+	@$(CLEAN_BUILD)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 gpu: SHELL := bash
@@ -75,7 +78,7 @@ $(DEPENDENCIES): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(CLEAN_BUILD)
 	$(BIN)/python -m pip install -c constraints-cpu.txt setuptools
-	$(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[trl,peft,plot,docs,dev]'
+	$(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[trl,peft,plot,dev]'
 	touch $@
 
 $(INSTALLED): $(DEPENDENCIES)
