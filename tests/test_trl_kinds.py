@@ -114,6 +114,17 @@ def test_settings_are_the_trainers(make_trainer: MakeTrainer, monkeypatch: pytes
     assert (params.max_tokens, params.presence_penalty, params.stop_token_ids) == (8, 0.5, (EOS,))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "online_dpo"])  # that one only trains on samples
+def test_evaluation_is_on_the_engine(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    trainer = make_trainer(kind, max_steps=1)
+    attach(trainer)
+    trainer.train()
+    calls = recorded(trainer, monkeypatch)
+    trainer.evaluate()
+    assert calls and all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)
+    assert calls[0][2][0].completions[0].weight_versions[0] == trainer.vllm_generation.engine.weight_version == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sleep_mode_leaves_no_cache_to_the_trainers_step(make_trainer: MakeTrainer, kind: str) -> None:
     trainer = make_trainer(kind, max_steps=2, vllm_enable_sleep_mode=True)
