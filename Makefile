@@ -17,13 +17,14 @@ CLEAN_BUILD := rm -rf build stoker.egg-info
 export PYTHONUNBUFFERED := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test bench lint gpu clean
+.PHONY: help demo test bench lint docs gpu clean
 
 help:
 	@echo "make demo          train a small model with GRPO on this machine (ARGS: more flags)"
 	@echo "make test          lint, then the tests that need no GPU (ARGS: more pytest arguments)"
 	@echo "make bench         the benchmarks (ARGS: more flags)"
 	@echo "make lint          ruff and mypy"
+	@echo "make docs          the documentation, into outputs/docs"
 	@echo "make gpu OUT=DIR   GPU tests, then the benchmarks, on a CUDA host with torch; results in DIR"
 	@echo "make clean         remove the environment, the caches and what builds left"
 	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
@@ -42,6 +43,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(MYPY_PACKAGES)
+
+docs: $(INSTALLED)
+	@$(CLEAN_BUILD)
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt --no-build-isolation '.[docs]'
+	@$(CLEAN_BUILD)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
 gpu: SHELL := bash
 gpu: .SHELLFLAGS := -o pipefail -c

@@ -1,15 +1,16 @@
-"""TRL: let a ``GRPOTrainer`` or ``RLOOTrainer`` sample its completions on a ``RolloutEngine``.
+"""TRL: let a trainer that generates its own completions sample them on a ``RolloutEngine``.
 
     trainer = GRPOTrainer(model=model, ...)  # use_vllm=False, the default
     attach(trainer)
     trainer.train()
 
-TRL has no registry of generation backends. It asks ``trainer.vllm_generation`` for completions while
-``trainer.use_vllm`` is set, and wants two methods of it: ``sync_weights`` and ``generate``. ``attach`` puts an object
-with these two there and patches nothing else. This also turns on what TRL ties to a backend that returns
-log-probabilities: the importance-sampling correction, and the ``sampling/`` metrics that compare the engine's
-log-probabilities with the trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs
-the trainer's forward in bf16 while the engine samples in fp32, and the correction covers the difference.
+TRL has no registry of generation backends. Most of its trainers ask ``trainer.vllm_generation`` for completions while
+``trainer.use_vllm`` is set, and want two methods of it: ``sync_weights`` and ``generate``. ``OnlineDPOTrainer`` calls
+its own ``_generate_vllm``. ``attach`` puts an object with these methods there and patches nothing else. For GRPO this
+also turns on what TRL ties to a backend that returns log-probabilities: the importance-sampling correction, and the
+``sampling/`` metrics that compare the engine's log-probabilities with the trainer's. The two agree best in one dtype:
+over fp32 weights TRL's default ``bf16=True`` runs the trainer's forward in bf16 while the engine samples in fp32, and
+the correction covers the difference.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 from packaging.version import Version
-from transformers import TrainerCallback
+from transformers import ProcessorMixin, TrainerCallback
 
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
 _OLDEST, _TOO_NEW = (1, 16), (2,)
-# The trainer's attributes that are the seam; ``detach`` puts back what was there.
-_SEAM = ("vllm_generation", "use_vllm", "vllm_mode", "_last_loaded_step")
 _ABSENT = object()
 # Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and two it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
@@ -41,21 +41,20 @@ _WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implement
 def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine:
     """Make ``trainer`` generate on a new engine over its live model, in training and in evaluation.
 
-    trainer: a ``GRPOTrainer`` or ``RLOOTrainer`` built with ``use_vllm=False``. Sampling settings are read from it
-    (and from ``args.generation_kwargs``, which win) at every generation. With ``args.vllm_enable_sleep_mode`` the
-    engine gives its KV cache back between generations. config: the engine's settings; by default its seed is
-    ``args.seed``. The process index is added to the seed, so that processes that share a prompt sample differently.
+    trainer: a GRPO, RLOO, Distillation, SDFT, SDPO or OnlineDPO trainer (or of a class derived from one) built with
+    ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
+    generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back between generations, so during
+    backward and optimizer step. config: the engine's settings; by default its seed is ``args.seed``. The process index
+    is added to the seed, so that processes that share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
     where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run.
     """
-    _check(trainer)
-    backend = _EngineBackend(trainer, config)
-    trainer.vllm_generation = backend
-    trainer.use_vllm = True
-    trainer.vllm_mode = "engine"  # none of TRL's own modes: what is special to those is skipped
-    trainer._last_loaded_step = -1  # no step: TRL syncs before the first generation
+    backend = _check(trainer)(trainer, config)
+    for owner, name, value in backend.seam():
+        backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
     trainer.add_callback(backend.callback)
     return backend.engine
 
@@ -68,29 +67,37 @@ def detach(trainer: Any) -> None:
     backend = getattr(trainer, "vllm_generation", None)
     if not isinstance(backend, _EngineBackend):
         raise EngineStateError("no engine is attached to this trainer")
-    for name, value in backend.before.items():
+    for owner, name, value in backend.before:
         if value is _ABSENT:
-            delattr(trainer, name)
+            delattr(owner, name)
         else:
-            setattr(trainer, name, value)
+            setattr(owner, name, value)
     trainer.remove_callback(backend.callback)
     backend.engine.close()
 
 
 class _EngineBackend:
-    """What TRL sees: the interface of its ``VLLMGeneration``."""
+    """An engine over a trainer's live model; a subclass for each way in which trainers ask for completions."""
 
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
         self._trainer = trainer
         self._model = _live_model(trainer)
         self.callback = _SyncAtBothEnds(trainer)
-        self.before = {name: vars(trainer).get(name, _ABSENT) for name in _SEAM}
+        self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=trainer._tokenizer)
 
+    def seam(self) -> list[tuple[Any, str, Any]]:
+        """Owner, attribute and value of everything that is set on the trainer while the engine is attached."""
+        return [
+            (self._trainer, "vllm_generation", self),
+            (self._trainer, "use_vllm", True),
+            (self._trainer, "_last_loaded_step", -1),  # no step: weights are taken before the first generation
+        ]
+
     def sync_weights(self) -> None:
-        """Called by TRL before a generation when the optimizer has stepped since the last one."""
+        """Called before a generation when the optimizer has stepped since the last one."""
         # The trainer puts wrappers around its model after construction, so look it up now. Inside the wrappers has to
         # be the model the engine was built over.
         if _live_model(self._trainer) is not self._model:
@@ -99,6 +106,28 @@ class _EngineBackend:
                 "detach(trainer) and attach(trainer) again"
             )
         self.engine.update_weights()
+
+    def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
+        """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to."""
+        if images is not None and any(images):
+            raise UnsupportedModelError("the prompts carry images: the engine runs text models only")
+        if self.engine.is_sleeping:
+            self.engine.wake_up()
+        try:
+            batch = self.engine.generate_batch(prompts, replace(_sampling_params(self._trainer), n=n))
+        finally:
+            if self._trainer.args.vllm_enable_sleep_mode:
+                self.engine.sleep()
+        batch.raise_for_errors()
+        return batch
+
+
+class _TokenListBackend(_EngineBackend):
+    """GRPO, RLOO, Distillation, SDFT and SDPO: they want the interface of TRL's ``VLLMGeneration``."""
+
+    def seam(self) -> list[tuple[Any, str, Any]]:
+        # None of TRL's own modes: what is special to those is skipped.
+        return [*super().seam(), (self._trainer, "vllm_mode", "engine")]
 
     def generate(
         self,
@@ -113,17 +142,8 @@ class _EngineBackend:
         where a process's share of the batch ends; the engine computes equal neighbours once. No collective runs: in a
         tool loop processes call this a different number of times.
         """
-        if images is not None and any(images):
-            raise UnsupportedModelError("the prompts carry images: the engine runs text models only")
         with profiler or nullcontext():
-            if self.engine.is_sleeping:
-                self.engine.wake_up()
-            try:
-                batch = self.engine.generate_batch(prompts, _sampling_params(self._trainer))
-            finally:
-                if self._trainer.args.vllm_enable_sleep_mode:
-                    self.engine.sleep()
-        batch.raise_for_errors()
+            batch = self.sample(prompts, images, n=1)
         completions = [output.completions[0] for output in batch]
         return (
             [output.prompt_token_ids for output in batch],
@@ -131,6 +151,46 @@ class _EngineBackend:
             [[[logprob] for logprob in c.logprobs] for c in completions],
             [[[token] for token in c.token_ids] for c in completions],
         )
+
+
+class _PairBackend(_EngineBackend):
+    """OnlineDPO: it asks a method of its own for two completions of each prompt, as padded tensors."""
+
+    def seam(self) -> list[tuple[Any, str, Any]]:
+        trainer = self._trainer
+        return [*super().seam(), (trainer, "_generate_vllm", self.generate), (trainer.args, "use_vllm", True)]
+
+    def generate(
+        self, prompts: list[Any], images: Sequence[Any] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Prompt ids and mask [2B, P], left-padded, and completion ids and mask [2B, C], right-padded, all int64.
+
+        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them in the middle.
+        """
+        from trl.data_utils import maybe_apply_chat_template
+
+        trainer = self._trainer
+        if trainer.state.global_step != trainer._last_loaded_step:
+            self.sync_weights()
+            trainer._last_loaded_step = trainer.state.global_step
+        tokenizer = trainer._tokenizer
+        texts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in prompts]
+        batch = self.sample(tokenizer(text=texts, add_special_tokens=False)["input_ids"], images, n=2)
+        tensors = batch.to_tensors(tokenizer.pad_token_id, device=trainer.accelerator.device)
+        by_pair = (tensors.prompt_ids, tensors.prompt_mask, tensors.completion_ids, tensors.completion_mask)
+        prompt_ids, prompt_mask, completion_ids, completion_mask = (torch.cat([t[::2], t[1::2]]) for t in by_pair)
+        return prompt_ids, prompt_mask, completion_ids, completion_mask
+
+
+# By name, as importing what is experimental in TRL warns, and may fail in a version that has moved it.
+_BACKENDS: dict[str, type[_EngineBackend]] = {
+    "GRPOTrainer": _TokenListBackend,
+    "RLOOTrainer": _TokenListBackend,
+    "DistillationTrainer": _TokenListBackend,
+    "SDFTTrainer": _TokenListBackend,
+    "SDPOTrainer": _TokenListBackend,
+    "OnlineDPOTrainer": _PairBackend,
+}
 
 
 class _SyncAtBothEnds(TrainerCallback):  # type: ignore[misc]
@@ -159,15 +219,11 @@ def _sampling_params(trainer: Any) -> SamplingParams:
 
     A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
     """
-    settings = {
-        "do_sample": True,
-        "temperature": trainer.temperature,
-        "top_p": trainer.top_p,
-        "top_k": trainer.top_k,
-        "min_p": trainer.min_p,
-        "repetition_penalty": trainer.repetition_penalty,
-        "max_new_tokens": trainer.max_completion_length,
-    }
+    settings: dict[str, Any] = {"do_sample": True}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        settings[name] = _setting(trainer, name)
+    limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
+    settings["max_new_tokens"] = _setting(trainer, limit)
     penalties = {}
     for key, value in (trainer.args.generation_kwargs or {}).items():
         name = _ALSO_CALLED.get(key, key)
@@ -180,6 +236,8 @@ def _sampling_params(trainer: Any) -> SamplingParams:
             raise InvalidConfigError(
                 f"generation_kwargs sets {key}, which the engine does not take from a trainer: it takes {', '.join(known)}"
             )
+    if settings["max_new_tokens"] is None:
+        raise InvalidConfigError(f"{limit} is None, so completions have no bound: set it")
     if settings["top_k"] in (None, -1):  # other ways of saying off
         settings["top_k"] = 0
     return SamplingParams.from_generation_config(
@@ -190,8 +248,13 @@ def _sampling_params(trainer: Any) -> SamplingParams:
     )
 
 
-def _check(trainer: Any) -> None:
-    """Raise for whatever would not work, before anything is changed."""
+def _setting(trainer: Any, name: str) -> Any:
+    # Kinds differ in which settings they copy from their arguments; a copy is what their own generation reads.
+    return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer.args, name)
+
+
+def _check(trainer: Any) -> type[_EngineBackend]:
+    """The backend for this kind of trainer. Raises for whatever would not work, before anything is changed."""
     try:
         found = version("trl")
     except PackageNotFoundError:
@@ -199,24 +262,25 @@ def _check(trainer: Any) -> None:
     if not _OLDEST <= Version(found).release < _TOO_NEW:
         raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
 
-    from trl import GRPOTrainer, RLOOTrainer
-
-    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
-        raise InvalidConfigError(f"attach takes a GRPOTrainer or an RLOOTrainer, this is a {type(trainer).__name__}")
+    of_trl = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
+    kind = next((name for name in of_trl if name in _BACKENDS), None)
+    if kind is None:
+        known = ", ".join(_BACKENDS)
+        raise InvalidConfigError(f"attach takes one of TRL's {known}, and this is a {type(trainer).__name__}")
     if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):
         raise EngineStateError("an engine is attached to this trainer already: call detach(trainer) first")
     if trainer.use_vllm:
         raise InvalidConfigError("the trainer generates with vLLM: build it with use_vllm=False")
-    if trainer.use_transformers_continuous_batching:
+    if getattr(trainer, "use_transformers_continuous_batching", False):
         raise InvalidConfigError(
             "the trainer generates with transformers' continuous batching: build it with "
             "use_transformers_continuous_batching=False"
         )
-    if trainer._is_vlm:
+    if isinstance(trainer.processing_class, ProcessorMixin):
         raise UnsupportedModelError("the trainer has a multimodal processor: the engine runs text models only")
-    if trainer.args.vllm_structured_outputs_regex is not None:
+    if getattr(trainer.args, "vllm_structured_outputs_regex", None) is not None:
         raise InvalidConfigError("vllm_structured_outputs_regex is set, and the engine does not constrain its output")
-    # TRL checks this where it is built with vLLM. RLOO has neither kind of loss nor a correction.
+    # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
     vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction
     if vespo and trainer.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
         raise InvalidConfigError(
@@ -225,3 +289,4 @@ def _check(trainer: Any) -> None:
             "vllm_importance_sampling_correction=False"
         )
     _sampling_params(trainer)
+    return _BACKENDS[kind]

@@ -26,7 +26,7 @@ def import_names(requirements: Iterable[str]) -> set[str]:
 FLOORS = {"kernels": 1, "engine": 2, "weight_sync": 2, "rollout": 3, "integrations": 4}
 # Outside packages: what pyproject.toml declares, triton only at the bottom and the extras only at the top.
 CORE = import_names(PROJECT["dependencies"]) - {"triton"}
-EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("dev", "plot")]
+EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("dev", "docs", "plot")]
 OUTSIDE = {
     "kernels": {"torch", "triton"},
     "engine": CORE | {"cuda"},  # cuda.bindings comes with torch's CUDA builds

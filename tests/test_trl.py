@@ -1,4 +1,4 @@
-"""TRL's trainers on the engine: they train, the log-probabilities agree with the trainer's, and ``detach`` leaves no trace."""
+"""TRL's GRPO and RLOO trainers on the engine: they train, and the log-probabilities agree with the trainer's."""
 
 import copy
 import itertools
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import ProcessorMixin, Trainer, TrainingArguments
+from trl_setup import END_OF_TURN, EOS, LOGPROB_TOLERANCE, build, frozen_copy, logged, make_model, plain_logprobs
 
 from stoker.rollout import (
     Completion,
@@ -27,56 +27,9 @@ from stoker.rollout import (
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
 from stoker.integrations.trl import attach, detach
 
-TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
-CHARACTERS = "abcdefgh"
-PAD, EOS, END_OF_TURN = 0, 1, 2
-# What two orders of summation in fp32 may differ by on these models.
-LOGPROB_TOLERANCE = 1e-4
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<end>", *CHARACTERS])}
-    core = Tokenizer(models.WordLevel(vocab))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
-
-
-def make_model(**overrides: Any) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + 3,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,  # far from uniform, so that a wrong weight or position shows
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        **overrides,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def frozen_copy(model: Any) -> Qwen3ForCausalLM:
-    copied = make_model()  # not deepcopy: the trainer's forward hangs on the instance, bound to the original
-    copied.load_state_dict(model.state_dict())
-    return copied
-
-
-def count_a(completions: list[str], **_: Any) -> list[float]:
-    return [float(text.count("a")) for text in completions]
-
-
+KINDS = ("grpo", "rloo")
 MakeTrainer = Callable[..., Any]
 
 
@@ -86,35 +39,7 @@ def make_trainer(tmp_path: Any) -> Iterator[MakeTrainer]:
     made = []
 
     def make(kind: str = "grpo", *, model: Any = None, **settings: Any) -> Any:
-        trainer_class, config_class = TRAINERS[kind]
-        arguments: dict[str, Any] = {
-            "output_dir": str(tmp_path),
-            "per_device_train_batch_size": 8,
-            "per_device_eval_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "beta": 0.0,  # a reference model would be loaded by name, and this model has none
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "disable_tqdm": True,
-            **settings,
-        }
-        # Groups of several lengths, and one that spans more than a KV block.
-        prompts = ["abc", "hgfedcba", "d", "ab" * 12, "cafe", "bad"]
-        trainer = trainer_class(
-            model=model or make_model(),
-            reward_funcs=count_a,
-            args=config_class(**arguments),
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
-            eval_dataset=Dataset.from_dict({"prompt": ["feed", "a"]}),
-            processing_class=make_tokenizer(),
-        )
+        trainer = build(kind, str(tmp_path), model=model, **settings)
         made.append(trainer)
         return trainer
 
@@ -124,10 +49,6 @@ def make_trainer(tmp_path: Any) -> Iterator[MakeTrainer]:
             detach(trainer)
 
 
-def logged(trainer: Any, key: str) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
 def ask(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
     """Completions and log-probabilities as TRL gets them."""
     if trainer.state.global_step != trainer._last_loaded_step:
@@ -135,12 +56,6 @@ def ask(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[l
     _, completions, logprobs, ids = trainer.vllm_generation.generate(prompts, None, 1)
     assert ids == [[[token] for token in c] for c in completions]
     return completions, [[row[0] for row in rows] for rows in logprobs]
-
-
-@torch.no_grad()
-def plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
-    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
-    return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
 
 
 def worst_difference(model: Any, prompts: list[list[int]], answers: Any, temperature: float = 1.0) -> float:
@@ -154,7 +69,7 @@ def worst_difference(model: Any, prompts: list[list[int]], answers: Any, tempera
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_trains_and_evaluates_on_the_engine(make_trainer: MakeTrainer, kind: str) -> None:
     trainer = make_trainer(kind, eval_strategy="steps", eval_steps=2)
     before = copy.deepcopy(trainer.model.state_dict())
@@ -213,7 +128,7 @@ def test_training_goes_where_the_reward_is(make_trainer: MakeTrainer) -> None:
     assert sum(rewards[-5:]) > sum(rewards[:5]) + 5
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rollouts_use_the_weights_after_the_step(make_trainer: MakeTrainer, kind: str) -> None:
     trainer = make_trainer(kind, max_steps=1)
     prompts = [[3 + i % 8 for i in range(40)]] * 2  # longer than a block: old cached keys and values would show
@@ -483,20 +398,7 @@ def refused(trainer: Any, error: type[StokerError], match: str) -> None:
     assert [p.data_ptr() for p in trainer.model.parameters()] == where
 
 
-@pytest.mark.parametrize("kind", TRAINERS)
-def test_detach_puts_everything_back(make_trainer: MakeTrainer, kind: str) -> None:
-    trainer = make_trainer(kind)
-    before, callbacks = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
-    attach(trainer)
-    attached = {name for name, value in vars(trainer).items() if name not in before or before[name] is not value}
-    assert attached == {"vllm_generation", "use_vllm", "vllm_mode", "_last_loaded_step"}
-    detach(trainer)
-    assert vars(trainer) == before and trainer.callback_handler.callbacks == callbacks
-    with pytest.raises(EngineStateError, match="no engine"):
-        detach(trainer)
-
-
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_after_detach_the_trainer_generates_by_itself(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -513,26 +415,6 @@ def test_after_detach_the_trainer_generates_by_itself(
     assert next(calls) == 2
 
 
-def test_attached_again_is_attached_once(make_trainer: MakeTrainer) -> None:
-    def weights(rounds: int) -> dict[str, torch.Tensor]:
-        trainer = make_trainer(max_steps=2)
-        for _ in range(rounds):
-            attach(trainer)
-            detach(trainer)
-        attach(trainer)
-        trainer.train()
-        return trainer.model.state_dict()  # type: ignore[no-any-return]
-
-    once, again = weights(0), weights(2)
-    assert all(torch.equal(once[name], again[name]) for name in once)
-
-
-def test_attaching_twice_is_refused(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer()
-    attach(trainer)
-    refused(trainer, EngineStateError, "already")
-
-
 @pytest.mark.parametrize("found", ["1.15.2", "2.0.0.dev0"])
 def test_other_versions_of_trl_are_refused(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, found: str
@@ -543,9 +425,7 @@ def test_other_versions_of_trl_are_refused(
 
 def test_other_trainers_are_refused(tmp_path: Any) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    refused(
-        Trainer(model=make_model(), args=arguments), InvalidConfigError, "GRPOTrainer or an RLOOTrainer.* a Trainer"
-    )
+    refused(Trainer(model=make_model(), args=arguments), InvalidConfigError, "GRPOTrainer, RLOOTrainer.* a Trainer")
     with pytest.raises(InvalidConfigError, match="a SimpleNamespace"):
         attach(SimpleNamespace())
 
@@ -555,7 +435,7 @@ def test_other_trainers_are_refused(tmp_path: Any) -> None:
     [
         ({"use_vllm": True}, InvalidConfigError, "use_vllm=False"),
         ({"use_transformers_continuous_batching": True}, InvalidConfigError, "continuous_batching=False"),
-        ({"_is_vlm": True}, UnsupportedModelError, "multimodal"),
+        ({"processing_class": object.__new__(ProcessorMixin)}, UnsupportedModelError, "multimodal"),
         ({"loss_type": "vespo"}, InvalidConfigError, "VESPO.*'sequence_mask'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

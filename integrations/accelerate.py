@@ -1,0 +1,138 @@
+"""accelerate: rollouts for any training loop that has an ``Accelerator``.
+
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    engine = AcceleratedEngine(accelerator, model, tokenizer=tokenizer)
+    for prompts in loader:
+        batch = engine.generate_batch(prompts, SamplingParams(n=8))  # instead of model.generate
+        ...
+
+The loop says nothing about weights: a rollout after an optimizer step takes them anew. No rollout runs a collective, so
+processes may generate different numbers of prompts, a different number of times. Under mixed precision the parameters
+stay in fp32, and so does the engine: autocast is off in a rollout.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from stoker.kernels.errors import InvalidConfigError
+from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+
+
+class AcceleratedEngine:
+    """A ``RolloutEngine`` that follows the steps, processes and trackers of an ``Accelerator``.
+
+    model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
+    added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
+    after every rollout, so during backward and optimizer step, and take it again for the next.
+
+    ``engine`` is the engine itself, for all that is not a rollout. Raises ``InvalidConfigError`` where the accelerator
+    is none or works on another device than the model, and what ``RolloutEngine`` raises.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        *,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        sleep: bool = False,
+    ) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise InvalidConfigError(f"accelerator is a {type(accelerator).__name__}: give the loop's Accelerator")
+        device = next(model.parameters()).device
+        if device.type != accelerator.device.type:
+            raise InvalidConfigError(
+                f"the model is on {device} and the accelerator works on {accelerator.device}: give the model that "
+                "accelerator.prepare(model) returns"
+            )
+        config = config or EngineConfig()
+        config = replace(config, seed=config.seed + accelerator.process_index)
+        self.engine = RolloutEngine(model, config=config, tokenizer=tokenizer)
+        self._accelerator = accelerator
+        self._model = model
+        self._sleep = sleep
+        self._stepped = False
+        self._stop_watching = weakref.finalize(self, _watch_steps(weakref.ref(self)))
+        if sleep:
+            self.engine.sleep()
+
+    def generate_batch(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]] | Tensor,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        progress_bar: bool = False,
+        step: int | None = None,
+    ) -> RolloutBatch:
+        """``RolloutEngine.generate_batch`` on the weights as the last optimizer step left them.
+
+        The progress bar shows on the main process only. accelerate's trackers get the main process's
+        ``rollout/seconds``, ``rollout/tokens_per_second``, ``rollout/mean_length`` (of completions, in tokens) and
+        ``rollout/weight_version``; step: the step they are logged under.
+        """
+        if self.engine.is_sleeping:
+            self.engine.wake_up()
+        try:
+            if self._stepped:
+                self.engine.update_weights()
+                self._stepped = False
+            start = time.perf_counter()
+            batch = self.engine.generate_batch(
+                prompts,
+                sampling_params,
+                attention_mask=attention_mask,
+                progress_bar=progress_bar and self._accelerator.is_main_process,
+            )
+            seconds = time.perf_counter() - start
+        finally:
+            if self._sleep:
+                self.engine.sleep()
+        lengths = [len(c.token_ids) for output in batch for c in output.completions]
+        metrics = {
+            "rollout/seconds": seconds,
+            "rollout/tokens_per_second": sum(lengths) / seconds,
+            "rollout/mean_length": sum(lengths) / max(1, len(lengths)),
+            "rollout/weight_version": self.engine.weight_version,
+        }
+        self._accelerator.log(metrics, step=step)
+        return batch
+
+    def close(self) -> None:
+        """Close the engine, and stop watching optimizers."""
+        self._stop_watching()
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
+        ours = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+            self._stepped = True
+
+
+def _watch_steps(engine: weakref.ref[AcceleratedEngine]) -> Any:
+    """Tell the engine of each step of any optimizer, also of one made later; returns what ends that."""
+
+    # accelerate calls an optimizer's step when accumulation is complete and the gradients are finite, not before.
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        watching = engine()
+        if watching is not None:
+            watching._notice_step(optimizer)
+
+    return register_optimizer_step_post_hook(after_step).remove

@@ -1,0 +1,273 @@
+"""The command ``stoker``: what will run here and why, and completions of JSON Lines files without a line of Python."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from stoker.integrations.jsonl import CommandError, Line, ResumableWriter, read_lines
+from stoker.kernels.errors import InvalidConfigError, InvalidRequestError, StokerError
+
+EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 wrong flags, 130 interrupted."
+GENERATE = """\
+Sample completions of every line of a JSON Lines file.
+
+Each line of INPUT is an object with exactly one of
+  "prompt"     text
+  "messages"   a chat, [{"role": "user", "content": "..."}, ...]; the model's chat template is applied
+  "token_ids"  [1, 2, 3]
+and whatever else you like. OUTPUT gets one line for each, in order: the same object with "completions" added, a list
+of {"text", "finish_reason"} (with --tokens also "token_ids" and "logprobs"), or with "error" where a line could not be
+served.
+
+A run that was killed goes on where it stopped when the same command is run again, and ends with the output it would
+have had: each line draws from --seed and its number alone. Give the same flags.
+"""
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. Wrong flags raise ``SystemExit(2)``, as argparse does."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        args.config = _config(args, parser)
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("stoker: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except StokerError as error:
+        print(f"stoker: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stoker", description="The rollout engine from the command line.", epilog=EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"stoker {version('stoker')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    info = commands.add_parser("info", help="versions, device, operations and why", epilog=EPILOG)
+    info.add_argument("model", nargs="?", help="also load this model (folder or hub id) and say how it will run")
+    _add_engine_flags(info)
+    info.set_defaults(run=_info)
+
+    generate = commands.add_parser(
+        "generate",
+        help="completions of a JSON Lines file; can be interrupted and taken up again",
+        description=GENERATE,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
+    generate.add_argument("input", metavar="INPUT", type=Path, help="JSON Lines file")
+    generate.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
+    generate.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
+    generate.add_argument("--tokens", action="store_true", help="write token ids and log-probabilities too")
+    generate.add_argument("--seed", type=int, default=0)
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument("--n", type=int, default=1, help="completions of each prompt")
+    sampling.add_argument("--max-tokens", type=int, default=256, help="of a completion (%(default)s)")
+    sampling.add_argument("--min-tokens", type=int, default=0)
+    sampling.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (%(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--top-k", type=int, default=0, help="0: all tokens (%(default)s)")
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeat for more"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true")
+    _add_engine_flags(generate)
+    generate.set_defaults(run=lambda args: _generate(args, generate))
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    engine.add_argument("--dtype", default="auto", help="bfloat16, float32, ... (that of the files)")
+    engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences at a time (%(default)s)")
+    engine.add_argument("--max-model-len", type=int, help="tokens of prompt and completion together (the model's)")
+    engine.add_argument("--kv-cache-memory", default="auto", help="4GiB, say (what fits in part of the free memory)")
+
+
+# -- stoker info -------------------------------------------------------------------------------------------------------
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torch
+
+    from stoker.kernels.ops import ops_for
+
+    for package in ("stoker", "torch", "triton", "transformers", "trl", "peft", "accelerate"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "not installed"
+        print(f"{package:13}{found}")
+    print(f"{'python':13}{platform.python_version()}")
+
+    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    why = "as asked for"
+    if args.device == "auto":
+        why = "CUDA is there" if device.type == "cuda" else "torch sees no CUDA device"
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CommandError(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+        described = (
+            f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory:,} bytes"
+        )
+    else:
+        described = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    print(f"{'device':13}{device} ({described}): {why}")
+    print(f"operations on {device.type}:")
+    ops = ops_for(device)
+    for operation in fields(ops):
+        function = getattr(ops, operation.name)
+        if callable(function):
+            print(f"  {operation.name:22}{function.__module__.removeprefix('stoker.kernels.')}")
+    if args.model:
+        with _engine(args) as engine:
+            stats = engine.stats()
+            print(f"model {args.model}:")
+            print(f"  fused layers          {stats.fused_layers} of {stats.num_layers}")
+            print(f"  longest sequence      {engine.max_model_len} tokens")
+            tokens = stats.num_kv_blocks * engine.config.block_size
+            print(f"  KV cache              {stats.kv_cache_bytes:,} bytes, {tokens:,} tokens")
+    return 0
+
+
+# -- stoker generate ---------------------------------------------------------------------------------------------------
+
+
+def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from tqdm import tqdm
+
+    from stoker.rollout import SamplingParams
+
+    try:
+        params = SamplingParams(
+            n=args.n,
+            max_tokens=args.max_tokens,
+            min_tokens=args.min_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+        )
+    except InvalidRequestError as error:
+        parser.error(str(error))
+    if args.output.exists() and args.output.samefile(args.input):
+        parser.error("INPUT and OUTPUT are the same file")
+    lines = read_lines(args.input, kinds=("prompt", "messages", "token_ids"), results=("completions", "error"))
+    failed = 0
+    with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
+        if writer.done == len(lines):
+            print(f"{args.output} is complete: {len(lines)} lines", file=sys.stderr)
+            return 0
+        first = writer.done
+        if first:
+            print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
+        with _engine(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
+            for record in _completions(engine, lines[first:], params, args):
+                writer.write(record)
+                failed += "error" in record
+                progress.update()
+    if failed:
+        print(
+            f'stoker: {failed} of {len(lines) - first} lines failed, see their "error" in {args.output}',
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The output record of each line, in order; later lines run while earlier ones are waited for."""
+    if engine.tokenizer is None and any(not isinstance(line.prompt[0], int) for line in lines):
+        raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
+    tokens = args.tokens or engine.tokenizer is None
+    ahead = max(1, 4 * args.max_num_seqs // args.n)
+    todo = iter(lines)
+    under_way: deque[tuple[Line, Any]] = deque()
+    while True:
+        for line in islice(todo, ahead - len(under_way)):
+            seed = int.from_bytes(blake2b(f"{args.seed}:{line.number}".encode(), digest_size=7).digest(), "little")
+            try:
+                under_way.append((line, engine.submit(line.prompt, replace(params, seed=seed))))
+            except InvalidRequestError as error:
+                under_way.append((line, error))
+        if not under_way:
+            return
+        line, request = under_way.popleft()
+        if isinstance(request, InvalidRequestError):
+            yield {**line.fields, "error": str(request).removeprefix("prompt 0: ").replace("prompt 0", "the prompt")}
+            continue
+        output = request.result()
+        if output.error is not None:
+            yield {**line.fields, "error": str(output.error)}
+            continue
+        yield {**line.fields, "completions": [_completion(c, tokens) for c in output.completions]}
+
+
+def _completion(completion: Any, tokens: bool) -> dict[str, Any]:
+    record = {"text": completion.text, "finish_reason": completion.finish_reason}
+    if tokens:
+        record |= {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
+    return record
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def _config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
+    from stoker.rollout import EngineConfig
+
+    try:
+        return EngineConfig(
+            device=args.device,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.max_model_len,
+            kv_cache_memory=args.kv_cache_memory,
+        )
+    except InvalidConfigError as error:
+        parser.error(str(error))
+
+
+def _engine(args: argparse.Namespace) -> Any:
+    from stoker.rollout import RolloutEngine
+
+    return RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
+
+
+def _folder(model: str) -> str:
+    """The local folder of a model; one of the hub is fetched, or found where an earlier fetch has left it."""
+    if os.path.isdir(model):
+        return model
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CommandError(f"{model}: there is no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CommandError(f"{model} is neither a folder here nor a model that could be fetched: {reason}") from error

@@ -1,0 +1,143 @@
+"""JSON Lines files of the command line: read with every line checked, and written so that a run can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from stoker.kernels.errors import StokerError
+
+
+class CommandError(StokerError):
+    """What a user of the command line can mend; printed without a traceback."""
+
+
+class Line:
+    """One line of the input: its number in the file, counted from 1, and its object."""
+
+    def __init__(self, number: int, fields: dict[str, Any], prompt: Any) -> None:
+        self.number = number
+        self.fields = fields
+        self.prompt = prompt  # text, chat messages, or token ids
+
+
+def read_lines(path: Path, *, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
+    """All lines but blank ones. kinds: of which fields each has to have exactly one. results: fields that are left out,
+    as the output's of that name take their place; so an output can be an input.
+
+    Raises ``CommandError`` naming the first line that cannot be used.
+    """
+    lines = []
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    fields = _parse(text, f"{path} line {number}")
+                    prompt = _prompt(fields, kinds, f"{path} line {number}")
+                    kept = {name: value for name, value in fields.items() if name not in results}
+                    lines.append(Line(number, kept, prompt))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"cannot read {path}: {error}") from error
+    return lines
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CommandError(f"{where} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CommandError(f"{where} is a {type(fields).__name__}: each line has to be an object")
+    return fields
+
+
+def _prompt(fields: dict[str, Any], kinds: tuple[str, ...], where: str) -> Any:
+    present = [kind for kind in kinds if kind in fields]
+    if len(present) != 1:
+        found = " and ".join(present) if present else "none of them"
+        raise CommandError(f"{where} needs exactly one of {', '.join(kinds)}, and has {found}")
+    kind = present[0]
+    value = fields[kind]
+    items: list[Any] | str = value if isinstance(value, list) else []
+    if kind == "messages":
+        good, wanted = all(isinstance(m, dict) for m in items), "a list of messages, objects with role and content"
+    elif kind == "token_ids":
+        good, wanted = all(type(token) is int for token in items), "a list of integers"
+    else:
+        items = value if isinstance(value, str) else ""
+        good, wanted = True, "text"
+    if not good or not items:
+        raise CommandError(f"{where}: {kind} has to be {wanted}, and not empty")
+    return value
+
+
+class ResumableWriter:
+    """Writes one object for each input line, in order, each whole before the next is begun.
+
+    An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
+    a torn last one is cut off, and ``done`` says how many remain. Raises ``CommandError`` where it is of another input,
+    or cannot be written; what was written stays.
+    """
+
+    def __init__(self, path: Path, inputs: list[Line], *, overwrite: bool = False) -> None:
+        self.path = path
+        self.done = 0
+        self._end = 0
+        try:
+            # Unbuffered: a line is with the system once it is written, whatever happens to this process.
+            self._file = open(path, "wb" if overwrite or not path.exists() else "r+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error}") from error
+        if self._file.mode == "rb+":
+            try:
+                self._skip_done(inputs)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def _skip_done(self, inputs: list[Line]) -> None:
+        with open(self.path, "rb") as kept:
+            for number, text in enumerate(kept, start=1):
+                if not text.endswith(b"\n"):
+                    break
+                mine = inputs[number - 1].fields if number <= len(inputs) else None
+                try:
+                    found = json.loads(text)
+                except ValueError:
+                    found = None
+                if mine is None or not isinstance(found, dict) or any(found.get(k) != v for k, v in mine.items()):
+                    raise CommandError(
+                        f"{self.path} line {number} is not of line {number} of this input: name another output, or "
+                        "start anew with --overwrite"
+                    )
+                self.done, self._end = number, self._end + len(text)
+        self._file.truncate(self._end)
+        self._file.seek(self._end)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line. On an error what was written of it is taken back."""
+        data = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+            raise CommandError(
+                f"cannot write {self.path}: {os.strerror(error.errno or 0)}; its {self.done} lines are kept: make room "
+                "and run the same command again"
+            ) from error
+        self.done, self._end = self.done + 1, self._end + len(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

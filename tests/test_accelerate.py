@@ -1,0 +1,215 @@
+"""A training loop under accelerate: rollouts follow its steps, processes, precision and trackers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
+from two_processes import run_in_two_processes
+
+from stoker.integrations.accelerate import AcceleratedEngine
+from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, InvalidRequestError, SamplingParams
+
+PROMPTS = [[3, 4, 5], [6] * 20]
+PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert not _global_optimizer_post_hooks  # nothing watches after a test
+
+
+def prepared(**settings: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(cpu=True, **settings)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return accelerator, model, optimizer
+
+
+def worst_difference(model: Any, batch: Any) -> float:
+    """Of log-probabilities, from the plain forward of a model that autocast has no part in."""
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    return max(
+        abs(a - b)
+        for output in batch
+        for c in output.completions
+        for a, b in zip(c.logprobs, plain_logprobs(plain, output.prompt_token_ids, c.token_ids), strict=True)
+    )
+
+
+def train_on(accelerator: Accelerator, model: Any, optimizer: Any, ids: list[int]) -> None:
+    with accelerator.accumulate(model):
+        tokens = torch.tensor([ids])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_every_rollout_is_of_the_weights_of_the_last_step(precision: str) -> None:
+    accelerator, model, optimizer = prepared(mixed_precision=precision)
+    with AcceleratedEngine(accelerator, model) as engine:
+        first = engine.generate_batch(PROMPTS, PARAMS)
+        assert worst_difference(model, first) < LOGPROB_TOLERANCE
+        for round in (1, 2):
+            train_on(accelerator, model, optimizer, [3, 4, 5, 6, 7])
+            with accelerator.autocast():
+                batch = engine.generate_batch(PROMPTS, PARAMS)
+            assert engine.engine.weight_version == round and engine.engine.stats().last_update_seconds > 0
+            assert worst_difference(model, batch) < LOGPROB_TOLERANCE
+        assert worst_difference(model, first) > 100 * LOGPROB_TOLERANCE  # the check can tell
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_weights_are_taken_once_a_step_and_not_while_gradients_accumulate() -> None:
+    accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
+    with AcceleratedEngine(accelerator, model) as engine:
+        versions = []
+        for _ in range(4):
+            train_on(accelerator, model, optimizer, [3, 4, 5])
+            for _ in range(2):
+                engine.generate_batch(PROMPTS, PARAMS)
+            versions.append(engine.engine.weight_version)
+        assert versions == [0, 1, 1, 2]
+
+
+def test_the_step_of_another_models_optimizer_is_none_of_ours() -> None:
+    accelerator, model, _ = prepared()
+    with AcceleratedEngine(accelerator, model) as engine:
+        critic = torch.nn.Linear(2, 1)
+        adam = accelerator.prepare(torch.optim.Adam(critic.parameters()))
+        critic(torch.ones(1, 2)).sum().backward()
+        adam.step()
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 0
+        # An optimizer made after the engine counts, prepared or not.
+        late = torch.optim.Adam(list(critic.parameters()) + list(model.parameters()), lr=0.1)
+        model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
+        late.step()
+        batch = engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 1 and worst_difference(model, batch) < LOGPROB_TOLERANCE
+
+
+def test_asleep_outside_of_rollouts() -> None:
+    accelerator, model, optimizer = prepared()
+    with AcceleratedEngine(accelerator, model, sleep=True) as engine:
+        asleep = [engine.engine.is_sleeping]
+        model.get_input_embeddings().weight.register_hook(lambda _: asleep.append(engine.engine.is_sleeping))
+        for _ in range(2):
+            engine.generate_batch(PROMPTS, PARAMS)
+            train_on(accelerator, model, optimizer, [3, 4, 5])
+        assert asleep == [True] * 3
+        with pytest.raises(InvalidRequestError, match="prompt 0 is empty"):
+            engine.generate_batch([[]])
+        assert engine.engine.is_sleeping
+        assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    name = "kept"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[dict[str, Any], int | None]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.seen.append((values, step))
+
+
+def test_trackers_get_what_a_rollout_was_like() -> None:
+    tracker = Tracker()
+    accelerator, model, _ = prepared(log_with=tracker)
+    accelerator.init_trackers("run")
+    with AcceleratedEngine(accelerator, model) as engine:
+        batch = engine.generate_batch(PROMPTS, [PARAMS, SamplingParams(max_tokens=2, ignore_eos=True)], step=7)
+    ((values, step),) = tracker.seen
+    assert step == 7 and set(values) == {
+        "rollout/seconds", "rollout/tokens_per_second", "rollout/mean_length", "rollout/weight_version"
+    }  # fmt: skip
+    tokens = sum(len(c.token_ids) for output in batch for c in output.completions)
+    assert tokens == 18 and values["rollout/mean_length"] == 6 and values["rollout/weight_version"] == 0
+    assert values["rollout/tokens_per_second"] * values["rollout/seconds"] == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_the_progress_bar_is_the_main_processs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: bool
+) -> None:
+    accelerator, model, _ = prepared()
+    with AcceleratedEngine(accelerator, model) as engine:
+        monkeypatch.setattr(Accelerator, "is_main_process", property(lambda _: main))
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert not capsys.readouterr().err
+        engine.generate_batch(PROMPTS, PARAMS, progress_bar=True)
+        assert ("4/4" in capsys.readouterr().err) == main
+
+
+def test_nothing_watches_after_close_or_when_dropped() -> None:
+    accelerator, model, optimizer = prepared()
+    engine = AcceleratedEngine(accelerator, model)
+    assert len(_global_optimizer_post_hooks) == 1
+    engine.close()
+    assert not _global_optimizer_post_hooks
+    with pytest.raises(EngineStateError, match="closed"):
+        engine.generate_batch(PROMPTS)
+    engine = AcceleratedEngine(accelerator, model)
+    dropped = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert dropped() is None and not _global_optimizer_post_hooks
+    train_on(accelerator, model, optimizer, [3, 4])
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _ = prepared()
+    with pytest.raises(InvalidConfigError, match="accelerator is a Qwen3ForCausalLM"):
+        AcceleratedEngine(model, accelerator)  # type: ignore[arg-type]
+    monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cuda:0")))
+    with pytest.raises(InvalidConfigError, match=r"on cpu and the accelerator works on cuda:0.*prepare\(model\)"):
+        AcceleratedEngine(accelerator, model)
+
+
+def train(folder: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    accelerator, model, optimizer = prepared()
+    with AcceleratedEngine(accelerator, model, config=EngineConfig(seed=5)) as engine:
+        first = engine.generate_batch(PROMPTS, PARAMS)
+        train_on(accelerator, model, optimizer, first[0].completions[0].token_ids)
+        for _ in range(1 + 2 * rank):  # a collective in one of them would never end
+            batch = engine.generate_batch(PROMPTS, PARAMS)
+        inner = accelerator.unwrap_model(model)
+        return {
+            "wrapper": type(model).__name__,
+            "seed": engine.engine.config.seed,
+            "version": engine.engine.weight_version,
+            "sampled": [c.token_ids for output in first for c in output.completions],
+            "difference": worst_difference(inner, batch),
+            "moved": worst_difference(inner, first),
+            "weights": {name: tensor.clone() for name, tensor in inner.state_dict().items()},
+        }
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    first, second = run_in_two_processes(train, str(tmp_path))
+    assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
+    assert (first["seed"], second["seed"]) == (5, 6) and first["sampled"] != second["sampled"]
+    for one in (first, second):
+        assert one["version"] == 1 and one["difference"] < LOGPROB_TOLERANCE < one["moved"]
+    assert all(torch.equal(tensor, second["weights"][name]) for name, tensor in first["weights"].items())

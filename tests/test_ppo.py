@@ -1,0 +1,221 @@
+"""The pieces of a PPO loop against recursions written out by hand, the loop itself, and transformers' ``generate_batch``."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import greedy
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import RequestStatus
+from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, make_model, plain_logprobs
+
+from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
+from stoker.integrations.transformers import generate_batch
+from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "ppo.py"
+# Rows that end early, that have holes (a tool's answer), one token, and none at all.
+MASK = torch.tensor(
+    [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+)
+
+
+def random_values(seed: int) -> torch.Tensor:
+    """Values [5, 6] that are NaN and infinite where the mask is 0: nothing may come of those."""
+    values = torch.randn(MASK.shape, generator=torch.Generator().manual_seed(seed))
+    values[MASK == 0] = torch.tensor([math.nan, math.inf] * 8 + [math.nan])
+    return values
+
+
+def own(row: torch.Tensor, mask: torch.Tensor) -> list[float]:
+    return [float(x) for x, keep in zip(row, mask, strict=True) if keep]
+
+
+def check_rows(result: torch.Tensor, expected: list[list[float]]) -> None:
+    """Row by row on the tokens the mask keeps; 0 on the others."""
+    assert result.dtype is torch.float32 and result.shape == MASK.shape
+    for row, mask, values in zip(result, MASK, expected, strict=True):
+        assert own(row, mask) == pytest.approx(values, abs=1e-5)
+    assert (result[MASK == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.9, 0.0), (0.9, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_gae_is_the_sum_of_its_definition(gamma: float, lam: float, dtype: torch.dtype) -> None:
+    rewards, values = random_values(1), random_values(2)
+    expected, returns = [], []
+    for row in range(len(MASK)):
+        r, v = own(rewards[row], MASK[row]), own(values[row], MASK[row])
+        deltas = [r[t] + gamma * (v[t + 1] if t + 1 < len(r) else 0.0) - v[t] for t in range(len(r))]
+        sums = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(r))) for t in range(len(r))]
+        expected.append(sums)
+        returns.append([a + b for a, b in zip(sums, v, strict=True)])
+    advantages, actual_returns = gae(rewards, values, MASK.to(dtype), gamma=gamma, lam=lam)
+    check_rows(advantages, expected)
+    check_rows(actual_returns, returns)
+
+
+def test_with_lambda_1_returns_are_the_discounted_rewards() -> None:
+    rewards, values = random_values(1), random_values(2)
+    _, returns = gae(rewards, values, MASK, gamma=0.9, lam=1.0)
+    expected = []
+    for row in range(len(MASK)):
+        r = own(rewards[row], MASK[row])
+        expected.append([sum(0.9 ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))])
+    check_rows(returns, expected)
+
+
+def test_kl_penalties_at_each_token() -> None:
+    policy, reference = random_values(3), random_values(4)
+    rows = range(len(MASK))
+    pairs = [list(zip(own(policy[i], MASK[i]), own(reference[i], MASK[i]), strict=True)) for i in rows]
+    check_rows(kl_penalty(policy, reference, MASK), [[p - q for p, q in row] for row in pairs])
+    k3 = [[math.exp(q - p) - 1 - (q - p) for p, q in row] for row in pairs]
+    check_rows(kl_penalty(policy, reference, MASK, kind="k3"), k3)
+    with pytest.raises(InvalidRequestError, match="'k1' or 'k3'"):
+        kl_penalty(policy, reference, MASK, kind="k4")  # type: ignore[arg-type]
+
+
+def test_both_estimators_have_the_kl_for_their_mean() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = float((p * (p / q).log()).sum())
+    for kind in ("k1", "k3"):
+        estimates = kl_penalty(p.log()[None], q.log()[None], torch.ones(1, 3), kind=kind)  # type: ignore[arg-type]
+        assert float((p * estimates[0]).sum()) == pytest.approx(exact, abs=1e-6)
+
+
+def test_a_score_is_the_reward_of_the_last_token() -> None:
+    kl, scores = random_values(5), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    expected = []
+    for row in range(len(MASK)):
+        rewards = [-0.1 * x for x in own(kl[row], MASK[row])]
+        if rewards:
+            rewards[-1] += float(scores[row])
+        expected.append(rewards)
+    check_rows(token_rewards(scores, kl, MASK, kl_coefficient=0.1), expected)
+
+
+def test_whitening_is_over_the_tokens_of_the_batch() -> None:
+    values = random_values(6)
+    kept = values[MASK.bool()]
+    expected = (kept - kept.mean()) / kept.std(correction=0)
+    assert masked_mean(values, MASK) == pytest.approx(float(kept.mean()))
+    torch.testing.assert_close(whiten(values, MASK)[MASK.bool()], expected)
+    torch.testing.assert_close(whiten(values, MASK, shift_mean=False)[MASK.bool()], expected + kept.mean())
+    assert (whiten(values, MASK)[MASK == 0] == 0).all()
+    assert masked_mean(values, torch.zeros_like(MASK)) == 0
+
+
+def test_the_mean_of_a_loss_has_a_gradient() -> None:
+    values = torch.randn(MASK.shape, requires_grad=True)
+    masked_mean(values**2, MASK).backward()
+    torch.testing.assert_close(values.grad, 2 * values.detach() * MASK / MASK.sum())
+
+
+def test_shapes_that_do_not_belong_together_are_refused() -> None:
+    values = torch.zeros(2, 3)
+    with pytest.raises(InvalidRequestError, match=r"\(2, 4\), \(2, 3\), \(2, 3\)"):
+        gae(values, values, torch.ones(2, 4))
+    with pytest.raises(InvalidRequestError, match=r"\[B, C\]"):
+        masked_mean(torch.zeros(3), torch.ones(3))
+    with pytest.raises(InvalidRequestError, match=r"scores has shape \(3,\).*\[2\]"):
+        token_rewards(torch.zeros(3), values, torch.ones(2, 3), kl_coefficient=0.1)
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--steps", "30", "--prompt-length", "1", "--completion-length", "2", "--learning-rate", "3e-3"]
+    run_example(monkeypatch, *small)
+    printed = capsys.readouterr().out
+    found = re.search(r"reward before: (\S+)\nreward after:  (\S+)\n", printed)
+    assert found and float(found[2]) > float(found[1]) + 0.3, printed
+
+
+def test_the_example_refuses_bad_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run_example(monkeypatch, "--steps", "0")
+    assert exit_.value.code == 2 and "--steps has to be at least 1" in capsys.readouterr().err
+
+
+# -- transformers' generate_batch --------------------------------------------------------------------------------------
+
+PROMPTS = [[3, 4, 5], [6] * 20, [9, 8]]
+
+
+@pytest.fixture
+def model() -> Any:
+    return make_model().eval()
+
+
+def test_outputs_are_those_of_transformers(model: Any) -> None:
+    # Two samples of a prompt, and one token to choose from, so that they can be compared.
+    eos = greedy(model, PROMPTS[0], 24)[5]
+    config = GenerationConfig(
+        max_new_tokens=24, do_sample=True, top_k=1, num_return_sequences=2, eos_token_id=eos, pad_token_id=PAD
+    )
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_memory_percent=0.01)
+    theirs = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=small, warmup=False)
+    with RolloutEngine(model) as engine:
+        ours = generate_batch(engine, PROMPTS, generation_config=config)
+    assert list(ours) == list(theirs) and len(ours) == 2 * len(PROMPTS)
+    for request_id, output in ours.items():
+        assert type(output) is type(theirs[request_id]) and output.request_id == request_id
+        assert output.prompt_ids == theirs[request_id].prompt_ids
+        assert output.generated_tokens == theirs[request_id].generated_tokens
+        assert output.status == theirs[request_id].status == RequestStatus.FINISHED
+        assert output.error is None and output.is_finished()
+    assert len(ours["req_0"].generated_tokens) <= 6  # EOS included
+
+
+def test_logprobs_are_of_the_scaled_softmax(model: Any) -> None:
+    config = GenerationConfig(max_new_tokens=3, do_sample=True, top_k=0, temperature=0.7, num_return_sequences=4)
+    with RolloutEngine(model) as engine:
+        outputs = generate_batch(engine, PROMPTS, config, max_new_tokens=5)
+    for output in outputs.values():
+        assert len(output.generated_tokens) == 5
+        plain = plain_logprobs(model, output.prompt_ids, output.generated_tokens, 0.7)
+        assert output.logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
+    assert len({tuple(output.generated_tokens) for output in outputs.values()}) > 3
+
+
+def test_no_eos_id_means_none(model: Any) -> None:
+    config = GenerationConfig(max_new_tokens=40, do_sample=True, top_k=0)
+    with RolloutEngine(model) as engine:
+        outputs = generate_batch(engine, PROMPTS * 4, config).values()
+    assert {len(output.generated_tokens) for output in outputs} == {40}
+    assert any(EOS in output.generated_tokens[:-1] for output in outputs)
+
+
+def test_a_failed_request_says_so(model: Any) -> None:
+    config = GenerationConfig(max_new_tokens=2, do_sample=False)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    with RolloutEngine(model) as engine:
+        output = generate_batch(engine, [[3]], config)["req_0"]
+    assert output.status == RequestStatus.FAILED and output.error
+
+
+def test_what_cannot_be_served_is_refused_at_once(model: Any) -> None:
+    with RolloutEngine(model, config=EngineConfig(max_model_len=16)) as engine:
+        with pytest.raises(InvalidRequestError, match="max_new_tokens"):
+            generate_batch(engine, PROMPTS, GenerationConfig(do_sample=False))
+        with pytest.raises(InvalidRequestError, match="num_beams"):
+            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, num_beams=2))
+        with pytest.raises(InvalidRequestError, match="prompt 1 has 20 tokens"):
+            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2))
+        assert generate_batch(engine, [], GenerationConfig(max_new_tokens=2)) == {}

@@ -1,0 +1,266 @@
+"""What GRPO offers around generation, with the engine attached: chats, tools, environments, ``rollout_func``, resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl_setup import CHARACTERS, EOS, LOGPROB_TOLERANCE, PAD, build, logged, make_model, make_tokenizer
+
+from stoker.rollout import EngineConfig, InvalidRequestError
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from stoker.integrations.trl import attach, detach
+
+MakeTrainer = Callable[..., Any]
+IDS = {character: i + 3 for i, character in enumerate(CHARACTERS)}
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    made = []
+
+    def make(**settings: Any) -> Any:
+        made.append(build("grpo", str(tmp_path), **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.use_vllm:
+            detach(trainer)
+
+
+def record_prompts(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The prompts of every call of the engine."""
+    calls: list[list[list[int]]] = []
+    engine = trainer.vllm_generation.engine
+    generate_batch = engine.generate_batch
+
+    def record(prompts: list[list[int]], params: Any) -> Any:
+        calls.append([list(prompt) for prompt in prompts])
+        return generate_batch(prompts, params)
+
+    monkeypatch.setattr(engine, "generate_batch", record)
+    return calls
+
+
+def check_parity(trainer: Any) -> None:
+    differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert differences and max(differences) < LOGPROB_TOLERANCE
+
+
+# -- chats and tools ---------------------------------------------------------------------------------------------------
+
+
+class ToolTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Takes every completion with a "b" in it for a call of the tool ``lookup``."""
+
+    def parse_response(self, ids: list[int], **_: Any) -> dict[str, Any]:
+        text = self.decode(ids, skip_special_tokens=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if "b" in text:
+            call = {"name": "lookup", "arguments": {"text": text}}
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        return message
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'h' if m.role == 'user' else 'f' if m.role == 'tool' else 'g' }}"
+    "{{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}{{ t.function.arguments }}{% endfor %}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}g{% endif %}"
+)
+CHATS = [[{"role": "user", "content": text}] for text in ("abc", "d", "feed", "cab", "ha", "gag")]
+
+
+def chat_arguments(tokenizer_class: type[Any] = PreTrainedTokenizerFast) -> dict[str, Any]:
+    plain = make_tokenizer()
+    tokenizer = tokenizer_class(
+        tokenizer_object=plain._tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<end>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = "set"  # only asked for being there
+    return {
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_dict({"prompt": CHATS}),
+        "reward_funcs": lambda completions, **_: [float(len(c[-1]["content"])) for c in completions],
+    }
+
+
+def test_chats_go_through_the_template(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(more=chat_arguments())
+    attach(trainer)
+    calls = record_prompts(trainer, monkeypatch)
+    trainer.train()
+    check_parity(trainer)
+    templated = {tuple(IDS[c] for c in f"h{chat[0]['content']}g") for chat in CHATS}
+    assert {tuple(prompt) for call in calls for prompt in call} <= templated
+
+
+def test_tools_are_called_and_their_answers_continued(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def lookup(text: str) -> str:
+        """Look something up.
+
+        Args:
+            text: What to look up.
+        """
+        asked.append(text)
+        if len(asked) % 5 == 0:
+            raise ValueError("bad")  # a tool that raises: its error is the answer
+        return "dad"
+
+    trainer = make_trainer(
+        more=chat_arguments(ToolTokenizer) | {"tools": [lookup]},
+        max_completion_length=48,
+        generation_kwargs={"max_new_tokens": 12},
+        max_tool_calling_iterations=3,
+    )
+    engine = attach(trainer)
+    calls = record_prompts(trainer, monkeypatch)
+    trainer.train()
+    check_parity(trainer)
+    assert len(asked) > 10 and max(logged(trainer, "tools/call_frequency")) > 0
+    assert max(logged(trainer, "tools/failure_frequency")) > 0
+    sizes = [len(call) for call in calls]
+    assert sizes.count(8) >= 3 and any(size < 8 for size in sizes)  # turns after the first have fewer rows
+    answer = [IDS[c] for c in "fdadg"]
+    later = [prompt for call in calls if len(call) < 8 for prompt in call]
+    assert any(prompt[-5:] == answer for prompt in later)
+    assert engine.weight_version == 3  # once a step, however many turns it has
+
+
+def test_environments_are_stepped(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Environment:
+        def reset(self, **_: Any) -> str | None:
+            self.asked = 0
+            return None
+
+        def lookup(self, text: str) -> str:
+            """Look something up.
+
+            Args:
+                text: What to look up.
+            """
+            self.asked += 1
+            return "dad"
+
+        def get_reward(self) -> float:
+            return float(self.asked)
+
+    arguments = chat_arguments(ToolTokenizer) | {"reward_funcs": [], "environment_factory": Environment}
+    trainer = make_trainer(more=arguments, max_completion_length=40, generation_kwargs={"max_new_tokens": 10})
+    attach(trainer)
+    calls = record_prompts(trainer, monkeypatch)
+    trainer.train()
+    check_parity(trainer)
+    assert len(calls) > 3 and max(logged(trainer, "reward")) > 0
+
+
+# -- rollout_func, truncation, over-long prompts -----------------------------------------------------------------------
+
+
+def test_rollout_func_generates_on_the_engine(make_trainer: MakeTrainer) -> None:
+    """Two turns with something in between that the policy did not write, masked out of the loss by ``env_mask``."""
+    between = [IDS["h"], IDS["e"]]
+    versions = []
+
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        versions.append(trainer.vllm_generation.engine.weight_version)
+        ids = trainer._tokenizer(prompts)["input_ids"]
+        generate = trainer.vllm_generation.generate
+        _, first, first_logprobs, _ = generate(ids, None, 1)
+        _, second, second_logprobs, _ = generate(
+            [p + c + between for p, c in zip(ids, first, strict=True)], None, num_generations=1
+        )
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [a + between + b for a, b in zip(first, second, strict=True)],
+            "logprobs": [
+                [*(row[0] for row in a), 0.0, 0.0, *(row[0] for row in b)]
+                for a, b in zip(first_logprobs, second_logprobs, strict=True)
+            ],
+            "env_mask": [[1] * len(a) + [0, 0] + [1] * len(b) for a, b in zip(first, second, strict=True)],
+        }
+
+    trainer = make_trainer(more={"rollout_func": rollout_func})
+    attach(trainer)
+    trainer.train()
+    check_parity(trainer)
+    assert versions == [1, 2, 3]
+
+
+def test_truncated_completions_are_masked(make_trainer: MakeTrainer) -> None:
+    """A row counts from its first token to the EOS the engine returns with it, or not at all."""
+    trainer = make_trainer(mask_truncated_completions=True, max_steps=1, max_completion_length=16)
+    engine = attach(trainer)
+    sampled: list[list[int]] = []
+    generate_batch = engine.generate_batch
+
+    def keep(prompts: Any, params: Any) -> Any:
+        batch = generate_batch(prompts, params)
+        sampled.extend(output.completions[0].token_ids for output in batch)
+        return batch
+
+    engine.generate_batch = keep  # type: ignore[method-assign]
+    inputs = [{"prompt": prompt} for prompt in ("abc", "d") for _ in range(4)]
+    masks = trainer._generate_and_score_completions(inputs)["completion_mask"]
+    whole = [ids[-1] in (EOS, PAD) for ids in sampled]  # TRL takes its padding for an ending too
+    assert masks.sum(1).tolist() == [len(ids) if ends else 0 for ids, ends in zip(sampled, whole, strict=True)]
+    assert any(whole) and not all(whole)
+
+
+def test_an_overlong_prompt_of_the_dataset_stops_training_by_name(make_trainer: MakeTrainer) -> None:
+    prompts = Dataset.from_dict({"prompt": ["abc" * 20] * 8})
+    trainer = make_trainer(more={"train_dataset": prompts})
+    attach(trainer, config=EngineConfig(max_model_len=32))
+    with pytest.raises(InvalidRequestError, match="prompt 0 has 60 tokens"):
+        trainer.train()
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_resuming_takes_the_weights_of_the_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    first = make_trainer(max_steps=2, save_strategy="steps", save_steps=2)
+    attach(first)
+    first.train()
+    saved = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+    detach(first)
+
+    resumed = make_trainer(max_steps=4)
+    engine = attach(resumed)
+    seen = []
+    generate_batch = engine.generate_batch
+
+    def keep(prompts: Any, params: Any) -> Any:
+        batch = generate_batch(prompts, params)
+        seen.append({name: tensor.clone() for name, tensor in resumed.model.state_dict().items()})
+        return batch
+
+    engine.generate_batch = keep  # type: ignore[method-assign]
+    engine.generate_batch([[3] * 40], None)  # caches keys and values of the weights before
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4 and len(seen) == 3
+    assert all(torch.equal(seen[1][name], tensor) for name, tensor in saved.items())
+    check_parity(resumed)
+
+
+def test_a_checkpoint_saved_while_attached_is_an_ordinary_one(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=1, save_strategy="steps", save_steps=1)
+    attach(trainer)
+    trainer.train()
+    folder = tmp_path / "checkpoint-1"
+    loaded = type(make_model()).from_pretrained(folder)
+    assert all(torch.equal(loaded.state_dict()[name], t) for name, t in trainer.model.state_dict().items())
+    parameters = sum(t.nbytes for t in trainer.model.state_dict().values())
+    assert (folder / "model.safetensors").stat().st_size < parameters + 10_000  # nothing written twice

@@ -1,0 +1,269 @@
+"""Every kind of TRL trainer ``attach`` takes: it trains on the engine's samples, and ``detach`` leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from trl_setup import EOS, KINDS, LOGPROB_TOLERANCE, PAD, build, frozen_copy, make_tokenizer, plain_logprobs
+
+from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, RolloutBatch, UnsupportedModelError
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from stoker.integrations.trl import attach, detach
+
+MakeTrainer = Callable[..., Any]
+WITH_REWARDS = tuple(kind for kind in KINDS if kind not in ("distillation", "sdft"))
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Any) -> Iterator[MakeTrainer]:
+    made = []
+
+    def make(kind: str, **settings: Any) -> Any:
+        made.append(build(kind, str(tmp_path), **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.args.use_vllm or trainer.use_vllm:
+            detach(trainer)
+
+
+def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, RolloutBatch]]:
+    """Of every call of the trainer's engine: the weights at the time, in a model of their own, parameters and outputs."""
+    calls: list[tuple[Any, Any, RolloutBatch]] = []
+    engine = trainer.vllm_generation.engine
+    generate_batch = engine.generate_batch
+
+    def record(prompts: Any, params: Any) -> RolloutBatch:
+        batch = generate_batch(prompts, params)
+        calls.append((frozen_copy(trainer.accelerator.unwrap_model(trainer.model)), params, batch))
+        return batch
+
+    monkeypatch.setattr(engine, "generate_batch", record)
+    return calls
+
+
+def worst_difference(model: Any, params: Any, batch: RolloutBatch) -> float:
+    def plain(prompt: list[int], completion: list[int]) -> list[float]:
+        return plain_logprobs(model, prompt, completion, params.temperature)
+
+    return max(
+        abs(a - b)
+        for output in batch
+        for c in output.completions
+        for a, b in zip(c.logprobs, plain(output.prompt_token_ids, c.token_ids), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rollout_is_of_the_weights_of_its_step(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    trainer = make_trainer(kind)
+    engine = attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    trainer.train()
+    assert len(calls) == 3 and engine.weight_version == 3
+    assert all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)
+    (_, params, first), (last, *_) = calls[0], calls[-1]
+    assert worst_difference(last, params, first) > 10 * LOGPROB_TOLERANCE  # the weights moved, and the check can tell
+
+
+@pytest.mark.parametrize("kind", WITH_REWARDS)
+def test_rewards_are_of_the_completions_and_their_prompts(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    scored: list[tuple[str, str]] = []
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        scored.extend(zip(prompts, completions, strict=True))
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(kind, more={"reward_funcs": reward})
+    attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    trainer.train()
+    decode = make_tokenizer().decode
+    sampled = [
+        (decode(output.prompt_token_ids), decode(c.token_ids, skip_special_tokens=True))
+        for _, _, batch in calls
+        for output in batch
+        for c in output.completions
+    ]
+    assert len(sampled) > 20 and sorted(sampled) == sorted(scored)
+    assert len({text for _, text in sampled}) > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_are_the_trainers(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
+    trainer = make_trainer(kind, max_steps=1, generation_kwargs={"presence_penalty": 0.5}, **settings)
+    attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    trainer.train()
+    (_, params, _), *_ = calls
+    assert {name: getattr(params, name) for name in settings} == settings
+    assert (params.max_tokens, params.presence_penalty, params.stop_token_ids) == (8, 0.5, (EOS,))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "online_dpo"])  # that one only trains on samples
+def test_evaluation_is_on_the_engine(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    trainer = make_trainer(kind, max_steps=1)
+    attach(trainer)
+    trainer.train()
+    calls = recorded(trainer, monkeypatch)
+    trainer.evaluate()
+    assert calls and all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)
+    assert calls[0][2][0].completions[0].weight_versions[0] == trainer.vllm_generation.engine.weight_version == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sleep_mode_leaves_no_cache_to_the_trainers_step(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(kind, max_steps=2, vllm_enable_sleep_mode=True)
+    engine = attach(trainer)
+    asleep = []
+    trainer.model.get_input_embeddings().weight.register_hook(lambda _: asleep.append(engine.is_sleeping))
+    trainer.train()
+    assert len(asleep) >= 2 and all(asleep)  # in every backward pass
+    assert engine.stats().finished_requests > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_after_detach(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(kind)
+    objects = (trainer, trainer.args, trainer.model, trainer.model.config, trainer.model.generation_config)
+    before = [dict(vars(thing)) for thing in objects]
+    callbacks = list(trainer.callback_handler.callbacks)
+    parameters = {name: (p, p.dtype, p.requires_grad) for name, p in trainer.model.named_parameters()}
+    engine = weakref.ref(attach(trainer))
+    with pytest.raises(EngineStateError, match="already"):
+        attach(trainer)
+    detach(trainer)
+    assert [dict(vars(thing)) for thing in objects] == before
+    assert trainer.callback_handler.callbacks == callbacks
+    after = {name: (p, p.dtype, p.requires_grad) for name, p in trainer.model.named_parameters()}
+    assert after.keys() == parameters.keys()
+    for name, (p, dtype, requires_grad) in parameters.items():
+        assert after[name][0] is p and after[name][1:] == (dtype, requires_grad)
+        assert p.untyped_storage().nbytes() == p.nbytes and p.is_contiguous()
+    gc.collect()
+    assert engine() is None
+    with pytest.raises(EngineStateError, match="no engine"):
+        detach(trainer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_after_detach_is_one_never_attached(make_trainer: MakeTrainer, kind: str) -> None:
+    """Same samples of its own, same weights, same warnings."""
+
+    def run(attached: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+        trainer = make_trainer(kind, max_steps=2)
+        if attached:
+            attach(trainer)
+            trainer.vllm_generation.engine.generate_batch([[3, 4]])
+            detach(trainer)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.manual_seed(7)
+            trainer.train()
+        return trainer.model.state_dict(), sorted(str(w.message) for w in seen)
+
+    (plain, plain_warnings), (detached, detached_warnings) = run(False), run(True)
+    assert all(torch.equal(plain[name], detached[name]) for name in plain)
+    assert detached_warnings == plain_warnings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attached_again_is_attached_once(make_trainer: MakeTrainer, kind: str) -> None:
+    def weights(rounds: int) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(kind, max_steps=2)
+        for _ in range(rounds):
+            attach(trainer)
+            detach(trainer)
+        attach(trainer)
+        trainer.train()
+        return trainer.model.state_dict()  # type: ignore[no-any-return]
+
+    once, again = weights(0), weights(2)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+
+
+# -- OnlineDPO ---------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_come_in_two_blocks(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer("online_dpo")
+    attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    prompt_ids, prompt_mask, completion_ids, completion_mask = trainer._generate_vllm(["abc", "d"])
+    batch = calls[0][2]
+    assert prompt_ids.tolist() == [[3, 4, 5], [PAD, PAD, 6]] * 2 and prompt_mask.tolist() == [[1, 1, 1], [0, 0, 1]] * 2
+    for row, (prompt, sample) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        ids = batch[prompt].completions[sample].token_ids
+        rest = completion_ids.shape[1] - len(ids)
+        assert completion_ids[row].tolist() == ids + [PAD] * rest
+        assert completion_mask[row].tolist() == [1] * len(ids) + [0] * rest
+    assert batch[0].completions[0].token_ids != batch[0].completions[1].token_ids
+
+
+def test_pairs_of_chats_use_the_chat_template(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("online_dpo")
+    trainer._tokenizer.chat_template = (
+        "{% for m in messages %}h{{ m.content }}{% endfor %}{% if add_generation_prompt %}g{% endif %}"
+    )
+    attach(trainer)
+    chat = [{"role": "user", "content": "ab"}]
+    assert trainer._generate_vllm([chat])[0].tolist() == [make_tokenizer()("habg")["input_ids"]] * 2
+
+
+def test_pairs_take_weights_once_a_step(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer("online_dpo", max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    engine = attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    trainer.train()
+    assert len(calls) == 4 and engine.weight_version == 2
+
+
+def test_pairs_with_images_are_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("online_dpo")
+    attach(trainer)
+    with pytest.raises(UnsupportedModelError, match="images"):
+        trainer._generate_vllm(["abc"], ["an image"])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["grpo", "online_dpo"])
+def test_completions_without_a_bound_are_refused(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(kind)
+    limit = "max_new_tokens" if kind == "online_dpo" else "max_completion_length"
+    setattr(trainer.args if kind == "online_dpo" else trainer, limit, None)
+    with pytest.raises(InvalidConfigError, match=f"{limit} is None"):
+        attach(trainer)
+    trainer.args.generation_kwargs = {"max_new_tokens": 4}
+    attach(trainer)
+
+
+def test_a_class_of_the_same_name_elsewhere_is_refused() -> None:
+    class GRPOTrainer:
+        pass
+
+    with pytest.raises(InvalidConfigError, match="OnlineDPOTrainer, and this is a GRPOTrainer"):
+        attach(GRPOTrainer(), config=EngineConfig())
+
+
+def test_derived_trainers_are_of_their_base_kind(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("grpo", max_steps=1)
+    trainer.__class__ = type("Mine", (type(trainer),), {})
+    engine = attach(trainer)
+    trainer.train()
+    assert engine.stats().finished_requests == 8

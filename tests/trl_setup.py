@@ -1,0 +1,141 @@
+"""TRL's trainers over a tiny model, for the tests of the integration."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns when its experimental trainers are imported
+
+CHARACTERS = "abcdefgh"
+PAD, EOS, END_OF_TURN = 0, 1, 2
+# What two orders of summation in fp32 may differ by on these models.
+LOGPROB_TOLERANCE = 1e-4
+# Groups of several lengths, and one that spans more than a KV block.
+PROMPTS = ["abc", "hgfedcba", "d", "ab" * 12, "cafe", "bad"]
+KINDS = ("grpo", "rloo", "distillation", "sdft", "sdpo", "online_dpo")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<end>", *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<end>"))  # templates bring other letters
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<end>")
+
+
+def make_model(**overrides: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(CHARACTERS) + 3,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=overrides.pop("max_position_embeddings", 128),
+        initializer_range=0.3,  # far from uniform, so that a wrong weight or position shows
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **overrides,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def frozen_copy(model: Any) -> Qwen3ForCausalLM:
+    copied = make_model()  # not deepcopy: the trainer's forward hangs on the instance, bound to the original
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+def count_a(completions: list[str], **_: Any) -> list[float]:
+    return [float(text.count("a")) for text in completions]
+
+
+def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """A trainer of a kind. more: arguments of its constructor, on top of those every kind needs; settings: of its config."""
+    from datasets import Dataset
+
+    trainer_class, config_class = _classes(kind)
+    arguments: dict[str, Any] = {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    if kind in ("sdft", "sdpo"):
+        arguments["distillation_topk"] = 4  # the default is more than there are tokens
+    if kind == "distillation":
+        arguments["per_device_train_batch_size"] = 4  # samples prompts without repeating them, and drops an uneven rest
+    arguments |= {"max_new_tokens": 8} if kind == "online_dpo" else {"max_completion_length": 8}
+    if kind in ("grpo", "rloo", "sdft", "sdpo"):
+        arguments["num_generations"] = 4
+    if kind in ("grpo", "rloo"):
+        arguments["beta"] = 0.0  # a reference model would be loaded by name, and this model has none
+    columns: dict[str, list[Any]] = {"prompt": PROMPTS}
+    if kind == "sdft":
+        columns["privileged_context"] = ["a"] * len(PROMPTS)
+    passed: dict[str, Any] = {
+        "model": model or make_model(),
+        "train_dataset": Dataset.from_dict(columns),
+        "processing_class": make_tokenizer(),
+    }
+    if kind == "distillation":
+        passed["teacher_model"] = make_model(tie_word_embeddings=True)
+    elif kind != "sdft":
+        passed["reward_funcs"] = count_a
+    if kind in ("sdft", "sdpo"):
+        arguments["teacher_model_kind"] = "live"  # others are loaded by name, like a reference model
+    if kind == "online_dpo":
+        passed["ref_model"] = copy.deepcopy(passed["model"])
+    else:
+        passed["eval_dataset"] = Dataset.from_dict({name: rows[:2] for name, rows in columns.items()})
+    return trainer_class(args=config_class(**arguments | settings), **passed | (more or {}))
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    import trl
+
+    if kind == "grpo":
+        return trl.GRPOTrainer, trl.GRPOConfig
+    if kind == "rloo":
+        return trl.RLOOTrainer, trl.RLOOConfig
+    if kind == "distillation":
+        return trl.DistillationTrainer, trl.DistillationConfig
+    if kind == "sdft":
+        from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+        return SDFTTrainer, SDFTConfig
+    if kind == "sdpo":
+        from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+        return SDPOTrainer, SDPOConfig
+    assert kind == "online_dpo"
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    return OnlineDPOTrainer, OnlineDPOConfig
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
+    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
