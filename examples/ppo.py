@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -93,7 +94,7 @@ def main() -> None:
             bos_token_id=None, eos_token_id=None, pad_token_id=PAD,
         )
     )  # fmt: skip
-    reference = copy.deepcopy(model).eval()
+    reference = RolloutEngine(copy.deepcopy(model).eval())
     critic = Critic(model.config.hidden_size)
     parameters = [*model.parameters(), *critic.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
@@ -113,8 +114,8 @@ def main() -> None:
         scores, t = score(batch), batch.to_tensors(PAD)
         mask = t.completion_mask
         with torch.no_grad():
-            reference_logprobs, _ = evaluate_tokens(reference, critic, t)
             _, old_values = evaluate_tokens(model, critic, t)
+        reference_logprobs = pad_sequence([s.logprobs for s in reference.score(batch)], batch_first=True)
         kl = kl_penalty(t.logprobs, reference_logprobs, mask)
         rewards = token_rewards(scores, kl, mask, kl_coefficient=args.kl_coefficient)
         advantages, returns = gae(rewards, old_values, mask)
@@ -140,6 +141,7 @@ def main() -> None:
 
     print(f"reward after:  {score(engine.generate_batch(held_out, greedy)).mean():.3f}")
     print(f"{args.steps} steps in {time.perf_counter() - start:.0f} s")
+    reference.close()
     engine.close()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,16 @@ served.
 
 A run that was killed goes on where it stopped when the same command is run again, and ends with the output it would
 have had: each line draws from --seed and its number alone. Give the same flags.
+"""
+SCORE = """\
+Log-probability of the tokens of every line of a JSON Lines file.
+
+Each line of INPUT is an object with exactly one of "text" and "token_ids", perhaps with "start", the position of the
+first token to score (1, the second token, where there is none: the first has no log-probability), and whatever else
+you like. OUTPUT gets one line for each, in order: the same object with "scored_token_ids" and "logprobs", in nats and
+one a token from "start" on, or with "error" where a line could not be scored.
+
+A run that was killed goes on where it stopped when the same command is run again.
 """
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
 
@@ -73,10 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    generate.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
-    generate.add_argument("input", metavar="INPUT", type=Path, help="JSON Lines file")
-    generate.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
-    generate.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
+    _add_files(generate)
     generate.add_argument("--tokens", action="store_true", help="write token ids and log-probabilities too")
     generate.add_argument("--seed", type=int, default=0)
     sampling = generate.add_argument_group("sampling")
@@ -94,7 +102,27 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--ignore-eos", action="store_true")
     _add_engine_flags(generate)
     generate.set_defaults(run=lambda args: _generate(args, generate))
+
+    score = commands.add_parser(
+        "score",
+        help="log-probabilities of a JSON Lines file; can be interrupted and taken up again",
+        description=SCORE,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_files(score)
+    score.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it (%(default)s)")
+    score.add_argument("--entropy", action="store_true", help='also "entropies", of the distribution at each position')
+    _add_engine_flags(score)
+    score.set_defaults(run=lambda args: _score(args, score))
     return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
+    parser.add_argument("input", metavar="INPUT", type=Path, help="JSON Lines file")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
+    parser.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -152,12 +180,50 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _read(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, kinds: tuple[str, ...], results: tuple[str, ...]
+) -> list[Line]:
+    if args.output.exists() and args.output.samefile(args.input):
+        parser.error("INPUT and OUTPUT are the same file")
+    return read_lines(args.input, kinds=kinds, results=results)
+
+
+def _write(
+    args: argparse.Namespace, lines: list[Line], records: Callable[[Any, list[Line]], Iterator[dict[str, Any]]]
+) -> int:
+    """Write what ``records(engine, lines)`` gives for the lines that are not done yet; returns the exit code."""
+    from tqdm import tqdm
+
+    failed = 0
+    with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
+        first = writer.done
+        if first == len(lines):
+            print(f"{args.output} is complete: {first} lines", file=sys.stderr)
+            return 0
+        if first:
+            print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
+        with _engine(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
+            if engine.tokenizer is None and any(not isinstance(line.prompt[0], int) for line in lines):
+                raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
+            for record in records(engine, lines[first:]):
+                writer.write(record)
+                failed += "error" in record
+                progress.update()
+    if failed:
+        print(
+            f'stoker: {failed} of {len(lines) - first} lines failed, see their "error" in {args.output}',
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
 # -- stoker generate ---------------------------------------------------------------------------------------------------
 
 
 def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from tqdm import tqdm
-
     from stoker.rollout import SamplingParams
 
     try:
@@ -175,34 +241,12 @@ def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         )
     except InvalidRequestError as error:
         parser.error(str(error))
-    if args.output.exists() and args.output.samefile(args.input):
-        parser.error("INPUT and OUTPUT are the same file")
-    lines = read_lines(args.input, kinds=("prompt", "messages", "token_ids"), results=("completions", "error"))
-    failed = 0
-    with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
-        if writer.done == len(lines):
-            print(f"{args.output} is complete: {len(lines)} lines", file=sys.stderr)
-            return 0
-        first = writer.done
-        if first:
-            print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
-        with _engine(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
-            for record in _completions(engine, lines[first:], params, args):
-                writer.write(record)
-                failed += "error" in record
-                progress.update()
-    if failed:
-        print(
-            f'stoker: {failed} of {len(lines) - first} lines failed, see their "error" in {args.output}',
-            file=sys.stderr,
-        )
-    return 1 if failed else 0
+    lines = _read(args, parser, ("prompt", "messages", "token_ids"), ("completions", "error"))
+    return _write(args, lines, lambda engine, todo: _completions(engine, todo, params, args))
 
 
 def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The output record of each line, in order; later lines run while earlier ones are waited for."""
-    if engine.tokenizer is None and any(not isinstance(line.prompt[0], int) for line in lines):
-        raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
     tokens = args.tokens or engine.tokenizer is None
     ahead = max(1, 4 * args.max_num_seqs // args.n)
     todo = iter(lines)
@@ -218,7 +262,7 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
             return
         line, request = under_way.popleft()
         if isinstance(request, InvalidRequestError):
-            yield {**line.fields, "error": str(request).removeprefix("prompt 0: ").replace("prompt 0", "the prompt")}
+            yield {**line.fields, "error": _of_one(request, "prompt")}
             continue
         output = request.result()
         if output.error is not None:
@@ -232,6 +276,54 @@ def _completion(completion: Any, tokens: bool) -> dict[str, Any]:
     if tokens:
         record |= {"token_ids": completion.token_ids, "logprobs": completion.logprobs}
     return record
+
+
+# -- stoker score ------------------------------------------------------------------------------------------------------
+
+
+def _score(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if not 0 < args.temperature < math.inf:
+        parser.error(f"--temperature {args.temperature}: it has to be above 0, and finite")
+    lines = _read(args, parser, ("text", "token_ids"), ("scored_token_ids", "logprobs", "entropies", "error"))
+    return _write(args, lines, lambda engine, todo: _scores(engine, todo, args))
+
+
+def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The output record of each line, in order; those of some hundred lines are made together."""
+
+    def score(some: list[Line]) -> list[Any]:
+        start = [line.fields.get("start", 1) for line in some]
+        return engine.score(  # type: ignore[no-any-return]
+            [line.prompt for line in some], start=start, temperature=args.temperature, entropy=args.entropy
+        )
+
+    todo = iter(lines)
+    while some := list(islice(todo, 4 * args.max_num_seqs)):
+        try:
+            scores = score(some)
+        except InvalidRequestError:  # of one line, found before any work: the others are scored all the same
+            scores = [_one_score(score, line) for line in some]
+        for line, one in zip(some, scores, strict=True):
+            error = one if isinstance(one, InvalidRequestError) else one.error
+            if error is not None:
+                yield {**line.fields, "error": _of_one(error, "sequence")}
+                continue
+            record = {**line.fields, "scored_token_ids": one.token_ids.tolist(), "logprobs": one.logprobs.tolist()}
+            if args.entropy:
+                record["entropies"] = one.entropy.tolist()
+            yield record
+
+
+def _one_score(score: Callable[[list[Line]], list[Any]], line: Line) -> Any:
+    try:
+        return score([line])[0]
+    except InvalidRequestError as error:
+        return error
+
+
+def _of_one(error: StokerError, what: str) -> str:
+    """The message of a call with one ``what``, which then needs no number."""
+    return str(error).removeprefix(f"{what} 0: ").replace(f"{what} 0", f"the {what}")
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,41 @@ def test_more_lines_than_run_at_a_time(folder: str, tmp_path: Path) -> None:
     assert [record["completions"][0]["token_ids"] for record in read(target)] == expected
 
 
+# -- score -------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_are_the_models(folder: str, tmp_path: Path) -> None:
+    ids = [3, 4, 5, 6, 7]
+    lines = [{"text": "abcde"}, {"token_ids": ids, "start": 3, "logprobs": "replaced"}]
+    source, target = write(tmp_path / "in", lines), tmp_path / "out"
+    assert main(["score", folder, source, str(target), "--temperature", "0.7", "--entropy"]) == 0
+    model = make_model().eval()
+    distribution = (model(torch.tensor([ids])).logits[0].detach() / 0.7).log_softmax(-1)
+    for record, start in zip(read(target), (1, 3), strict=True):
+        assert record["scored_token_ids"] == ids[start:]
+        assert record["logprobs"] == pytest.approx(plain_logprobs(model, ids[:start], ids[start:], 0.7), abs=1e-4)
+        entropies = -(distribution.exp() * distribution).sum(-1)[start - 1 : -1]
+        assert record["entropies"] == pytest.approx(entropies.tolist(), abs=1e-4)
+    before = target.read_bytes()
+    assert main(["score", "no/model/is/loaded", source, str(target)]) == 0 and target.read_bytes() == before
+
+
+def test_a_line_that_cannot_be_scored_does_not_stop_the_others(folder: str, tmp_path: Path) -> None:
+    lines = [{"token_ids": [3, 4]}, {"token_ids": [3]}, {"token_ids": [3, 99]}, {"token_ids": [3, 4], "start": 2}]
+    source, target = write(tmp_path / "in", [*lines, {"text": "ab"}]), tmp_path / "out"
+    assert main(["score", folder, source, str(target)]) == 1
+    records = read(target)
+    assert ["error" in record for record in records] == [False, True, True, True, False]
+    assert "sequence 0" not in records[1]["error"] and "99 at position 1" in records[2]["error"]
+    assert records[0]["logprobs"] == pytest.approx(records[4]["logprobs"])
+
+
+def test_a_temperature_of_0_scores_nothing(folder: str, files: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["score", folder, *files, "--temperature", "0"])
+    assert exit_.value.code == 2
+
+
 # -- interrupted runs --------------------------------------------------------------------------------------------------
 
 
@@ -341,7 +376,9 @@ def test_info_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) 
     assert "sees no CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["info", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["score", "--help"], ["info", "--help"], ["--version"]]
+)
 def test_help_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
