@@ -17,8 +17,8 @@ from stoker.engine import experts as interface
 from stoker.engine.model import ModelShell
 from stoker.kernels import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.kernels.reference.moe import Gate
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
 SWIGLU = Gate()
 GPT_OSS = Gate(interleaved=True, alpha=1.702, limit=1.5, offset=1.0)

@@ -25,8 +25,8 @@ from stoker.kernels import attention_plan
 from stoker.kernels.attention import attend, unsupported, workspace_bytes, write_kv
 from stoker.kernels.attention_plan import UNIT_ROWS
 from stoker.kernels.ops import REFERENCE
-from stoker.kernels.triton_ops import TRITON
 from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import SamplingParams
 
 GPU_ONLY = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter's bf16 arithmetic is wrong

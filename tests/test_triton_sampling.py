@@ -10,8 +10,8 @@ from test_sampling_ops import assert_follows
 from torch import Tensor
 
 from stoker.kernels.ops import REFERENCE
-from stoker.kernels.triton_ops import TRITON
 from stoker.kernels.sampling import SPLIT
+from stoker.kernels.triton_ops import TRITON
 
 INF = float("inf")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
