@@ -173,11 +173,11 @@ def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
     return groups
 
 
-def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, int]:
-    """Replace the layers that agree with their fused form. Returns how many were replaced, and how many there are.
+def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, bool]:
+    """Replace the layers that agree with their fused form. Returns how many were, and whether that is all of the model.
 
-    Where all were, and embedding, layers, norm and head in a row are all there is to the model, its own forward is
-    passed over too.
+    It is where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model: its
+    own forward is passed over then.
     """
     candidates = _candidates(shell)
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
@@ -185,12 +185,20 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             replacement = FusedDecoderLayer(layer, ops, fused, name).eval()
             if _agree(layer, replacement, shell):
                 siblings[index] = replacement
-        count, total = sum(isinstance(m, FusedDecoderLayer) for m in shell.module.modules()), shell.num_layers
-        if count == total and all(hasattr(shell.module.base_model, n) for n in ("embed_tokens", "rotary_emb", "norm")):
-            whole = _PlainModel(shell)
-            if whole.agrees(shell):
-                shell.hidden, shell.logits = whole.hidden, whole.logits
-    return count, total
+        count = sum(isinstance(m, FusedDecoderLayer) for m in shell.module.modules())
+        body, head = shell.module.base_model, shell.module.get_output_embeddings()
+        known = all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm"))
+        if (
+            count < shell.num_layers
+            or not known
+            or not hasattr(body.norm, "variance_epsilon")
+            or type(head) is not nn.Linear
+        ):
+            return count, False
+        whole = _PlainModel(shell, ops)
+        if whole.agrees(shell):
+            shell.hidden, shell.logits = whole.hidden, whole.logits
+    return count, shell.hidden == whole.hidden
 
 
 class _PlainModel:
@@ -199,9 +207,9 @@ class _PlainModel:
     The rotary embedding depends on no weight, so up to ``_KEPT_POSITIONS`` it is looked up, not computed.
     """
 
-    def __init__(self, shell: ModelShell) -> None:
+    def __init__(self, shell: ModelShell, ops: Ops) -> None:
         body: Any = shell.module.base_model
-        self.embed, self.norm = body.embed_tokens, body.norm
+        self.ops, self.embed, self.norm = ops, body.embed_tokens, _norm(body.norm)
         self.rotary, self.kept = body.rotary_emb, None
         if shell.max_model_len <= _KEPT_POSITIONS:
             x = self.embed(torch.zeros(1, dtype=torch.long, device=shell.device))[None]
@@ -209,7 +217,7 @@ class _PlainModel:
             at = torch.arange(count, device=shell.device)[None]
             self.kept = tuple(table[0].contiguous() for table in self.rotary(x, position_ids=at))
         self.layers = list(body.layers)
-        self.head = shell.module.get_output_embeddings()
+        self.head: nn.Linear = shell.module.get_output_embeddings()
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """Before the last norm, which only rows that are projected need."""
@@ -223,7 +231,7 @@ class _PlainModel:
         return x[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden))  # type: ignore[no-any-return]
+        return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
 
     def agrees(self, shell: ModelShell) -> bool:
         device = shell.device

@@ -112,7 +112,7 @@ class EagerStep:
         return self.model.hidden(batch.token_ids, batch.positions, context)
 
     def _sample(self, batch: Batch, hidden: Tensor, noise: Tensor | None) -> SamplerOutput:
-        logits = self.model.logits(hidden.index_select(0, batch.last_token)).float()
+        logits = self.model.logits(hidden.index_select(0, batch.last_token))
         out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
         batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
         return out

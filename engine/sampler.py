@@ -99,7 +99,9 @@ class Sampler:
         return list(drawn.view(num_steps, len(positions), -1))
 
     def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
-        """logits: fp32 [R, V]; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
+        """logits: [R, V] of any float dtype; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
+        if rows.any_penalised or rows.any_min_tokens or rows.any_truncated or rows.top_logprobs:
+            logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
         one = torch.ones_like(inverse)
         processed, processed_inverse = logits, inverse

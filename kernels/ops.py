@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 
 from stoker.kernels import cpu_attention
+from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import attention, linear, moe, norm_rotary, sampling
+
+_log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +58,30 @@ REFERENCE = Ops(
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
 
 
-def ops_for(device: torch.device, *, deterministic: bool = False) -> Ops:
+def ops_for(
+    device: torch.device, layers: Iterable[tuple[int, int, torch.dtype]] = (), *, deterministic: bool = False
+) -> Ops:
     """The operations for a device: Triton's on CUDA; a CPU has an attention of its own, all else the torch reference.
 
-    deterministic: a row's result has the same bits alone and among any others; on CUDA only.
+    layers: key dimension, value dimension and dtype of what attention layers keep; where Triton's kernels do not run one,
+    attention is the torch reference, and the log says why. deterministic: a row's result has the same bits alone and among
+    any others; raises ``InvalidConfigError`` where there are no kernels for that.
     """
-    if device.type == "cuda":
-        from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
+    if device.type != "cuda":
+        if deterministic:
+            raise InvalidConfigError(
+                f"deterministic=True needs CUDA kernels, and the model is on {device}: leave it out; in fp32 a request's "
+                "tokens do not depend on its neighbours there either"
+            )
+        return CPU if device.type == "cpu" else REFERENCE
+    from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
 
-        return triton_ops.DETERMINISTIC if deterministic else triton_ops.TRITON
-    return CPU if device.type == "cpu" else REFERENCE
+    table = triton_ops.DETERMINISTIC if deterministic else triton_ops.TRITON
+    reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
+    if reason is None:
+        return table
+    if deterministic:
+        raise InvalidConfigError(f"deterministic=True cannot be had: {reason}")
+    _log.warning("attention runs as torch operations, without CUDA graphs, which is slow: %s", reason)
+    names = ("plan_attention", "write_kv", "paged_attention")
+    return replace(table, static_plans=False, **{name: getattr(REFERENCE, name) for name in names})

@@ -6,7 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 from stoker.kernels import attention, linear, linear_invariant, moe, norm_rotary, sampling, truncation
+from stoker.kernels.attention import unsupported
 from stoker.kernels.ops import REFERENCE
+
+__all__ = ["DETERMINISTIC", "TRITON", "unsupported"]
 
 TRITON = replace(
     REFERENCE,

@@ -20,14 +20,15 @@ class ModelBinding:
     Raises ``UnsupportedModelError`` where the model cannot be borrowed. Nothing of the model is changed before ``fuse``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, deterministic: bool = False) -> None:
         self.model = model
+        self.deterministic = deterministic
         self.source = source_for(model)
         check_supported(self.source.module)
-        self.ops: Ops = ops_for(self.source.device)
         self.max_model_len = 0
         self.shell: ModelShell
         self.shapes: list[LayerShape]
+        self.ops: Ops
         self.fused_layers = 0
         self._checksums: list[int] | None = None
 
@@ -36,6 +37,8 @@ class ModelBinding:
         self.max_model_len = max_model_len
         self.shell = self._new_shell(self.source)
         self.shapes = self.shell.layer_shapes()
+        layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in self.shapes]
+        self.ops = ops_for(self.source.device, layers, deterministic=self.deterministic)
 
     def fuse(self) -> None:
         """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
@@ -81,10 +84,15 @@ class ModelBinding:
     def _new_shell(self, source: AliasedSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
         shell.bind(source.tensors(), source.module)
-        take_over_experts(shell.module, self.ops)
         return shell
 
     def _fuse(self, shell: ModelShell, source: AliasedSource) -> None:
+        take_over_experts(shell.module, self.ops)
         fused = source.rehome(fusion_groups(shell))
-        self.fused_layers, _ = fuse_layers(shell, self.ops, fused)
+        self.fused_layers, whole = fuse_layers(shell, self.ops, fused)
+        if self.deterministic and not whole:
+            raise UnsupportedModelError(
+                f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
+                "deterministic=True cannot be had for it"
+            )
         source.bind()

@@ -27,6 +27,8 @@ class EngineConfig:
     enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
     decode_window: most decode steps run between two looks of the scheduler.
     use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
+    deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others, chunked,
+        preempted or found in the prefix cache. On CUDA, for models whose layers are all fused; somewhat slower.
     score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
         times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
     seed: where requests without a seed of their own draw theirs from.
@@ -44,6 +46,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     decode_window: int = 8
     use_graphs: bool = True
+    deterministic: bool = False
     score_chunk_tokens: int = 512
     seed: int = 0
 

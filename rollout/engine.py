@@ -50,7 +50,7 @@ class RolloutEngine:
         self.tokenizer = tokenizer
         self._closed = False
         self._last_update_seconds = 0.0
-        self._binding = ModelBinding(model)
+        self._binding = ModelBinding(model, deterministic=self.config.deterministic)
         self._check_config()
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = self._max_model_len()

@@ -19,8 +19,10 @@ from torch import Tensor
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.sampler import PenaltyState
-from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.kernels.ops import REFERENCE, Ops, ops_for
 from stoker.kernels.reference import attention
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
 from stoker.rollout import engine as engine_module
 
@@ -81,13 +83,18 @@ class PretendDevice(CpuRuntime):
 
 @contextmanager
 def build(
-    family: str = "llama", ops: Ops = STATIC, runtime: type[CpuRuntime] = PretendDevice, **fields: Any
+    family: str = "llama",
+    ops: Ops = STATIC,
+    runtime: type[CpuRuntime] = PretendDevice,
+    num_layers: int | None = None,
+    **fields: Any,
 ) -> Iterator[RolloutEngine]:
     settings = {"block_size": 4, "kv_cache_memory": "4MiB", "max_num_seqs": 12, "max_model_len": 96, "decode_window": 4}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "runtime_for", runtime)
-        patch.setattr(binding, "ops_for", lambda device: ops)
-        with RolloutEngine(make_model(family), config=EngineConfig(**(settings | fields))) as engine:
+        patch.setattr(binding, "ops_for", lambda *_, **__: ops)
+        model = make_model(family) if num_layers is None else make_model(family, num_hidden_layers=num_layers)
+        with RolloutEngine(model, config=EngineConfig(**(settings | fields))) as engine:
             yield engine
 
 
@@ -272,3 +279,65 @@ def test_given_tokens_are_scored_whatever_was_captured() -> None:
                     one.prompt_logprobs.logprobs, other.prompt_logprobs.logprobs, rtol=0, atol=2e-5
                 )
         assert engine.core.runner._graphs
+
+
+# -- the kernels of a CUDA device, in Triton's interpreter ---------------------------------------------------------------
+
+
+def bits(batch: RolloutBatch) -> list[Any]:
+    batch.raise_for_errors()
+    return [[(c.token_ids, c.logprobs) for c in output.completions] for output in batch]
+
+
+def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    return [p[:11] for p in prompts(count)], [
+        SamplingParams(seed=i, max_tokens=5, ignore_eos=True) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(family: str) -> None:
+    with build(family, runtime=CpuRuntime, num_layers=1) as plain:
+        expected = plain.generate_batch(*few(5))
+    with build(family, ops=TRITON, num_layers=1) as engine:
+        assert engine.stats().fused_layers == engine.stats().num_layers
+        close(engine.generate_batch(*few(5)), expected)
+
+
+@pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])
+def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops) -> None:
+    several, settings = few(4)
+    with build("qwen3", ops=ops, num_layers=1, max_num_batched_tokens=8) as engine:  # prompts in chunks
+        together = bits(engine.generate_batch(several, settings))
+        hit = bits(engine.generate_batch(several, settings))
+        engine.update_weights()
+        scored = engine.score(
+            [p + t[0][0] for p, t in zip(several, together, strict=True)], start=[len(p) for p in several]
+        )
+    with build("qwen3", ops=ops, num_layers=1, enable_prefix_caching=False) as engine:
+        alone = [bits(engine.generate_batch([p], [s]))[0] for p, s in zip(several[:2], settings[:2], strict=True)]
+    rescored = [[(t[0][0], s.logprobs.tolist())] for t, s in zip(together, scored, strict=True)]
+    same = (together[:2] == alone, together == hit, together == rescored)
+    assert same == (True, True, True) if ops is DETERMINISTIC else not all(same)
+    assert [[c[0] for c in row] for row in together[:2]] == [[c[0] for c in row] for row in alone]
+
+
+def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
+        RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
+    with pytest.raises(UnsupportedModelError, match="Gemma2ForCausalLM has layers that run their own matmuls"):
+        RolloutEngine(make_model("gemma2"), config=EngineConfig(deterministic=True))
+
+
+def test_a_layer_that_the_kernels_cannot_run_has_torch_attention(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = torch.device("cuda")
+    assert ops_for(cuda, [(64, 64, torch.bfloat16), (576, 512, torch.float16)]) is TRITON
+    assert ops_for(cuda, [(64, 64, torch.bfloat16)], deterministic=True) is DETERMINISTIC
+    table = ops_for(cuda, [(64, 64, torch.bfloat16), (1024, 64, torch.bfloat16)])
+    assert (
+        table.paged_attention is REFERENCE.paged_attention and table.linear is TRITON.linear and not table.static_plans
+    )
+    assert len(caplog.records) == 1 and "1024" in caplog.text and "slow" in caplog.text
+    with pytest.raises(InvalidConfigError, match=r"deterministic=True cannot be had: .*float64"):
+        ops_for(cuda, [(64, 64, torch.float64)], deterministic=True)
