@@ -62,7 +62,12 @@ gpu:
 	  $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --target "$$site" . || exit; \
 	  $(CLEAN_BUILD); \
 	  export PYTHONPATH="$$site"; failed=0; \
-	  $(PYTHON) -P -m pytest -m gpu --junitxml="$(OUT)/gpu-tests.xml" $(ARGS) 2>&1 | tee "$(OUT)/gpu-tests.log" || failed=1; \
+	  workers=$$($(PYTHON) -c 'import importlib.util as u; print("-n 8" if u.find_spec("xdist") else "")'); \
+	  for tests in "gpu and not alone" "gpu and alone"; do \
+	    $(PYTHON) -P -m pytest -m "$$tests" $$workers --junitxml="$(OUT)/$${tests// /-}.xml" $(ARGS) 2>&1 \
+	      | tee -a "$(OUT)/gpu-tests.log" || failed=1; \
+	    workers=""; \
+	  done; \
 	  $(PYTHON) benchmarks/rollout.py --device cuda --output "$(OUT)" || failed=1; \
 	  exit $$failed
 

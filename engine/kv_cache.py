@@ -75,7 +75,8 @@ class KVCache:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all reads before all writes. copies: (from, to)."""
-        index = torch.tensor(copies, device=self.runtime.device)
+        index = torch.empty(len(copies), 2, dtype=torch.long, device=self.runtime.device)
+        self.runtime.to_device(torch.tensor(copies), index)
         source, target = index[:, 0], index[:, 1]
         for pair in self.layers:
             for cache in pair:

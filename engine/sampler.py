@@ -84,7 +84,8 @@ class Sampler:
     def start_penalties(self, slot: int, prompt: list[int], output: list[int]) -> None:
         self.penalties = self.penalties or PenaltyState(*self._shape)
         device = self._shape[2]
-        self.penalties.start(slot, *(torch.tensor(t, dtype=torch.long, device=device) for t in (prompt, output)))
+        ids = (torch.tensor(t, dtype=torch.long) for t in (prompt, output))
+        self.penalties.start(slot, *(t.to(device, non_blocking=True) for t in ids))
 
     def noise(self, rows: SamplingRows, positions: Tensor, num_steps: int) -> list[Tensor | None]:
         """The random numbers of each step of a window, which nothing sampled in it can change.

@@ -1,4 +1,4 @@
-"""The same engine on a CUDA device, eager: tokens, log-probabilities, and memory that comes back."""
+"""The same engine on a CUDA device: tokens, log-probabilities, captured steps, and memory that comes back."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from families import FAMILIES, VOCAB, make_model
 
+from stoker.engine.graphs import GraphStep
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +54,7 @@ def test_sampled_tokens_are_the_same_alone_and_among_neighbours() -> None:
     assert [o.completions[0].token_ids for o in together] == [o.completions[0].token_ids for o in alone]
 
 
+@pytest.mark.alone
 def test_sleep_gives_device_memory_back() -> None:
     model = make_model("llama").cuda()
     with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1GiB")) as engine:
@@ -64,3 +66,80 @@ def test_sleep_gives_device_memory_back() -> None:
         engine.wake_up()
         after = engine.generate_batch(prompts(), SamplingParams(temperature=0))
     assert [o.completions[0].token_ids for o in before] == [o.completions[0].token_ids for o in after]
+
+
+def mixed() -> list[SamplingParams]:
+    """Every way of sampling, in lengths that differ."""
+    kinds = (
+        {},
+        {"temperature": 0},
+        {"top_k": 7, "top_p": 0.9},
+        {"repetition_penalty": 1.2},
+        {"min_tokens": 4},
+        {"logprobs": 2},
+    )
+    return [SamplingParams(seed=i, max_tokens=9 + 5 * i, n=2, **kind) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dtype) -> None:
+    found = []
+    for use_graphs in (False, True):
+        config = EngineConfig(kv_cache_memory="8MiB", use_graphs=use_graphs, decode_window=4)
+        with RolloutEngine(make_model(family).to(dtype).cuda(), config=config) as engine:
+            for _ in range(2):  # the second time all steps are replayed
+                batch = engine.generate_batch(prompts(), mixed())
+                batch.raise_for_errors()
+                engine.update_weights()
+            found.append([[(c.token_ids, c.logprobs, c.finish_reason) for c in o.completions] for o in batch])
+            if use_graphs:
+                assert isinstance(engine.core.runner, GraphStep)
+                assert engine.core.runner._graphs and all(engine.core.runner._graphs.values()), "a capture failed"
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    config = EngineConfig(kv_cache_memory="64MiB", deterministic=True, max_num_batched_tokens=24)
+    with RolloutEngine(make_model("qwen3").to(dtype).cuda(), config=config) as engine:
+        crowd = prompts() * 11
+        params = [SamplingParams(seed=i, max_tokens=NEW_TOKENS) for i in range(len(crowd))]
+
+        def bits(prompts: list[list[int]], params: list[SamplingParams]) -> list[object]:
+            batch = engine.generate_batch(prompts, params)
+            return [(o.completions[0].token_ids, o.completions[0].logprobs) for o in batch]
+
+        together = bits(crowd, params)
+        assert bits(crowd, params) == together, "from the prefix cache"
+        engine.update_weights()
+        for i in (0, 5, 40):
+            assert bits(crowd[i : i + 1], params[i : i + 1]) == together[i : i + 1]
+        ids = [p + tokens for p, (tokens, _) in zip(crowd, together, strict=True)]  # type: ignore[misc]
+        scored = engine.score(ids, start=[len(p) for p in crowd])
+        assert [s.logprobs.tolist() for s in scored] == [logprobs for _, logprobs in together]  # type: ignore[misc]
+
+
+def test_a_rollout_waits_for_the_device_only_where_it_reads_results() -> None:
+    with RolloutEngine(make_model("llama").cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
+        params = SamplingParams(seed=1, max_tokens=40, ignore_eos=True)
+        engine.generate_batch(prompts(), params)
+        engine.update_weights()
+        handles = [engine.submit(p, params) for p in prompts()]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            engine.wait(handles)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.alone
+def test_device_memory_does_not_grow_with_rollouts() -> None:
+    with RolloutEngine(make_model("llama").cuda(), config=EngineConfig(kv_cache_memory="64MiB")) as engine:
+        held = []
+        for _ in range(40):
+            engine.generate_batch(prompts(), mixed())
+            engine.update_weights()
+            torch.cuda.synchronize()
+            held.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+    assert len(set(held[10:])) == 1
