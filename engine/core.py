@@ -49,12 +49,13 @@ class EngineCore:
         return self.scheduler.commit(plan, pending.read())
 
     def _launch(self, plan: Plan) -> Pending:
-        for request in plan.admitted:
-            if request.spec.penalised:
-                self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
-        if plan.copies:
-            self.runner.kv.copy_blocks(plan.copies)
-        return self.runner(self.inputs.fill(plan))
+        with self.inputs.runtime.chosen():
+            for request in plan.admitted:
+                if request.spec.penalised:
+                    self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
+            if plan.copies:
+                self.runner.kv.copy_blocks(plan.copies)
+            return self.runner(self.inputs.fill(plan))
 
     def drain(self) -> None:
         """Read all that was launched; requests stay where they are."""

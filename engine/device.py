@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ class Runtime:
     def to_device(self, host: Tensor, static: Tensor) -> None:
         """Fill the static buffer from host memory."""
         static.copy_(host)
+
+    def chosen(self) -> AbstractContextManager[object]:
+        """Within, this device is the current one, on which kernels are launched."""
+        return nullcontext()
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         """Start a copy to the host. The tensor may be written again by what is launched later."""
@@ -77,6 +81,9 @@ class CudaRuntime(Runtime):
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def chosen(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self.device)
 
     def to_device(self, host: Tensor, static: Tensor) -> None:
         static.copy_(host.pin_memory(), non_blocking=True)

@@ -75,7 +75,8 @@ class RolloutEngine:
             share=self.config.block_size,
             seed=self.config.seed,
         )
-        self._binding.fuse()
+        with self.runtime.chosen():
+            self._binding.fuse()
 
     def _new_core(self) -> EngineCore:
         binding = self._binding
