@@ -69,6 +69,9 @@ gpu:
 	    workers=""; \
 	  done; \
 	  $(PYTHON) benchmarks/rollout.py --device cuda --output "$(OUT)" || failed=1; \
+	  for batch in 1 64 256; do \
+	    $(PYTHON) benchmarks/step_profile.py --device cuda --batch $$batch --context 512 --output "$(OUT)" || failed=1; \
+	  done; \
 	  exit $$failed
 
 clean:

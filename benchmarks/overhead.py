@@ -87,6 +87,24 @@ def timed_steps(engine: RolloutEngine) -> Iterator[StepTimes]:
         times.wall = time.perf_counter() - start
 
 
+@contextmanager
+def timed_captures(engine: RolloutEngine) -> Iterator[list[float]]:
+    """Milliseconds of every CUDA graph captured within."""
+    times: list[float] = []
+    owner = type(engine.runtime)
+    original = owner.capture
+
+    def capture(self: Any, body: Callable[[], None]) -> Callable[[], None]:
+        start = time.perf_counter()
+        try:
+            return original(self, body)
+        finally:
+            times.append((time.perf_counter() - start) * 1e3)
+
+    with patch.object(owner, "capture", capture):
+        yield times
+
+
 def breakdown(times: StepTimes, rows: int) -> dict[str, float]:
     """Microseconds a decode step with at least ``rows`` requests spends in each part, on average."""
     steps = times.decode_steps(rows)

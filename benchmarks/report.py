@@ -111,7 +111,7 @@ def table(results: dict[str, Any]) -> str:
         lines += ["", f"  {'decode':>8}{'context':>9}{'step ms':>10}{'ceiling ms':>12}{'tok/s':>10}{'of ceiling':>12}"]
         lines += [
             f"  {p['batch']:8}{p['context']:9}{p['step_ms']:10.3f}{p['ceiling_ms']:12.3f}{p['tokens_per_s']:10.0f}"
-            f"{p['of_ceiling']:12.1%}  {p['model']}"
+            f"{p['of_ceiling']:12.1%}  {p['model']}{', deterministic' if p['deterministic'] else ''}"
             for p in results["sweep"]
         ]
     return "\n".join(lines)
@@ -143,10 +143,12 @@ def plot(results: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs = results["rollouts"]
-    figure, panels = pyplot.subplots(1, len(runs), figsize=(4.2 * len(runs), 3.8), squeeze=False)
+    runs, sweep = results["rollouts"], results.get("sweep", [])
+    swept = list(dict.fromkeys(point["model"] for point in sweep))
+    count = len(runs) + len(swept)
+    figure, panels = pyplot.subplots(1, count, figsize=(4.2 * count, 3.8), squeeze=False)
     colours = {"stoker": "tab:blue", "generate": "tab:gray"}
-    for panel, run in zip(panels[0], runs, strict=True):
+    for panel, run in zip(panels[0], runs, strict=False):
         timed = {name: e for name, e in run["engines"].items() if "skipped" not in e}
         tokens = run["workload"]["completion_tokens"]
         middle = [e["tokens_per_s"] for e in timed.values()]
@@ -162,9 +164,29 @@ def plot(results: dict[str, Any], path: Path) -> None:
         panel.margins(y=0.2)
         panel.set_title(f"{run['model']['name']}, workload {run['workload']['name']}", fontsize=9)
         panel.set_ylabel("completion tokens / s")
+    for panel, model in zip(panels[0][len(runs) :], swept, strict=True):
+        _roofline(panel, [point for point in sweep if point["model"] == model])
+        panel.set_title(f"{model}, decode", fontsize=9)
     env = results["environment"]
     versions = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
     figure.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _roofline(panel: Any, points: list[dict[str, Any]]) -> None:
+    """Tokens/s against batch, and what this run's ceiling allows."""
+    kinds = dict.fromkeys((p["context"], p["deterministic"]) for p in points)
+    for number, (context, deterministic) in enumerate(kinds):
+        mine = [p for p in points if (p["context"], p["deterministic"]) == (context, deterministic)]
+        batches, label = [p["batch"] for p in mine], f"context {context}{', deterministic' if deterministic else ''}"
+        panel.plot(batches, [p["tokens_per_s"] for p in mine], "o-", color=f"C{number}", label=label)
+        if not deterministic:
+            best = [p["batch"] / p["ceiling_ms"] * 1e3 for p in mine]
+            panel.plot(batches, best, "--", color=f"C{number}", alpha=0.6, label="its ceiling")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xlabel("sequences")
+    panel.set_ylabel("tokens / s")
+    panel.legend(fontsize=7)

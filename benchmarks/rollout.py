@@ -47,6 +47,9 @@ class Scenario:
 _CPU_I = Workload(name="i", prompts=8, samples=8, prompt_tokens=(64, 256), median=100, sigma=0.7, cap=256, slots=64)
 _CPU_II = Workload(name="ii", prompts=24, samples=8, prompt_tokens=(64, 256), median=44, sigma=1.0, cap=256, slots=64)
 _GPU_I = Workload(name="i", prompts=16, samples=8, prompt_tokens=(256, 1024), median=200, sigma=0.7, cap=512, slots=128)
+_GPU_II = Workload(
+    name="ii", prompts=32, samples=8, prompt_tokens=(256, 1024), median=700, sigma=0.9, cap=4096, slots=256
+)
 _QUICK = Workload(name="quick", prompts=8, samples=8, prompt_tokens=(16, 64), median=26, sigma=0.7, cap=64, slots=64)
 
 SCENARIOS = {
@@ -60,8 +63,9 @@ SCENARIOS = {
         Scenario(spec=SMALL, workload=_QUICK, repeats=1),
     ),
     ("cuda", False): (
-        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=100, peer_limit_s=60),
-        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=3, budget_s=100, peer_limit_s=60),
+        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=60, peer_limit_s=40),
+        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=2, budget_s=40, peer_limit_s=20),
+        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=3, budget_s=60, peer_limit_s=40),
     ),
     ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, budget_s=30, peer_limit_s=30),),
 }
@@ -100,7 +104,11 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
     ceiling = ceilings.measure(stoker.model, device, rows=(work.slots, 8 * work.slots), kv_tokens=kv_tokens)
 
     first = work.draw(vocab, -1)
-    stoker.warm_up(first, lengths)
+    begin = time.perf_counter()
+    stoker.engine.generate_batch(first[:1], SamplingParams(max_tokens=1))
+    first_token_s = stoker.start_up_s + time.perf_counter() - begin
+    with overhead.timed_captures(stoker.engine) as capture_ms:
+        stoker.warm_up(first, lengths)
     assert stoker.batch is not None
     checked = gate.check_logprobs(stoker.model, stoker.batch.outputs[:: work.samples][:8])
     engines = race(stoker, scenario, device, dtype, peer_names)
@@ -121,6 +129,8 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
         "ceiling_s": ceiling_s,
         "engines": engines,
         "start_up_s": stoker.start_up_s,
+        "first_token_s": first_token_s,
+        "capture_ms": capture_ms,
         "shuffled": _shuffled(stoker, scenario, device, median[stoker.name]),
         **_steps(stoker, work, vocab),
         "maintenance": maintenance(stoker.engine, device),
@@ -246,12 +256,20 @@ def growth(device: str, quick: bool) -> dict[str, Any]:
 
 
 def sweep(
-    spec: ModelSpec, device: str, batches: Sequence[int], contexts: Sequence[int], budget_s: float
+    spec: ModelSpec,
+    device: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    budget_s: float,
+    *,
+    deterministic: bool = False,
 ) -> list[dict[str, Any]]:
     """Decode alone, at fixed batch and context: the difference of a long and a short rollout of cached prompts."""
     steps, points = 64, []
     start = time.perf_counter()
-    config = EngineConfig(max_num_seqs=max(batches), max_model_len=max(contexts) + 2 * steps)
+    config = EngineConfig(
+        max_num_seqs=max(batches), max_model_len=max(contexts) + 2 * steps, deterministic=deterministic
+    )
     with RolloutEngine(model := spec.build(device, torch.bfloat16), config=config) as engine:
         ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
         rng = random.Random(0)
@@ -272,6 +290,7 @@ def sweep(
                 points.append(
                     {
                         "model": spec.name,
+                        "deterministic": deterministic,
                         "batch": batch,
                         "context": context,
                         "step_ms": step_s * 1e3,
@@ -314,8 +333,11 @@ def main() -> int:
         return 1
     results["growth"] = growth(args.device, args.quick)
     if args.device == "cuda" and not args.quick:
+        batches, contexts = (1, 16, 64, 256, 512), (512, 2048)
         results["sweep"] = [
-            point for spec in (LLAMA_1B, QWEN_7B) for point in sweep(spec, "cuda", (1, 16, 64, 256), (512, 2048), 60)
+            *sweep(LLAMA_1B, "cuda", batches, contexts, 45),
+            *sweep(LLAMA_1B, "cuda", (64, 256), (512,), 15, deterministic=True),
+            *sweep(QWEN_7B, "cuda", batches, contexts, 60),
         ]
     results["seconds"] = time.perf_counter() - start
     path = report.write(results, args.output)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import ceilings
@@ -107,6 +108,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--output", type=Path, help="a folder to write the JSON line to as a file")
     args = parser.parse_args()
     name = args.model or (LLAMA_1B.name if args.device == "cuda" else TOY.name)
     found = measure(name, args.device, args.batch, args.context, args.steps)
@@ -116,6 +118,10 @@ def main() -> int:
     for part, us in found["parts_us"].items():
         print(f"  {part:24}{us:10.1f} us {us / found['step_us']:7.1%}")
     print(json.dumps(found))
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path = args.output / f"profile-{args.device}-{name}-{args.batch}x{args.context}.json"
+        path.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.sampler import PenaltyState
+from stoker.kernels import linear
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.kernels.ops import REFERENCE, Ops, ops_for
 from stoker.kernels.reference import attention
@@ -305,7 +306,8 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
 
 
 @pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])
-def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops) -> None:
+def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
     several, settings = few(4)
     with build("qwen3", ops=ops, num_layers=1, max_num_batched_tokens=8) as engine:  # prompts in chunks
         together = bits(engine.generate_batch(several, settings))

@@ -289,7 +289,7 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
         return call
 
     mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
-    monkeypatch.setattr(binding, "ops_for", lambda *_: replace(REFERENCE, **{name: noted(name) for name in mine}))
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
     model = make_model(family, **sizes)
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]
