@@ -7,12 +7,15 @@ from stoker.kernels.errors import (
     RequestFailedError,
     StokerError,
     UnsupportedModelError,
+    WeightsMismatchError,
     WeightsMovedError,
+    WeightTransferError,
 )
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
 from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors
 from stoker.rollout.sampling_params import SamplingParams
+from stoker.weight_sync.checksum import WeightReport
 
 __all__ = [
     "Completion",
@@ -29,5 +32,8 @@ __all__ = [
     "SamplingParams",
     "StokerError",
     "UnsupportedModelError",
+    "WeightReport",
+    "WeightTransferError",
+    "WeightsMismatchError",
     "WeightsMovedError",
 ]
