@@ -23,6 +23,14 @@ class WeightsMovedError(StokerError, RuntimeError):
     """The trainer's parameters are no longer the tensors the engine was bound to."""
 
 
+class WeightsMismatchError(StokerError, ValueError):
+    """New weights that do not fit: names, shapes, dtypes or values. The weights in service are as they were."""
+
+
+class WeightTransferError(StokerError, RuntimeError):
+    """Weights that did not arrive: another rank or process failed, or was not heard of in time."""
+
+
 class EngineStateError(StokerError, RuntimeError):
     """The engine is asleep, closed or busy."""
 

@@ -7,12 +7,15 @@ from stoker.kernels.errors import (
     RequestFailedError,
     StokerError,
     UnsupportedModelError,
+    WeightsMismatchError,
     WeightsMovedError,
+    WeightTransferError,
 )
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
 from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
 from stoker.rollout.sampling_params import SamplingParams
+from stoker.weight_sync.checksum import WeightReport
 
 __all__ = [
     "Completion",
@@ -30,5 +33,8 @@ __all__ = [
     "StokerError",
     "TokenLogprobs",
     "UnsupportedModelError",
+    "WeightReport",
+    "WeightTransferError",
+    "WeightsMismatchError",
     "WeightsMovedError",
 ]

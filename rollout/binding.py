@@ -1,42 +1,79 @@
-"""A live model and the shell that runs on its parameters: where weight_sync and engine meet."""
+"""A live model and the shell that runs on its weights: where weight_sync and engine meet."""
 
 from __future__ import annotations
 
-from torch import nn
+import os
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.model import ModelShell, check_supported
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import (
+    EngineStateError,
+    UnsupportedModelError,
+    WeightsMismatchError,
+    WeightsMovedError,
+    WeightTransferError,
+)
 from stoker.kernels.ops import Ops, ops_for
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.source import source_for, unwrap
+from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.source import WeightSource, is_sharded, source_for
+from stoker.weight_sync.staging import Staging
+from stoker.weight_sync.transport import NewWeights, receive
 
 
 class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
-    Raises ``UnsupportedModelError`` where the model cannot be borrowed. Nothing of the model is changed before ``fuse``.
+    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. Raises ``UnsupportedModelError`` where the weights can be neither
+    borrowed nor copied. Nothing of the model is changed before ``fuse``.
     """
 
-    def __init__(self, model: nn.Module, *, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: Any = "auto",
+        device: Any = "auto",
+        *,
+        check_finite: bool = False,
+        deterministic: bool = False,
+    ) -> None:
         self.model = model
         self.deterministic = deterministic
-        self.source = source_for(model)
+        self._options = [None if option == "auto" else option for option in (dtype, device)]
+        self._check_finite = check_finite
+        self.source: WeightSource = self._source()
         check_supported(self.source.module)
         self.max_model_len = 0
         self.shell: ModelShell
         self.shapes: list[LayerShape]
         self.ops: Ops
         self.fused_layers = 0
-        self._checksums: list[int] | None = None
+        self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
+        self._fused: dict[tuple[str, ...], Tensor] = {}
 
     def build(self, max_model_len: int) -> None:
-        """Make the shell, and see what its layers store of a token."""
+        """Make the shell, and see what its layers store of a token. Ranks of a sharded trainer do so together."""
         self.max_model_len = max_model_len
         self.shell = self._new_shell(self.source)
-        self.shapes = self.shell.layer_shapes()
+        self.source.pull()
+        try:
+            self.shapes = self.shell.layer_shapes()
+        except UnsupportedModelError as error:
+            dtypes = {str(t.dtype) for t in self.source.tensors().values() if isinstance(t, nn.Parameter)}
+            if len(dtypes) > 1:
+                raise UnsupportedModelError(
+                    f"{error}. Its parameters have several dtypes, {sorted(dtypes)}, which do not run together without "
+                    "autocast: set EngineConfig(dtype=...) to one of them"
+                ) from error
+            raise
         layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in self.shapes]
         self.ops = ops_for(self.source.device, layers, deterministic=self.deterministic)
 
@@ -48,51 +85,150 @@ class ModelBinding:
             self.source.release()
             raise
 
-    def refresh(self) -> None:
-        """Take the weights as they are now.
+    def refresh(self) -> int:
+        """Take the weights as they are now; returns the bytes that were written.
 
         Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
         shell, and goes on failing.
         """
-        if self.moved():
-            self.source.check()
-            source = source_for(self.model)
-            shell = self._new_shell(source)
-            same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
-            if not same_kind or shell.layer_shapes() != self.shapes or shell.vocab != self.shell.vocab:
-                raise UnsupportedModelError(
-                    "the model has another shape than the engine was built for: build a new engine"
-                )
+        if not self.moved():
+            return self._written(self.source.pull())
+        self.source.check()
+        source = self._source()
+        shell = self._new_shell(source)
+        same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
+        if not same_kind or shell.layer_shapes() != self.shapes or shell.vocab != self.shell.vocab:
+            raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
+        written = source.pull()
+        if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
             source.succeed(self.source)
-            self._fuse(shell, source)
-            self.source, self.shell = source, shell
-        self._checksums = None
+        self._fuse(shell, source)
+        self.source, self.shell = source, shell
+        return self._written(written)
 
     def moved(self) -> bool:
-        """Whether any tensor of the model was added, replaced or moved since it was bound."""
-        return unwrap(self.model) is not self.source.module or self.source.moved()
+        """Whether any borrowed tensor of the model was added, replaced or moved since it was bound."""
+        return self.source.moved(unwrap(self.model))
 
-    def rewritten(self) -> bool:
-        """Whether the weights hold other numbers than at the last look, with no ``refresh`` since."""
-        before, self._checksums = self._checksums, self.source.checksums()
-        return before is not None and before != self._checksums
+    def notice(self) -> bool:
+        """Take changes nobody announced, as far as that needs no other rank; returns whether there were any.
+
+        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update.
+        """
+        moved = self.moved()
+        if moved:
+            if is_sharded(self.model):
+                raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
+            self.refresh()
+        caught_up = self.source.catch_up()
+        if caught_up:
+            self._written(0)
+        return moved or caught_up
+
+    def receive(self, weights: NewWeights) -> Staging:
+        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
+        if self.moved():
+            self.refresh()
+        if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
+            weights = self._load(os.fspath(weights))
+        return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)
+
+    def _load(self, folder: str) -> dict[str, Tensor]:
+        """A checkpoint's tensors by the names of the model, which transformers maps the files' names to; memory-mapped."""
+        loader: Any = type(self.shell.module)
+        try:
+            model, info = loader.from_pretrained(
+                folder,
+                dtype="auto",
+                device_map={"": "cpu"},
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
+        wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
+        wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]
+        wrong += [f"{name} has shape {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])]
+        if wrong:
+            raise WeightsMismatchError(f"{folder} does not fit: {'; '.join(wrong)}. No weight was changed")
+        return {name: tensor for name, tensor, in_checkpoints in named_tensors(model) if in_checkpoints}
+
+    def put_in_service(self, staged: Staging) -> int:
+        written = staged.commit()
+        self.source.overwritten()
+        return self._written(written)
+
+    def check_ready(self) -> None:
+        """Raise ``EngineStateError`` where the weights are in parts old and new; else wait for them, on the device."""
+        if not self.source.complete:
+            raise EngineStateError("the weights are incomplete since an update failed: call update_weights() again")
+        streams = torch.get_device_module(self.source.device)
+        streams.current_stream().wait_stream(self._stream)
+
+    def _written(self, nbytes: int) -> int:
+        # Whoever generates under another stream than this one, where the trainer and the mirror were written, waits.
+        self._stream = torch.get_device_module(self.source.device).current_stream()
+        return nbytes
+
+    def verify(self, version: int) -> WeightReport:
+        """Compare what the shell runs on with what the trainer holds, name by name."""
+        expected, trainer = self.source.tensors(), self.source.names()
+        used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
+        wrong = {name for name, tensor in used.items() if name in expected and not _same_place(tensor, expected[name])}
+        for group, whole in self._fused.items():
+            row = 0
+            for name in group:
+                rows = expected[name].shape[0]
+                if row + rows > whole.shape[0] or not _same_place(whole[row : row + rows], expected[name]):
+                    wrong.add(name)
+                row += rows
+        checked, other = self.source.mismatches()
+        return WeightReport(
+            source=self.source.kind,
+            version=version,
+            checked=checked,
+            mismatched=tuple(sorted(wrong.union(other))),
+            missing=tuple(sorted(trainer - used.keys())),
+            extra=tuple(sorted(used.keys() - trainer)),
+        )
 
     def release(self) -> None:
         """Give the model's parameters storages of their own again."""
         self.source.release()
 
-    def _new_shell(self, source: AliasedSource) -> ModelShell:
+    def _source(self) -> WeightSource:
+        return source_for(self.model, *self._options, check_finite=self._check_finite)
+
+    def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
-        shell.bind(source.tensors(), source.module)
+        shell.bind(source.tensors(fusion_groups(shell)), source.module)
         return shell
 
-    def _fuse(self, shell: ModelShell, source: AliasedSource) -> None:
+    def _fuse(self, shell: ModelShell, source: WeightSource) -> None:
+        self._slots = {
+            f"{path}.{leaf}" if path else leaf: (registry, leaf)
+            for path, module in shell.module.named_modules(remove_duplicate=False)
+            for registry in (module._parameters, module._buffers)
+            for leaf, tensor in registry.items()
+            if tensor is not None
+        }
         take_over_experts(shell.module, self.ops)
-        fused = source.rehome(fusion_groups(shell))
-        self.fused_layers, whole = fuse_layers(shell, self.ops, fused)
+        self._fused = source.rehome(fusion_groups(shell))
+        self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
         if self.deterministic and not whole:
             raise UnsupportedModelError(
                 f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
                 "deterministic=True cannot be had for it"
             )
         source.bind()
+        self._written(0)
+
+
+def _same_place(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and (a.data_ptr(), a.dtype, a.shape, a.stride()) == (
+        b.data_ptr(),
+        b.dtype,
+        b.shape,
+        b.stride(),
+    )

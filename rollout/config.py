@@ -16,8 +16,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class EngineConfig:
     """Settings of a ``RolloutEngine``.
 
-    dtype: compute dtype. ``"auto"`` is the model's own; ``from_pretrained`` also takes a ``torch.dtype`` or its name
-        to load in. device: ``"auto"`` is where the model is (``from_pretrained``: CUDA if there is one).
+    dtype: compute dtype, a ``torch.dtype`` or its name. ``"auto"`` is the model's own. In another one the engine keeps a
+        copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the model is
+        (``from_pretrained``: CUDA if there is one).
     max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
     max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
     block_size: tokens in one KV block.
@@ -31,6 +32,7 @@ class EngineConfig:
         preempted or found in the prefix cache. On CUDA, for models whose layers are all fused; somewhat slower.
     score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
         times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
+    check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
     seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
@@ -48,6 +50,7 @@ class EngineConfig:
     use_graphs: bool = True
     deterministic: bool = False
     score_chunk_tokens: int = 512
+    check_finite_weights: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

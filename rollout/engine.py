@@ -31,6 +31,9 @@ from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
+from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.transport import NewWeights
+from stoker.weight_sync.version import uninterrupted
 
 
 class RolloutEngine:
@@ -50,7 +53,14 @@ class RolloutEngine:
         self.tokenizer = tokenizer
         self._closed = False
         self._last_update_seconds = 0.0
-        self._binding = ModelBinding(model, deterministic=self.config.deterministic)
+        self._last_update_bytes = 0
+        self._binding = ModelBinding(
+            model,
+            self.config.dtype,
+            self.config.device,
+            check_finite=self.config.check_finite_weights,
+            deterministic=self.config.deterministic,
+        )
         self._check_config()
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = self._max_model_len()
@@ -287,14 +297,22 @@ class RolloutEngine:
     # -- weights -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
-    def update_weights(self, *, version: int | None = None) -> int:
-        """Take the model's weights as they are now; returns the new weight version.
+    def update_weights(self, weights: NewWeights | None = None, *, version: int | None = None) -> int:
+        """Take new weights into service; returns the new weight version.
 
-        The parameters are the trainer's, so no byte moves: the version goes up and cached prefixes are forgotten.
-        Parameters that were replaced or moved on their device are bound again. version: a number above the present
-        one; None counts up by one. Raises ``WeightsMovedError`` where parameters changed dtype or device, and
-        ``UnsupportedModelError`` where the model can no longer be borrowed; the engine then keeps its old version and
-        refuses to generate.
+        weights: None takes the model's as they are now. Where the engine runs on the trainer's tensors no byte moves, and
+        parameters that were replaced or moved on their device are bound again; a mirror takes over what changed. Ranks of a
+        sharded model call it together. Else: named tensors (all of them, in any floating-point dtype: a mapping, or (name,
+        tensor) pairs, which may be made one by one), a safetensors file or a checkpoint folder, or a ``WeightTransfer`` from
+        another process. They are held beside the weights in service until all have come, so whatever goes wrong half-way
+        changes nothing, and then replace the engine's; where those are the model's own tensors, the model's.
+        version: a number above the present one; None counts up by one.
+
+        The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two. Raises
+        ``WeightsMismatchError`` for names, shapes, dtypes or values that do not fit, ``WeightTransferError`` where weights
+        did not arrive; the engine then keeps its weights and version (after a gather that broke off, where it says so, it
+        refuses to generate until an update succeeds). ``WeightsMovedError`` or ``UnsupportedModelError`` where parameters
+        changed dtype or device or the model can no longer be borrowed; the engine then refuses to generate.
         """
         self._check_idle("update its weights")
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
@@ -302,8 +320,11 @@ class RolloutEngine:
         if version is not None and version <= self.weight_version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
         start = time.perf_counter()
-        self._binding.refresh()
-        self._take_weights(self.weight_version + 1 if version is None else version, recompute=False)
+        staged = None if weights is None else self._binding.receive(weights)
+        with uninterrupted():
+            written = self._binding.refresh() if staged is None else self._binding.put_in_service(staged)
+            self._take_weights(self.weight_version + 1 if version is None else version, recompute=False)
+        self._last_update_bytes = written
         self._last_update_seconds = time.perf_counter() - start
         return self.weight_version
 
@@ -311,12 +332,22 @@ class RolloutEngine:
     def weight_version(self) -> int:
         return self.core.scheduler.weight_version
 
+    @torch.inference_mode(False)
+    def verify_weights(self) -> WeightReport:
+        """Compare the weights the engine runs on with the model's as they are now, name by name, in the engine's dtype.
+
+        By checksums made on the device; where the engine runs on the trainer's tensors, by their addresses. Ranks of a
+        sharded model call it together. After ``update_weights`` with weights from elsewhere it shows where they differ from
+        the model in this process.
+        """
+        self._check_idle("verify its weights")
+        return self._binding.verify(self.weight_version)
+
     def _notice_changes(self) -> None:
-        moved = self._binding.moved()
-        if moved:
-            self._binding.refresh()
-        if self._binding.rewritten() or moved:  # the numbers are noted either way
-            self._take_weights(self.weight_version + 1, recompute=True)  # what others have under way, that is
+        with uninterrupted():
+            if self._binding.notice():
+                self._take_weights(self.weight_version + 1, recompute=True)  # what others have under way, that is
+        self._binding.check_ready()
 
     def _take_weights(self, version: int, *, recompute: bool) -> None:
         def take() -> None:
@@ -379,6 +410,8 @@ class RolloutEngine:
             fused_layers=self._binding.fused_layers,
             num_layers=self._binding.shell.num_layers,
             last_update_seconds=self._last_update_seconds,
+            last_update_bytes=self._last_update_bytes,
+            mirror_bytes=self._binding.source.nbytes,
         )
 
     @torch.inference_mode(False)  # or the model could not be trained any more
@@ -412,12 +445,7 @@ class RolloutEngine:
             raise EngineStateError("the engine is asleep: call wake_up() first")
 
     def _check_config(self) -> None:
-        dtype, device = self.config.dtype, self.config.device
-        if dtype != "auto" and dtype != self._binding.source.dtype:
-            raise InvalidConfigError(
-                f"dtype={dtype} and the model is in {self._binding.source.dtype}: the engine runs a live model in its own dtype, "
-                "set dtype='auto' or cast the model"
-            )
+        device = self.config.device
         if device != "auto":
             wanted, actual = torch.device(device), self._binding.source.device
             if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):

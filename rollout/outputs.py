@@ -166,3 +166,5 @@ class EngineStats:
     fused_layers: int
     num_layers: int
     last_update_seconds: float
+    last_update_bytes: int  # 0 where the engine runs on the trainer's tensors
+    mirror_bytes: int  # the engine's own copy of the weights, where it has one

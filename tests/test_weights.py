@@ -354,7 +354,7 @@ def test_checksums_see_every_element(dtype):
             element.copy_(~before if dtype == torch.bool else before + 1)
             assert source.checksums() != seen
             element.copy_(before)
-    assert source.checksums() == seen and not source.moved()
+    assert source.checksums() == seen and not source.moved(module)
 
 
 # -- versions ----------------------------------------------------------------------------------------------------

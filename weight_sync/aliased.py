@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.kernels.errors import WeightsMovedError
+from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
+from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.naming import named_tensors, unwrap
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.
 _Place = tuple[str, Tensor, tuple[Any, ...]]
@@ -21,18 +23,33 @@ class AliasedSource:
     the parameter objects stay, so the optimizer's in-place updates, gradients and checkpoints go on as before.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    kind = "aliased"
+    nbytes = 0
+    complete = True
+
+    def __init__(self, model: nn.Module, *, check_finite: bool = False) -> None:
+        self.module = unwrap(model)
+        self._check_finite = check_finite
         self._rehomed: list[nn.Parameter] = []
         self._bound: list[_Place] = []
-        weight = next(module.parameters())
-        self.dtype, self.device = weight.dtype, weight.device
+        self._sums: list[int] | None = None
+        sizes: dict[torch.dtype, int] = {}
+        for parameter in self.module.parameters():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+            self.device = parameter.device
+        self.dtype = max(sizes, key=lambda d: sizes[d])
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
         """Every parameter and buffer by name, tied ones under each of their names."""
-        found: dict[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        found.update(self.module.named_buffers(remove_duplicate=False))
-        return found
+        return {name: tensor for name, tensor, _ in named_tensors(self.module)}
+
+    @property
+    def optional(self) -> set[str]:
+        """Buffers that no checkpoint has."""
+        return {name for name, _, in_checkpoints in named_tensors(self.module) if not in_checkpoints}
+
+    def names(self) -> set[str]:
+        return set(self.tensors())
 
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
@@ -71,13 +88,43 @@ class AliasedSource:
                         layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                         yield f"{path}.{name}", tensor, layout
 
-    def moved(self) -> bool:
-        """Whether a tensor was added, taken away, renamed or replaced since ``bind``, or lies elsewhere."""
+    def moved(self, module: nn.Module) -> bool:
+        """Whether a tensor was added, taken away, renamed or replaced since ``bind``, or lies elsewhere.
+
+        module: the trainer's now, which may be another one altogether.
+        """
         now = list(self._places())
-        return len(now) != len(self._bound) or any(
-            name != bound_name or tensor is not bound or layout != bound_layout
-            for (name, tensor, layout), (bound_name, bound, bound_layout) in zip(now, self._bound, strict=True)
+        return (
+            module is not self.module
+            or len(now) != len(self._bound)
+            or any(
+                name != bound_name or tensor is not bound or layout != bound_layout
+                for (name, tensor, layout), (bound_name, bound, bound_layout) in zip(now, self._bound, strict=True)
+            )
         )
+
+    def pull(self) -> int:
+        """The engine reads the trainer's tensors: there is nothing to move."""
+        if self._check_finite:
+            tensors = self.tensors()
+            wrong = list(unfit(((name, t, t.dtype) for name, t in tensors.items()), finite=True))
+            if wrong:
+                raise WeightsMismatchError(f"{'; '.join(wrong)}: the model has to hold finite numbers")
+        self._sums = None
+        return 0
+
+    def catch_up(self) -> bool:
+        """Whether the tensors hold other numbers than at the last look, with no ``pull`` since."""
+        before, self._sums = self._sums, self.checksums()
+        return before is not None and before != self._sums
+
+    def overwritten(self) -> None:
+        """The tensors have been written to on purpose."""
+        self._sums = None
+
+    def mismatches(self) -> tuple[int, list[str]]:
+        """None: these are the trainer's tensors."""
+        return len({id(t) for t in self.tensors().values()}), []
 
     def checksums(self) -> list[int]:
         """One number for each bound tensor, which another content would not have, but by rare chance.
@@ -85,19 +132,17 @@ class AliasedSource:
         Autograd's version counters would cost nothing, and miss fused optimizers and whatever writes through
         ``.data`` or a flat buffer. This reads the weights once, as one decode step does, and at the same speed.
         """
-        with torch.no_grad():
-            tensors = {id(t): t for _, t, _ in self._bound if t.numel()}
-            sums: list[int] = torch.stack([_checksum(t).to(self.device) for t in tensors.values()]).tolist()
-        return sums
+        tensors = {id(t): t for _, t, _ in self._bound if t.numel()}
+        return checksums(tensors.values(), self.device)
 
     def check(self) -> None:
         """Raise ``WeightsMovedError`` where a bound parameter changed its dtype or device."""
-        for name, tensor, _ in self._bound:
-            moved = tensor.device != self.device or (tensor.dtype != self.dtype and tensor.is_floating_point())
+        for name, tensor, (_, dtype, *_rest) in self._bound:
+            moved = tensor.device != self.device or (tensor.dtype != dtype and tensor.is_floating_point())
             if moved and isinstance(tensor, nn.Parameter):
                 raise WeightsMovedError(
                     f"parameter {name} is now {tensor.dtype} on {tensor.device}; the engine was built for "
-                    f"{self.dtype} on {self.device}. Move the model back, or build a new engine on it"
+                    f"{dtype} on {self.device}. Move the model back, or build a new engine on it"
                 )
 
     def succeed(self, former: AliasedSource) -> None:
@@ -110,16 +155,6 @@ class AliasedSource:
             if parameter.untyped_storage().nbytes() != parameter.nbytes:
                 parameter.data = parameter.detach().clone()
         self._rehomed, self._bound = [], []
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bytes in words of 64 bits, which runs at memory speed; int64 scalar."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    words, rest = data[:whole], data[whole:]
-    if words.storage_offset() % 8:
-        words = words.clone()
-    return words.view(torch.int64).sum() + rest.sum()
 
 
 def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:

@@ -1,63 +1,126 @@
-"""Where the engine's weights come from, decided by what the trainer holds."""
+"""Where the engine's weights come from, decided by what the trainer holds now.
+
+A ``WeightSource`` stands between a live model and the shell that the engine runs:
+
+1. ``tensors(groups)``: what the shell is bound to, by the names of the plain model. An aliased source gives the trainer's
+   own tensors, a mirror its copies, those of a group side by side.
+2. ``rehome(groups)``: one tensor over the rows of each group that lies (or could be laid) side by side. For an aliased
+   source this is the only change it makes to the trainer; a mirror has done it.
+3. ``pull()`` at every ``update_weights``: take the trainer's numbers as they are now, and return the bytes written. It is
+   the only method besides ``verify`` that may communicate, so all ranks of a sharded trainer call it together. Whatever
+   can be refused is refused before the first byte is written, on all ranks alike.
+4. ``catch_up()`` before every rollout: the same for changes nobody announced, from what this rank can see by itself;
+   True where there were any. It never communicates: a sharded source always says False.
+5. ``release()``: leave the trainer as it was.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.mirror import MirroredSource
+from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
+from stoker.weight_sync.shards import is_shard, is_unit
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and ``torch.compile``."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+class WeightSource(Protocol):
+    """See the module's text. ``dtype`` and ``device`` are the engine's; ``nbytes`` is memory of the engine's own."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kind: str
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def complete(self) -> bool: ...
+    @property
+    def optional(self) -> set[str]: ...
+    def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]: ...
+    def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]: ...
+    def bind(self) -> None: ...
+    def moved(self, module: nn.Module) -> bool: ...
+    def check(self) -> None: ...
+    def pull(self) -> int: ...
+    def catch_up(self) -> bool: ...
+    def overwritten(self) -> None: ...
+    def mismatches(self) -> tuple[int, list[str]]: ...
+    def names(self) -> set[str]: ...
+    def release(self) -> None: ...
 
 
-def source_for(model: nn.Module) -> AliasedSource:
-    """The source for a live model. Resolve it anew whenever the trainer may have wrapped or replaced its model.
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only parts of the parameters, so that reading them takes communication."""
+    return any(is_unit(m) for _, m in walk(model)) or any(is_shard(t) for _, t, _ in named_tensors(model))
 
-    Raises ``UnsupportedModelError`` where the parameters cannot be borrowed as they are.
-    """
-    module = unwrap(model)
-    what: Any = type(module).__name__
+
+def check_model(model: nn.Module) -> None:
+    """Raise ``UnsupportedModelError`` where the weights cannot be taken, with the remedy."""
+    module: Any = unwrap(model)
+    what = type(module).__name__
     if hasattr(module, "peft_config") or getattr(module, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(
             f"{what} carries PEFT adapters, which the engine does not run yet: give the base model, or merge the adapter"
         )
     if getattr(module, "quantization_method", None) is not None:
         raise UnsupportedModelError(f"{what} is quantised ({module.quantization_method}), which is not supported yet")
-    if (
-        isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel)
-        if torch.distributed.is_available()
-        else False
-    ):
-        raise UnsupportedModelError(f"{what} is sharded by FSDP, which is not supported yet")
-    parameters = dict(module.named_parameters())
-    if not parameters:
+    named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
+    units = any(is_unit(m) for _, m in walk(model))
+    if not units and not any(isinstance(t, nn.Parameter) for _, t in named):
         raise UnsupportedModelError(f"{what} has no parameters")
-    for name, parameter in parameters.items():
-        if parameter.is_meta or parameter.numel() == 0:
+    for name, tensor in named:
+        if is_shard(tensor) or not isinstance(tensor, nn.Parameter):
+            continue
+        if tensor.is_meta or (tensor.numel() == 0 and not units):
             raise UnsupportedModelError(
-                f"parameter {name} of {what} holds no data here (meta, offloaded or ZeRO-3): sharded and offloaded "
-                "parameters are not supported yet, give a model with full parameters"
+                f"parameter {name} of {what} holds no data here (meta or offloaded): give a model with its parameters in "
+                "memory"
             )
-        if type(parameter.data) is not torch.Tensor:
+        if type(tensor.data) is not torch.Tensor:
             raise UnsupportedModelError(
-                f"parameter {name} of {what} is a {type(parameter.data).__name__}: sharded and quantised parameters are "
-                "not supported yet, give a model with full parameters"
+                f"parameter {name} of {what} is a {type(tensor.data).__name__}: quantised parameters are not supported "
+                "yet, give a model of plain parameters"
             )
-    kinds = {(str(p.dtype), str(p.device)) for p in parameters.values() if p.is_floating_point()}
-    if len(kinds) > 1:
+
+
+def source_for(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    *,
+    check_finite: bool = False,
+) -> WeightSource:
+    """The source for a live model. Resolve it anew whenever the trainer may have wrapped or replaced its model.
+
+    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the engine's;
+    None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite: refuse NaN and Inf at each ``pull``.
+
+    Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
+    """
+    check_model(model)
+    if is_sharded(model):
+        return MirroredSource(model, dtype, device, check_finite=check_finite)
+    parameters = {name: t for name, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)}
+    own = {name: t.dtype for name, t in parameters.items()}
+    devices = {t.device for t in parameters.values()}
+    if len(devices) > 1:
         raise UnsupportedModelError(
-            f"{what} mixes dtypes or devices: {sorted(kinds)}. Bring its parameters to one dtype on one device"
+            f"{type(unwrap(model)).__name__} lies on several devices: {sorted(map(str, devices))}. Bring its parameters to "
+            "one device"
         )
-    return AliasedSource(module)
+    elsewhere = device is not None and all(d.type != device.type for d in devices) and _exists(device)
+    if elsewhere or engine_dtypes(model, own, own.keys(), dtype) != own:
+        return MirroredSource(model, dtype, device, check_finite=check_finite)
+    return AliasedSource(model, check_finite=check_finite)
+
+
+def _exists(device: torch.device) -> bool:
+    return device.type == "cpu" or bool(torch.get_device_module(device).is_available())

@@ -1,0 +1,74 @@
+"""Runs a function on several ranks of a Gloo group, each a process of its own, and raises what any of them raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0, dead: int = 0
+) -> list[Any]:
+    """What ``function(rank, *arguments)`` returned on each rank. dead: how many ranks are meant to vanish."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks_preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.SimpleQueue()
+        processes = [
+            context.Process(
+                target=_main,
+                args=(function, rank, world_size, os.path.join(folder, "store"), arguments, timeout, results),
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            found: dict[int, Any] = {}
+            while len(found) < world_size - dead:
+                if results.empty():
+                    if not any(p.is_alive() for p in processes) and results.empty():
+                        break
+                    processes[0].join(0.02)
+                    continue
+                rank, value, error = results.get()
+                assert error is None, f"rank {rank}: {error}"
+                found[rank] = value
+        finally:
+            for process in processes:
+                process.join(5 if len(found) == world_size - dead else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    assert len(found) == world_size - dead, f"only ranks {sorted(found)} came to an end"
+    return [found.get(rank) for rank in range(world_size)]
+
+
+def _main(
+    function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: Any, timeout: float, results: Any
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        results.put((rank, function(rank, *arguments), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

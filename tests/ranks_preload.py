@@ -1,0 +1,13 @@
+"""Imported once by the server that the test processes are forked from: importing takes seconds, forking does not."""
+
+import families  # noqa: F401
+import peft  # noqa: F401
+import torch
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+import stoker.rollout  # noqa: F401
+
+torch.set_num_threads(1)

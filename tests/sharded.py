@@ -1,0 +1,169 @@
+"""What each rank does in the tests of sharded models: importable by name, as the processes have to import it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import oracle
+import torch
+import torch.distributed as dist
+from families import VOCAB, make_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from stoker.rollout import (
+    EngineConfig,
+    RolloutEngine,
+    SamplingParams,
+)
+from stoker.weight_sync import gather
+
+CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
+PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
+PARAMS = SamplingParams(max_tokens=6, seed=1)
+
+
+def assert_matches(engine: RolloutEngine, model: PreTrainedModel) -> list[int]:
+    (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+    expected = oracle.logprobs(model, PROMPT, c.token_ids)
+    torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+    return c.weight_versions
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    ids = torch.randint(1, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+
+
+def layers_of(model: Any) -> Any:
+    return model.model.layers
+
+
+# -- the ways to shard -------------------------------------------------------------------------------------------
+
+
+def by_fsdp2(model: Any, *, reshard: bool = True) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def by_fsdp2_on_any_dimension(model: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        return Shard(1 if parameter.ndim > 1 and parameter.shape[1] % dist.get_world_size() == 0 else 0)
+
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
+    return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def by_fsdp2_of_copies(model: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def by_two_meshes(model: Any) -> nn.Module:
+    """Tensor parallelism inside of FSDP2: q, k, v, gate, up split by rows twice, o and down by columns and rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    columns, rows = ColwiseParallel, RowwiseParallel
+    for layer in layers_of(model):
+        plan = {f"self_attn.{n}_proj": columns() for n in "qkv"} | {"self_attn.o_proj": rows()}
+        plan |= {"mlp.gate_proj": columns(), "mlp.up_proj": columns(), "mlp.down_proj": rows()}
+        parallelize_module(layer, mesh["tp"], plan)
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def by_fsdp1(model: Any, **fields: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({type(layers_of(model)[0])})
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **fields)
+
+
+def by_checkpointing_fsdp1(model: Any) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    kind = type(layers_of(model)[0])
+    wrapped = by_fsdp1(model, use_orig_params=True)
+    apply_activation_checkpointing(wrapped, check_fn=lambda m: isinstance(m, kind))
+    return wrapped
+
+
+def by_ddp(model: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+WRAPPERS: dict[int, dict[str, Any]] = {
+    2: {
+        "fsdp2": by_fsdp2,
+        "fsdp1": by_fsdp1,
+        "fsdp1 with checkpointing": by_checkpointing_fsdp1,
+        "fsdp1 not sharded": partial(by_fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
+        "ddp": by_ddp,
+    },
+    3: {
+        "fsdp2, uneven, not resharded": partial(by_fsdp2, reshard=False),
+        "fsdp1 of original parameters": partial(by_fsdp1, use_orig_params=True),
+    },
+    4: {
+        "fsdp2 on any dimension": by_fsdp2_on_any_dimension,
+        "fsdp2 of copies": by_fsdp2_of_copies,
+        "fsdp2 of tensor parallel": by_two_meshes,
+    },
+}
+
+
+def follow_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """Every way to shard over so many ranks, one after another."""
+    found = {}
+    for name, wrap in WRAPPERS[world_size].items():
+        family = "llama" if "tensor" in name or "1" in name else "qwen3"
+        try:
+            found[name] = follow_training(rank, wrap, family, 2**16)
+        except BaseException as error:
+            error.add_note(f"({name})")
+            raise
+    return found
+
+
+def follow_training(rank: int, wrap: Any, family: str, bucket_bytes: int) -> dict[str, Any]:
+    """After every optimizer step the engine is the full model, which a twin without any wrapper is trained to be."""
+    gather.BUCKET_BYTES = bucket_bytes
+    twin = make_model(family, num_hidden_layers=2)
+    model = wrap(make_model(family, num_hidden_layers=2))
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
+    sharded = wrap is not by_ddp
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert set(assert_matches(engine, twin)) == {0}
+        plain = engine._binding.shell.module
+        assert type(plain) is type(twin)
+        for step in range(1, 3):
+            train(twin, theirs, step)
+            train(model, ours, step)
+            if sharded:
+                assert not engine.verify_weights().ok, "the engine lags behind until it is told"
+            assert engine.update_weights() == step
+            assert set(assert_matches(engine, twin)) == {step}
+            report = engine.verify_weights()
+            assert report.ok and report.version == step, report
+            names = {n for n, _ in (*twin.named_parameters(), *twin.named_buffers())}
+            assert report.checked == len(names)
+        stats = engine.stats()
+        assert stats.fused_layers == stats.num_layers
+        moved = stats.last_update_bytes
+        assert engine.update_weights() == 3 and engine.stats().last_update_bytes == 0
+    train(twin, theirs, 9)
+    train(model, ours, 9)
+    return {"moved": moved, "mirror": stats.mirror_bytes, "weights": sum(p.nbytes for p in twin.parameters())}

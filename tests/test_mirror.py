@@ -1,0 +1,374 @@
+"""The engine's own copy of the weights: another dtype than the trainer's, what is moved, verified, given back."""
+
+from __future__ import annotations
+
+import signal
+
+import oracle
+import pytest
+import torch
+from families import VOCAB, make_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.rollout import (
+    EngineConfig,
+    EngineStateError,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightsMismatchError,
+)
+from stoker.weight_sync.checksum import checksum
+from stoker.weight_sync.mirror import Mirror, MirroredSource
+from stoker.weight_sync.source import source_for
+from stoker.weight_sync.version import uninterrupted
+
+SMALL = {"kv_cache_memory": "1MiB", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
+PARAMS = SamplingParams(max_tokens=8, seed=1)
+
+
+def engine_on(model: nn.Module, dtype: str = "float64", **fields) -> RolloutEngine:
+    return RolloutEngine(model, config=EngineConfig(dtype=dtype, **SMALL, **fields))
+
+
+def assert_matches(engine: RolloutEngine, model: PreTrainedModel, atol: float = 1e-4) -> set[int]:
+    (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+    expected = oracle.logprobs(model, PROMPT, c.token_ids)
+    torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=atol)
+    return set(c.weight_versions)
+
+
+def step(model: PreTrainedModel, **fields) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **fields)
+    ids = torch.randint(1, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def copies(engine: RolloutEngine) -> dict[str, torch.Tensor]:
+    return engine._binding.source.mirror.tensors
+
+
+# -- another dtype ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3"])
+def test_the_engine_runs_a_cast_of_the_model(family):
+    """In bfloat16 its log-probabilities are those of the cast model, buffers and kept parameters as they are."""
+    model = make_model(family)
+    with engine_on(model, "bfloat16") as engine:
+        ours = copies(engine)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        assert ours.keys() >= parameters.keys() | buffers.keys()
+        assert all(torch.equal(ours[n], p.bfloat16()) and ours[n].dtype == torch.bfloat16 for n, p in parameters.items())
+        assert all(torch.equal(ours[n], b) and ours[n].dtype == b.dtype for n, b in buffers.items())
+        (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+        expected = oracle.logprobs(model, PROMPT, c.token_ids)
+        assert (torch.tensor(c.logprobs).double() - expected).abs().median() < 0.1
+        assert engine.verify_weights().ok
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_what_the_model_keeps_in_float32_is_kept():
+    model = make_model("llama")
+    type(model)._keep_in_fp32_modules_strict = {"norm"}
+    try:
+        source = source_for(model, torch.bfloat16)
+        kept = {n for n, t in source.tensors().items() if t.dtype == torch.float32}
+        assert kept == {n for n, _ in model.named_parameters() if "norm" in n} | dict(model.named_buffers()).keys()
+        assert source.dtype == torch.bfloat16
+    finally:
+        type(model)._keep_in_fp32_modules_strict = None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_lie_side_by_side_in_the_mirror_and_nowhere_twice(family):
+    model = make_model(family)
+    places = [p.data_ptr() for p in model.parameters()]
+    with engine_on(model) as engine:
+        layers = [m for m in engine._binding.shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        assert len(layers) == 3
+        for fused, layer in zip(layers, model.model.layers, strict=True):
+            attention = layer.self_attn
+            whole = torch.cat([m.weight for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
+            assert torch.equal(fused.parts.qkv.weight, whole.double())
+        weights = 8 * sum(p.numel() for p in model.parameters())
+        assert weights <= engine.stats().mirror_bytes < 1.2 * weights
+        storages = {t.untyped_storage().data_ptr() for t in copies(engine).values()}
+        assert len(storages) == 1
+        assert [p.data_ptr() for p in model.parameters()] == places, "the trainer's tensors stay where they are"
+
+
+def test_mixed_dtypes_run_as_they_are_or_in_the_one_asked_for():
+    model = make_model("llama")
+    model.model.norm.to(torch.bfloat16)
+    with RolloutEngine(model, config=EngineConfig(**SMALL)) as engine:
+        assert engine.verify_weights().source == "aliased"
+        assert_matches(engine, model)
+    model = make_model("llama").bfloat16()
+    model.model.norm.float()
+    with pytest.raises(UnsupportedModelError, match=r"several dtypes.*set EngineConfig\(dtype"):
+        RolloutEngine(model, config=EngineConfig(**SMALL))
+    with engine_on(model, "bfloat16") as engine:
+        model.model.norm.bfloat16()
+        assert_matches(engine, model, atol=0.15)
+
+
+# -- updates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_only_what_changed_is_moved(told):
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        assert assert_matches(engine, model) == {0}
+        before = {n: t.clone() for n, t in copies(engine).items()}
+        weight = model.model.layers[1].self_attn.v_proj.weight
+        weight.data.mul_(1.5)
+        if told:
+            assert engine.update_weights() == 1
+            assert engine.stats().last_update_bytes == 8 * weight.numel()
+        assert assert_matches(engine, model) == {1}
+        assert assert_matches(engine, model) == {1} and engine.stats().prefix_cache_hit_tokens > 0
+        assert [n for n, t in copies(engine).items() if not torch.equal(t, before[n])] == [
+            "model.layers.1.self_attn.v_proj.weight"
+        ]
+        step(model, fused=True)
+        if told:
+            engine.update_weights()
+            assert engine.stats().last_update_bytes == 8 * sum(p.numel() for p in model.parameters())
+        assert assert_matches(engine, model) == {2}
+
+
+@pytest.mark.parametrize("kind", ["data", "parameter", "assign", "half", "layer"])
+def test_whatever_the_trainer_does_to_its_tensors_is_followed(kind):
+    model, other = make_model("llama"), make_model("llama", seed=4)
+    with engine_on(model) as engine:
+        layer, theirs = model.model.layers[0], other.model.layers[0]
+        if kind == "data":
+            for p, q in zip(model.parameters(), other.parameters(), strict=True):
+                p.data = q.data.clone()
+        elif kind == "parameter":
+            layer.mlp.up_proj.weight = nn.Parameter(theirs.mlp.up_proj.weight.detach().clone())
+        elif kind == "assign":
+            model.load_state_dict(other.state_dict(), assign=True)
+        elif kind == "half":
+            model.bfloat16().float()
+        else:
+            model.model.layers[0] = theirs
+        assert engine.update_weights() == 1
+        assert assert_matches(engine, model) == {1}
+        model.lm_head = nn.Linear(48, 64, bias=False)
+        for call in (engine.update_weights, lambda: engine.generate_batch([PROMPT])):
+            with pytest.raises(UnsupportedModelError, match=r"another shape.*lm_head.weight"):
+                call()
+        assert engine.weight_version == 1
+
+
+def test_the_trainer_is_never_written_to():
+    model = make_model("llama")
+    before = {n: (checksum(p).item(), p._version, p.data_ptr()) for n, p in model.named_parameters()}
+    with engine_on(model, "bfloat16") as engine:
+        for _ in range(20):
+            engine.generate_batch([PROMPT] * 2, PARAMS)
+            engine.update_weights()
+            engine.verify_weights()
+    assert {n: (checksum(p).item(), p._version, p.data_ptr()) for n, p in model.named_parameters()} == before
+
+
+# -- values that cannot be taken -------------------------------------------------------------------------------------
+
+
+def test_values_beyond_the_range_of_float16_are_refused_by_name():
+    model = make_model("llama")
+    with engine_on(model, "float16") as engine:
+        before = {n: t.clone() for n, t in copies(engine).items()}
+        model.model.layers[2].mlp.down_proj.weight.data[3, 5] = 7e4
+        model.model.embed_tokens.weight.data.mul_(2)
+        for call in (engine.update_weights, lambda: engine.generate_batch([PROMPT])):
+            with pytest.raises(WeightsMismatchError, match=r"^model.layers.2.mlp.down_proj.weight has values up to 7e\+04"):
+                call()
+        assert engine.weight_version == 0
+        assert all(torch.equal(t, before[n]) for n, t in copies(engine).items()), "nothing was written"
+        model.model.layers[2].mlp.down_proj.weight.data[3, 5] = 6e4
+        assert engine.update_weights() == 1
+        assert engine.verify_weights().ok
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
+    model = make_model("llama")
+    with engine_on(model, dtype, check_finite_weights=True) as engine:
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        weight.data[1, 2] = value
+        with pytest.raises(WeightsMismatchError, match=r"^model.layers.1.self_attn.k_proj.weight holds NaN or Inf"):
+            engine.update_weights()
+        assert engine.weight_version == 0
+        weight.data[1, 2] = 0
+        assert engine.update_weights() == 1
+
+
+# -- verification ----------------------------------------------------------------------------------------------------
+
+
+def test_verification_names_exactly_what_differs():
+    model = make_model("llama")
+    name = "model.layers.1.mlp.gate_proj.weight"
+    with engine_on(model, "bfloat16") as engine:
+        report = engine.verify_weights()
+        assert report.ok and report.source == "mirror" and report.checked == len(dict(model.named_parameters())) + 1
+        mine = copies(engine)[name]
+        kept = mine.clone()
+        mine.copy_(mine.flip(0))  # the same values in another order
+        assert engine.verify_weights().mismatched == (name,)
+        mine.copy_(kept)
+        assert engine.verify_weights().ok
+        model.get_parameter("lm_head.weight").data[5, 7] += 1
+        assert engine.verify_weights().mismatched == ("lm_head.weight",)
+        engine.update_weights()
+        assert engine.verify_weights().ok
+        model.register_buffer("more", torch.zeros(1))
+        assert engine.verify_weights().missing == ("more",)
+
+
+def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
+    model = make_model("llama")
+    with RolloutEngine(model, config=EngineConfig(**SMALL)) as engine:
+        report = engine.verify_weights()
+        assert report.ok and report.source == "aliased"
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+        assert engine.verify_weights().ok, "there is only one of each"
+        norm = model.model.norm.weight
+        norm.data = norm.data.clone()
+        gate = model.model.layers[0].mlp.gate_proj.weight
+        gate.data = gate.data.clone()
+        wrong = ("model.layers.0.mlp.gate_proj.weight",)
+        assert engine.verify_weights().mismatched == wrong, "a fused weight does not follow; the parameter itself does"
+        head = engine._binding.shell.module.lm_head
+        head._parameters["weight"] = head.weight.detach().clone()
+        assert engine.verify_weights().mismatched == ("lm_head.weight", *wrong)
+        model.lm_head.register_buffer("more", torch.zeros(1))
+        del model.model.norm._parameters["weight"]
+        report = engine.verify_weights()
+        assert report.missing == ("lm_head.more",) and report.extra == ("model.norm.weight",)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (40, 50), (300, 500), (3000, 4000)])
+def test_checksums_depend_on_order_and_on_every_value(shape):
+    x = torch.randn(shape)
+    seen = checksum(x).item()
+    assert checksum(x.clone()).item() == seen
+    if x.ndim == 2:
+        assert checksum(x.flip(0)).item() != seen
+        assert checksum(x.t().contiguous().view(shape)).item() != seen
+        assert checksum(x.t().contiguous().t()).item() == seen
+    flat = x.view(-1)
+    for i in {0, flat.numel() // 2, flat.numel() - 1}:
+        kept = flat[i].clone()
+        flat[i] += 1
+        assert checksum(x).item() != seen
+        flat[i] = kept
+    assert checksum(x, torch.bfloat16).item() == checksum(x.bfloat16()).item()
+
+
+# -- memory of its own -----------------------------------------------------------------------------------------------
+
+
+def test_a_mirror_gives_its_memory_back_and_takes_it_again():
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        mirror: Mirror = engine._binding.source.mirror
+        expected = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+        objects = {n: (id(t), t.clone()) for n, t in mirror.tensors.items()}
+        storage = next(iter(mirror.tensors.values())).untyped_storage()
+        for _ in range(2):
+            mirror.offload()
+            assert not mirror.resident and storage.nbytes() == 0
+            with pytest.raises(WeightsMismatchError, match="not in memory"):
+                engine.update_weights()
+            mirror.restore()
+            assert mirror.resident and mirror.complete
+            assert all(id(t) == objects[n][0] and torch.equal(t, objects[n][1]) for n, t in mirror.tensors.items())
+            assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs == expected
+        mirror.release()
+        assert storage.nbytes() == 0 and not mirror.complete
+        mirror.restore()
+        next(iter(mirror.tensors.values())).fill_(float("nan"))
+        assert engine.update_weights() == 1
+        assert engine.stats().last_update_bytes >= 8 * sum(p.numel() for p in model.parameters()), "all of it anew"
+        assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs == expected
+
+
+def test_released_weights_are_not_generated_from():
+    model = make_model("llama")
+    with engine_on(model, "float64") as engine:
+        source: MirroredSource = engine._binding.source
+        source.overwritten()  # so that nothing is taken from the model on its own
+        source.mirror.release()
+        source.mirror.restore()
+        with pytest.raises(EngineStateError, match=r"incomplete.*update_weights"):
+            engine.generate_batch([PROMPT])
+        engine.update_weights()
+        assert_matches(engine, model)
+
+
+# -- one step --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_an_interrupt_waits_for_the_end_of_an_update(dtype, monkeypatch):
+    model = make_model("llama")
+    with engine_on(model, dtype) as engine:
+        assert assert_matches(engine, model) == {0}
+        step(model)
+        pull = type(engine._binding.source).pull
+
+        def interrupted(source):
+            signal.raise_signal(signal.SIGINT)
+            return pull(source)
+
+        monkeypatch.setattr(type(engine._binding.source), "pull", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights()
+        monkeypatch.undo()
+        assert engine.weight_version == 1 and engine.verify_weights().ok
+        assert assert_matches(engine, model) == {1}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+        signal.raise_signal(signal.SIGINT)
+        done.append(2)
+    assert done == [1]
+    with uninterrupted():
+        pass
+
+
+def test_two_engines_on_one_model_one_of_them_in_another_dtype():
+    model = make_model("llama")
+    with RolloutEngine(model, config=EngineConfig(**SMALL)) as first, engine_on(model) as second:
+        for version in range(3):
+            assert assert_matches(first, model) == {version}
+            assert assert_matches(second, model) == {version}
+            step(model)
+        first.close()
+        assert assert_matches(second, model) == {3}
+
+
+def test_an_update_while_asleep():
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        engine.sleep()
+        step(model)
+        assert engine.update_weights() == 1
+        engine.wake_up()
+        assert assert_matches(engine, model) == {1}

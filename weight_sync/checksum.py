@@ -1,0 +1,114 @@
+"""Checksums of tensors, made on the device they are on, and what a comparison by them found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_BLOCK_WORDS = 2**10
+_WEIGHTS = 2**13
+_CHUNK_BYTES = _BLOCK_WORDS * _WEIGHTS * 8  # 64 MiB: the most that one weighted sum covers, and the most a cast makes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightReport:
+    """What ``verify_weights`` found; ``ok`` where the engine runs on the trainer's numbers.
+
+    source: "aliased" (the engine reads the trainer's own tensors) or "mirror" (a copy in the engine's dtype).
+    checked: tensors that were compared. mismatched: names whose content, or place, is not the trainer's.
+    missing: names the trainer has and the engine does not. extra: names only the engine has.
+    """
+
+    source: str
+    version: int
+    checked: int
+    mismatched: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not (self.mismatched or self.missing or self.extra)
+
+
+def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A number that another content of the same shape would not have, but by rare chance; int64 scalar.
+
+    It depends on where a value lies: permuted or transposed content has another one (except, in tensors above 64 KiB,
+    inside one block of 8 KiB). dtype: of the content after a cast. Runs at memory speed; a cast takes a temporary of at
+    most 64 MiB.
+    """
+    dtype = dtype or tensor.dtype
+    data = tensor.detach().contiguous().view(-1)
+    per_chunk = _CHUNK_BYTES // max(dtype.itemsize, data.element_size())
+    total: Tensor | None = None
+    for part in torch.split(data, per_chunk):
+        number = _weighted_sum(part.to(dtype).view(torch.uint8))
+        total = number if total is None else 31 * total + number
+    return torch.zeros((), dtype=torch.int64, device=data.device) if total is None else total
+
+
+def checksums(tensors: Iterable[Tensor], device: torch.device) -> list[int]:
+    """One number each, with one copy to the host."""
+    with torch.no_grad():
+        sums = [checksum(t).to(device) for t in tensors]
+        numbers: list[int] = torch.stack(sums).tolist() if sums else []
+    return numbers
+
+
+def _weighted_sum(data: Tensor) -> Tensor:
+    whole = data.numel() // 8 * 8
+    words, rest = data[:whole], data[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    words = words.view(torch.int64)
+    weights = _odd_numbers(data.device)
+    if words.numel() <= _WEIGHTS:
+        total = (words * weights[: words.numel()]).sum()
+    else:
+        blocks = words.numel() // _BLOCK_WORDS
+        tail = words[blocks * _BLOCK_WORDS :]
+        sums = words[: blocks * _BLOCK_WORDS].view(blocks, _BLOCK_WORDS).sum(1)
+        total = (sums * weights[:blocks]).sum()
+        if tail.numel():
+            total = total + (tail * weights[: tail.numel()]).sum()
+    return total + (rest * weights[: rest.numel()]).sum() if rest.numel() else total
+
+
+@cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1, 2 * _WEIGHTS, 2, device=device)
+
+
+def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -> Iterator[str]:
+    """What is wrong with the values of (name, tensor, dtype it is to have): beyond the range of the dtype, or not finite.
+
+    Range is looked at where the dtype has a much smaller one (float16): bfloat16 holds every float32 that weights have.
+    finite: also name what holds NaN or Inf. One pass over what is looked at, one copy to the host.
+    """
+    looked_at = [
+        (name, tensor.detach(), dtype)
+        for name, tensor, dtype in tensors
+        if tensor.is_floating_point() and tensor.numel() and (finite or _narrows(tensor.dtype, dtype))
+    ]
+    if not looked_at:
+        return
+    maxima = torch._foreach_norm([t for _, t, _ in looked_at], ord=float("inf"))
+    device = looked_at[0][1].device
+    largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()
+    for (name, tensor, dtype), value in zip(looked_at, largest, strict=True):
+        number = torch.tensor(value, dtype=torch.float64)
+        if not number.isfinite():
+            if finite:
+                yield f"{name} holds NaN or Inf"
+        elif not number.to(tensor.dtype).to(dtype).isfinite():
+            yield f"{name} has values up to {value:.3g}, beyond what {dtype} can hold"
+
+
+def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    return target.is_floating_point and 2 * torch.finfo(target).max < torch.finfo(source).max

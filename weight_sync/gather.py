@@ -1,0 +1,172 @@
+"""Shards gathered bucket by bucket straight to where they belong, the next gather running while one is put in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stoker.kernels.errors import WeightTransferError
+from stoker.weight_sync.shards import Piece, Shards
+
+# All the memory a gather takes besides the mirror: two buffers, each what a rank sends and what all of them send.
+# Collectives reach their bandwidth from some 10 MB a rank on; a larger bucket only takes memory.
+BUCKET_BYTES = 256 * 2**20
+
+_ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows ``low`` to ``high`` of one local tensor, in a slot of every rank's share of the bucket."""
+
+    shards: Shards
+    dtype: torch.dtype
+    low: int
+    high: int
+    offset: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return _aligned((self.high - self.low) * self.shards.row_numel * self.dtype.itemsize)
+
+    def pack(self, share: Tensor) -> None:
+        """Cast this rank's rows into its share, uint8 [bytes]."""
+        rows = self.shards.local[self.low : self.high]
+        if rows.numel():
+            end = self.offset + rows.numel() * self.dtype.itemsize
+            share[self.offset : end].view(self.dtype).view(rows.shape).copy_(rows)
+
+    def place(self, gathered: Tensor, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(where it belongs, what came) of every rank's rows in ``gathered``, uint8 [ranks, bytes]."""
+        for share, pieces in zip(gathered, self.shards.pieces, strict=True):
+            for whole in pieces:
+                if (piece := whole.within(self.low, self.high)) is not None:
+                    yield piece.view(tensors[piece.name]), self._came(share, piece)
+
+    def _came(self, share: Tensor, piece: Piece) -> Tensor:
+        start = self.offset + (piece.start - self.low) * piece.row_numel * self.dtype.itemsize
+        shape = [high - low for low, high in piece.box]
+        return share[start : start + math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    group: dist.ProcessGroup
+    parts: list[_Part]
+
+    @property
+    def share(self) -> int:
+        """Bytes from each rank."""
+        return self.parts[-1].offset + self.parts[-1].nbytes
+
+    @property
+    def names(self) -> str:
+        names = [name for part in self.parts for name in part.shards.names]
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def plan(shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], bucket_bytes: int) -> list[_Bucket]:
+    """The same buckets on every rank. A tensor that does not fit is split by rows.
+
+    dtypes: of the tensors in the engine; a part whose tensors all have one is cast before it is sent.
+    """
+    buckets: list[_Bucket] = []
+    for one in shards:
+        ranks = one.group.size()
+        limit = max(_ALIGNMENT, bucket_bytes // 2 // (ranks + 1) // _ALIGNMENT * _ALIGNMENT)
+        wanted = {dtypes[name] for name in one.names}
+        dtype = wanted.pop() if len(wanted) == 1 else one.local.dtype
+        row = max(1, one.row_numel * dtype.itemsize)
+        step = max(1, limit // row)
+        for low in range(0, one.rows, step):
+            part = _Part(one, dtype, low, min(low + step, one.rows), 0)
+            last = buckets[-1] if buckets else None
+            if last is not None and last.group is one.group and last.share + part.nbytes <= limit:
+                last.parts.append(_Part(one, dtype, low, part.high, last.share))
+            else:
+                buckets.append(_Bucket(one.group, [part]))
+    return buckets
+
+
+def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Fill ``tensors`` with the full contents. Every rank calls it with the same plan.
+
+    Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of in the time its
+    process group allows; ``tensors`` then are part old, part new.
+    """
+    if not buckets:
+        return
+    shares = max(b.share for b in buckets)
+    largest = max(b.share * b.group.size() for b in buckets)
+    sent, received = (torch.empty(2, n, dtype=torch.uint8, device=device) for n in (shares, largest))
+
+    def put_in_place(bucket: _Bucket, work: Any, gathered: Tensor) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise lost(bucket.group, f"gathering {bucket.names}", error) from error
+        pairs = [pair for part in bucket.parts for pair in part.place(gathered, tensors)]
+        torch._foreach_copy_([to for to, _ in pairs], [came for _, came in pairs])
+
+    under_way: list[tuple[_Bucket, Any, Tensor]] = []
+    for index, bucket in enumerate(buckets):
+        share = sent[index % 2, : bucket.share]
+        for part in bucket.parts:
+            part.pack(share)
+        gathered = received[index % 2, : bucket.share * bucket.group.size()]
+        try:
+            work = dist.all_gather_into_tensor(gathered, share, group=bucket.group, async_op=True)
+        except RuntimeError as error:
+            raise lost(bucket.group, f"gathering {bucket.names}", error) from error
+        under_way.append((bucket, work, gathered.view(bucket.group.size(), -1)))
+        if len(under_way) == 2:
+            put_in_place(*under_way.pop(0))
+    for rest in under_way:
+        put_in_place(*rest)
+
+
+def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], failed: bool) -> bool:
+    """Make each group's ``flags`` (int64) the maximum over its ranks, in place; returns whether any rank has failed.
+
+    Raises ``WeightTransferError`` where a rank does not answer.
+    """
+    groups = list(groups)
+    for _ in groups:  # so often that a failure in one group reaches every other
+        for group in groups:
+            doing = "agreeing on what to gather"
+            try:
+                if dist.get_backend(group) == "gloo":  # it can name the rank that is missing
+                    dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
+                mine = torch.cat([flags[group], flags[group].new_tensor([int(failed)])])
+                dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+            except RuntimeError as error:
+                raise lost(group, doing, error) from error
+            flags[group].copy_(mine[:-1])
+            failed = bool(mine[-1])
+    return failed
+
+
+def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
+    """What to raise where a collective failed: what hung, with whom, and which rank it was, as far as the backend says."""
+    others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return WeightTransferError(
+        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. One of "
+        "them has failed, or did not call update_weights or verify_weights when the others did: every rank has to"
+    )
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

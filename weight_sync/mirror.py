@@ -1,0 +1,336 @@
+"""The engine's own copy of the weights, and its upkeep: in another dtype, or whole where the trainer holds shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.weight_sync import gather as gathering
+from stoker.weight_sync.checksum import checksum, checksums, unfit
+from stoker.weight_sync.gather import agree, gather, plan
+from stoker.weight_sync.naming import engine_dtypes, unwrap
+from stoker.weight_sync.shards import Held, Shards, read
+
+_ALIGNMENT = 256  # bytes
+
+
+class Mirror:
+    """Named tensors in one storage, those of a group side by side, which can be given back and taken again.
+
+    The tensors stay the same objects, and views of the storage, through all of ``offload``, ``release`` and ``restore``;
+    their addresses need not. ``complete``: whether they hold one set of weights, and not none or parts of two.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        dtypes: Mapping[str, torch.dtype],
+        aliases: Mapping[str, str],
+        groups: Sequence[tuple[str, ...]],
+        device: torch.device,
+    ) -> None:
+        """aliases: a tied tensor's other names, to the one in ``shapes``."""
+        places: dict[str, int] = {}
+        grouped: list[tuple[str, ...]] = []
+        end = 0
+        for group in groups:
+            alike = all(name in shapes and name not in places for name in group)
+            if alike and len({(dtypes[name], shapes[name][1:]) for name in group}) == 1 == len({*group}) // len(group):
+                grouped.append(group)
+                end = self._put(group, shapes, dtypes, places, end)
+        for name in shapes:
+            if name not in places:
+                end = self._put((name,), shapes, dtypes, places, end)
+        self._data = torch.empty(end, dtype=torch.uint8, device=device)
+        self.nbytes = end
+        self.tensors = {name: self._view(places[name], shapes[name], dtypes[name]) for name in shapes}
+        self.tensors.update({other: self.tensors[first] for other, first in aliases.items()})
+        self.fused = {
+            group: self._view(
+                places[group[0]],
+                torch.Size((sum(shapes[name][0] for name in group), *shapes[group[0]][1:])),
+                dtypes[group[0]],
+            )
+            for group in grouped
+        }
+        self.complete = False
+        self._host: Tensor | None = None
+
+    @staticmethod
+    def _put(
+        group: tuple[str, ...],
+        shapes: Mapping[str, torch.Size],
+        dtypes: Mapping[str, torch.dtype],
+        places: dict[str, int],
+        end: int,
+    ) -> int:
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for name in group:
+            places[name] = end
+            end += math.prod(shapes[name]) * dtypes[name].itemsize
+        return end
+
+    def _view(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the weights are in the device's memory."""
+        return self.nbytes == 0 or self._data.untyped_storage().nbytes() > 0
+
+    def offload(self) -> None:
+        """Move the weights to host memory (pinned, for a device), and give the device's back."""
+        if self.resident:
+            pinned = self._data.device.type != "cpu"
+            self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._host.copy_(self._data)
+            self._data.untyped_storage().resize_(0)
+
+    def release(self) -> None:
+        """Give all memory back. What was held is gone: after ``restore`` comes a complete update."""
+        self._host, self.complete = None, False
+        self._data.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, and what was offloaded back. Out of memory leaves everything as it was."""
+        if not self.resident:
+            self._data.untyped_storage().resize_(self.nbytes)
+            if self._host is not None:
+                self._data.copy_(self._host)
+                self._host = None
+
+
+class MirroredSource:
+    """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
+
+    A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
+    new. Shards are gathered bucket by bucket straight into the mirror, with ``gather.BUCKET_BYTES`` of memory besides it; ranks
+    that find other tensors changed take part in each other's gathers. All that can be refused is refused before the first
+    byte is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is False until a pull
+    succeeds. (A second mirror would keep the old version, and double what this one takes.)
+    """
+
+    kind = "mirror"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        *,
+        check_finite: bool = False,
+    ) -> None:
+        self.model = model
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._wanted = dtype
+        self._check_finite = check_finite
+        held = self._read()
+        self._shapes, self._aliases = held.shapes, held.aliases
+        self._dtypes = engine_dtypes(model, held.dtypes, held.parameters, dtype)
+        self.optional = held.optional
+        where = next(iter(held.full.values())) if held.full else held.shards[0].local
+        self.device = device or where.device
+        sizes: dict[torch.dtype, int] = {}
+        for name in held.parameters:
+            sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
+        self.dtype = max(sizes, key=lambda d: sizes[d])
+        self.mirror: Mirror | None = None
+        self._seen: dict[tuple[str, ...], int] = {}
+        self._from_elsewhere = False
+
+    @property
+    def module(self) -> nn.Module:
+        return unwrap(self.model)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mirror.nbytes if self.mirror is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        return self.mirror is not None and self.mirror.complete
+
+    def names(self) -> set[str]:
+        held = self._read()
+        return held.shapes.keys() | held.aliases.keys()
+
+    def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
+        """The mirror's, which is made at the first call with the layout that ``groups`` asks for."""
+        if self.mirror is None:
+            self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device)
+        return self.mirror.tensors
+
+    def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
+        assert self.mirror is not None
+        return {group: self.mirror.fused[group] for group in groups if group in self.mirror.fused}
+
+    def bind(self) -> None:
+        """Nothing to remember: what the trainer holds is read anew at every pull."""
+
+    def moved(self, module: nn.Module) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Nothing that can move."""
+
+    def overwritten(self) -> None:
+        """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
+        assert self.mirror is not None
+        self.mirror.complete, self._from_elsewhere, self._seen = True, True, {}
+
+    def catch_up(self) -> bool:
+        held = self._read()
+        return not held.shards and not self._from_elsewhere and self._pull(held) > 0
+
+    def pull(self) -> int:
+        return self._pull(self._read())
+
+    def release(self) -> None:
+        """The trainer was never touched."""
+        self.mirror, self._seen = None, {}
+
+    # -- how it is done ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> Held:
+        return read(self.model, self._group_of)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if sorted(ranks) == list(range(dist.get_world_size())):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+    def _pull(self, held: Held) -> int:
+        mirror = self.mirror
+        assert mirror is not None
+        refusal = self._refusal(held, mirror)
+        full = [name for name in held.full if name in mirror.tensors]
+        whole: list[tuple[str, ...]] = [(name,) for name in full]
+        now = dict(zip(whole, checksums([held.full[n] for n in full], self.device), strict=True))
+        now.update(
+            zip([s.names for s in held.shards], checksums([s.local for s in held.shards], self.device), strict=True)
+        )
+        before = self._seen if mirror.complete else {}
+        changed = {names for names, number in now.items() if before.get(names) != number}
+        if held.shards:
+            refusal = self._agree(held.shards, changed, refusal)
+        if refusal is not None:
+            raise refusal
+        full = [name for name in full if (name,) in changed]
+        shards = [s for s in held.shards if s.names in changed]
+        if not changed:
+            self._from_elsewhere = False
+            return 0
+        mirror.complete = False
+        _copy([mirror.tensors[name] for name in full], [held.full[name] for name in full])
+        try:
+            gather(plan(shards, self._dtypes, gathering.BUCKET_BYTES), mirror.tensors, self.device)
+        except WeightTransferError as error:
+            raise WeightTransferError(
+                f"{error}. The weights are now in parts old and new: the engine refuses to generate until an update succeeds"
+            ) from error
+        mirror.complete, self._from_elsewhere, self._seen = True, False, now
+        moved = [*full, *(name for s in shards for name in s.names)]
+        return sum(mirror.tensors[name].nbytes for name in moved)
+
+    def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held.shapes != self._shapes or held.aliases != self._aliases:
+            names = held.shapes.keys() ^ self._shapes.keys() or {
+                n for n in held.shapes if held.shapes[n] != self._shapes[n]
+            }
+            return UnsupportedModelError(
+                f"the model has another shape than the engine was built for: build a new engine (tensors {sorted(names)[:4]})"
+            )
+        if not mirror.resident:
+            return WeightsMismatchError("the weights are not in memory: wake them up before an update")
+        values = [(name, tensor, self._dtypes[name]) for name, tensor in held.full.items()]
+        for s in held.shards:
+            dtypes = {self._dtypes[name] for name in s.names}
+            name = s.names[0] if len(s.names) == 1 else f"a tensor among {s.names[0]} to {s.names[-1]}"
+            values += [(name, s.local, dtype) for dtype in dtypes]
+        wrong = list(unfit(values, finite=self._check_finite))
+        if wrong:
+            return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
+        return None
+
+    def _agree(
+        self, shards: list[Shards], changed: set[tuple[str, ...]], refusal: Exception | None
+    ) -> Exception | None:
+        """Add to ``changed`` what other ranks found changed; where one of them refuses, so does this one."""
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in shards:
+            by_group.setdefault(s.group, []).append(s)
+        flags = {
+            group: torch.tensor([s.names in changed for s in of_group], dtype=torch.int64, device=self.device)
+            for group, of_group in by_group.items()
+        }
+        failed = agree(by_group, flags, refusal is not None)
+        for group, of_group in by_group.items():
+            changed |= {s.names for s, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
+        if failed and refusal is None:
+            return WeightsMismatchError("another rank refused its weights; its error says why. No weight was changed")
+        return refusal
+
+    def mismatches(self) -> tuple[int, list[str]]:
+        """How many tensors were compared, and the names of those that are not the trainer's, as the engine's dtype has them.
+
+        A sharded trainer's ranks tell each other the checksums of their parts, so all of them call it together.
+        """
+        mirror, held = self.mirror, self._read()
+        assert mirror is not None
+        names = [name for name in held.full if name in mirror.tensors]
+        theirs = [checksum(held.full[name], self._dtypes[name]).to(self.device) for name in names]
+        ours = [checksum(mirror.tensors[name]) for name in names]
+        wrong = [n for n, a, b in zip(names, _numbers(theirs), _numbers(ours), strict=True) if a != b]
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in held.shards:
+            by_group.setdefault(s.group, []).append(s)
+        flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in by_group}
+        agree(by_group, flags, False)  # only that every rank is here
+        found: set[str] = set()
+        for group, of_group in by_group.items():
+            found.update(self._compare(group, of_group, mirror))
+        count = len(names) + sum(len(s.names) for s in held.shards)
+        return count, wrong + [name for s in held.shards for name in s.names if name in found]
+
+    def _compare(self, group: dist.ProcessGroup, shards: list[Shards], mirror: Mirror) -> set[str]:
+        rank = dist.get_rank(group)
+        width = max(len(pieces) for s in shards for pieces in s.pieces)
+        mine = torch.zeros(len(shards), width, dtype=torch.int64, device=self.device)
+        for row, s in zip(mine, shards, strict=True):
+            for column, piece in enumerate(s.pieces[rank]):
+                part = s.local[piece.start : piece.start + piece.rows]
+                row[column] = checksum(part, self._dtypes[piece.name])
+        theirs = mine.new_empty(group.size(), *mine.shape)
+        dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=group)
+        ours = torch.zeros_like(theirs)
+        for i, s in enumerate(shards):
+            for r, pieces in enumerate(s.pieces):
+                for column, piece in enumerate(pieces):
+                    ours[r, i, column] = checksum(piece.view(mirror.tensors[piece.name]))
+        wrong = (ours != theirs).nonzero().tolist()
+        return {shards[i].pieces[r][column].name for r, i, column in wrong}
+
+
+def _numbers(sums: list[Tensor]) -> list[int]:
+    numbers: list[int] = torch.stack(sums).tolist() if sums else []
+    return numbers
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Cast-copies of like kind together, each of them one kernel on a device."""
+    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, came = kinds.setdefault((target.dtype, source.dtype, source.device), ([], []))
+        to.append(target)
+        came.append(source)
+    with torch.no_grad():
+        for to, came in kinds.values():
+            torch._foreach_copy_(to, came)

@@ -1,0 +1,250 @@
+"""What a sharding trainer keeps on this rank, and where each rank's part belongs in the full tensors.
+
+FSDP2 and tensor parallelism keep DTensors, FSDP1 flat parameters of many tensors, ZeRO-3 a flat piece of each tensor. All
+become ``Shards``: a local tensor, and for every rank of its group the boxes of full tensors that its rows fill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.weight_sync.naming import named_tensors, plain_name, walk
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a rank's part from ``start`` on, and the box of the (where ``flat``: flattened) tensor they fill."""
+
+    name: str
+    start: int
+    box: Box
+    flat: bool
+
+    @property
+    def rows(self) -> int:
+        return self.box[0][1] - self.box[0][0]
+
+    @property
+    def row_numel(self) -> int:
+        return math.prod(high - low for low, high in self.box[1:])
+
+    def within(self, low: int, high: int) -> Piece | None:
+        """The part of it in rows ``low`` to ``high`` of the rank's part."""
+        first, last = max(low, self.start), min(high, self.start + self.rows)
+        if first >= last or not self.row_numel:
+            return None
+        begin = self.box[0][0] - self.start
+        return Piece(self.name, first, ((begin + first, begin + last), *self.box[1:]), self.flat)
+
+    def view(self, full: Tensor) -> Tensor:
+        target = full.view(-1) if self.flat else full
+        for dim, (low, high) in enumerate(self.box):
+            target = target.narrow(dim, low, high - low)
+        return target
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Tensors whose parts are gathered together: ``local`` [rows, ...] is this rank's, ``pieces`` are by group rank."""
+
+    names: tuple[str, ...]
+    group: dist.ProcessGroup
+    local: Tensor
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def rows(self) -> int:
+        """The most rows that a rank has."""
+        return max((p.start + p.rows for pieces in self.pieces for p in pieces), default=0)
+
+    @property
+    def row_numel(self) -> int:
+        """The most elements in a row of any rank."""
+        return max((p.row_numel for pieces in self.pieces for p in pieces), default=0)
+
+
+@dataclass
+class Held:
+    """All that a trainer holds on this rank. full: whole tensors; shapes and dtypes: of every tensor's whole."""
+
+    full: dict[str, Tensor] = field(default_factory=dict)
+    shards: list[Shards] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)  # a tied tensor's other names, to its first
+    parameters: set[str] = field(default_factory=set)
+    optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
+
+    def add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shapes[name], self.dtypes[name] = torch.Size(shape), dtype
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether a module is FSDP1's wrapper, which holds a flat parameter."""
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def is_shard(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) or getattr(tensor, "ds_tensor", None) is not None
+
+
+def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Held:
+    """What the trainer holds now. No communication, but for ``group_of``'s making a group of ranks for the first time."""
+    for _, module in walk(model):
+        if isinstance(module, FSDPModule):
+            module.reshard()  # or what it gathered for a forward would be taken for the parameters; nothing is lost
+    held = Held()
+    for path, module in walk(model):
+        if is_unit(module):
+            _read_flat_parameter(held, path, module)
+    seen: dict[int, str] = {}
+    for name, tensor, in_checkpoints in named_tensors(model):
+        if name in held.shapes or name in held.aliases:
+            continue  # FSDP1's views of its flat parameter
+        if id(tensor) in seen:
+            held.aliases[name] = seen[id(tensor)]
+            continue
+        seen[id(tensor)] = name
+        if isinstance(tensor, nn.Parameter):
+            held.parameters.add(name)
+        if not in_checkpoints:
+            held.optional.add(name)
+        if isinstance(tensor, DTensor):
+            _read_dtensor(held, name, tensor, group_of)
+        elif is_shard(tensor):
+            _read_zero3(held, name, tensor)
+        else:
+            held.add(name, tensor.shape, tensor.dtype)
+            held.full[name] = tensor.detach()
+    return held
+
+
+# -- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[..., dist.ProcessGroup]) -> None:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
+    known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
+    held.add(name, tensor.shape, tensor.dtype)
+    whole: Any = tensor.detach()
+    local: Tensor = whole.to_local()
+    coordinate = mesh.get_coordinate()
+    if not known or coordinate is None:
+        raise UnsupportedModelError(
+            f"parameter {name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
+            "parameters over meshes that every rank of the engine is in"
+        )
+    sizes = [mesh.size(i) for i in range(mesh.ndim)]
+    box = _box(tensor.shape, sizes, placements, coordinate)
+    if tuple(high - low for low, high in box) != local.shape:
+        raise UnsupportedModelError(
+            f"parameter {name}, placed as {placements}, holds {tuple(local.shape)} of {tuple(tensor.shape)} here, and not "
+            f"the box {box}: its sharding is not understood"
+        )
+    if not sharded:
+        held.full[name] = local
+        return
+    # Only over the mesh dimensions that shard; the copies along the others are equal.
+    index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
+    ranks = tuple(mesh.mesh[index].flatten().tolist())
+    group = mesh.get_group(sharded[0]) if len(sharded) == 1 else group_of(ranks)
+    pieces = []
+    for rank in dist.get_process_group_ranks(group):
+        where = (mesh.mesh == rank).nonzero()[0].tolist()
+        pieces.append((Piece(name, 0, _box(tensor.shape, sizes, placements, where), flat=False),))
+    held.shards.append(Shards((name,), group, local, tuple(pieces)))
+
+
+def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
+    """What the rank at ``coordinate`` of the mesh holds.
+
+    Mesh dimensions split a tensor dimension from left to right, each what the one before left, into chunks of rounded-up
+    length. A strided one (FSDP over tensor parallelism) comes last: it splits what the others left.
+    """
+    box = [(0, n) for n in shape]
+    splits = [
+        (isinstance(p, _StridedShard), i) for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard)
+    ]
+    for _, i in sorted(splits):
+        dim = placements[i].dim
+        low, high = box[dim]
+        length = -(-(high - low) // sizes[i])
+        begin = min(low + length * coordinate[i], high)
+        box[dim] = (begin, min(begin + length, high))
+    return tuple(box)
+
+
+# -- flat ones -------------------------------------------------------------------------------------------------------
+
+
+def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
+    """FSDP1: tensors flattened into one, which is cut into equal parts, padded at the end."""
+    handle: Any = module._handle
+    if handle is None:
+        return
+    flat = handle.flat_param
+    prefix = f"{path}." if path else ""
+    spans: list[tuple[str, int, int]] = []
+    names, offset = iter(range(len(flat._fqns))), 0
+    padding = getattr(flat, "_is_padding_mask", None) or [False] * len(flat._numels_with_padding)
+    for numel, is_padding in zip(flat._numels_with_padding, padding, strict=True):
+        if not is_padding:
+            i = next(names)
+            name = prefix + plain_name(flat._fqns[i])
+            spans.append((name, offset, numel))
+            held.add(name, flat._shapes[i], flat.dtype)
+            held.parameters.add(name)
+        offset += numel
+    for leaf, _, of_module, primary_leaf, _, of_primary in flat._shared_param_infos:
+        first, other = (
+            prefix + plain_name(f"{m}.{n}" if m else n) for m, n in ((of_primary, primary_leaf), (of_module, leaf))
+        )
+        held.aliases[other] = first
+    local = getattr(flat, "_local_shard", flat).detach()
+    if not handle.uses_sharded_strategy:
+        for name, start, numel in spans:
+            held.full[name] = local[start : start + numel].view(held.shapes[name])
+        return
+    group = handle.process_group
+    pieces = _cut(spans, local.numel(), group.size())
+    held.shards.append(Shards(tuple(name for name, _, _ in spans), group, local, pieces))
+
+
+def _read_zero3(held: Held, name: str, parameter: Any) -> None:
+    """DeepSpeed ZeRO-3: each tensor flattened and cut into equal parts, padded at the end."""
+    group = parameter.ds_process_group
+    local, numel = parameter.ds_tensor.detach().view(-1), int(parameter.ds_numel)
+    if local.numel() * group.size() < numel:
+        raise UnsupportedModelError(
+            f"parameter {name} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?): keep parameters in "
+            "device or host memory"
+        )
+    held.add(name, torch.Size(parameter.ds_shape), local.dtype)
+    held.shards.append(Shards((name,), group, local, _cut([(name, 0, numel)], local.numel(), group.size())))
+
+
+def _cut(spans: Sequence[tuple[str, int, int]], length: int, ranks: int) -> tuple[tuple[Piece, ...], ...]:
+    """Which of (name, start, numel) in a flat tensor lie in each rank's ``length`` elements of it."""
+
+    def of(rank: int) -> Iterator[Piece]:
+        low, high = rank * length, (rank + 1) * length
+        for name, start, numel in spans:
+            first, last = max(low, start), min(high, start + numel)
+            if first < last:
+                yield Piece(name, first - low, ((first - start, last - start),), flat=True)
+
+    return tuple(tuple(of(rank)) for rank in range(ranks))

@@ -1,0 +1,323 @@
+"""Weights on their way from a trainer in another process, from a file, or from whoever has named tensors.
+
+A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other end: ``engine.update_weights(transfer)``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing  # registers how tensors travel through a Connection: by handle, not by value
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.staging import Staging, TensorSpec
+
+BUCKET_BYTES = 256 * 2**20
+_OLD_STAYS = "The engine keeps the weights and the version it had"
+_END, _ABORT = 0, -1
+
+Judge = Callable[[Sequence[TensorSpec]], str | None]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a transfer brings, and how it is cut into buckets."""
+
+    specs: tuple[TensorSpec, ...]
+    bucket_bytes: int
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return min(self.bucket_bytes, sum(s.nbytes for s in self.specs))
+
+    def buckets(self) -> Iterator[list[tuple[TensorSpec, int, int]]]:
+        """(spec, first element, elements) of each bucket. Widest dtypes first, so that all are aligned."""
+        bucket: list[tuple[TensorSpec, int, int]] = []
+        room = self.bucket_bytes
+        for spec in sorted(self.specs, key=lambda s: -s.dtype.itemsize):
+            start = 0
+            while start < spec.numel:
+                if room < spec.dtype.itemsize:
+                    yield bucket
+                    bucket, room = [], self.bucket_bytes
+                count = min(spec.numel - start, room // spec.dtype.itemsize)
+                bucket.append((spec, start, count))
+                start, room = start + count, room - count * spec.dtype.itemsize
+        if bucket:
+            yield bucket
+
+
+@runtime_checkable
+class WeightTransfer(Protocol):
+    """One end of a way for weights; each end calls ``begin``, then ``bucket`` as often as there are buckets, then ``finish``.
+
+    All raise ``WeightTransferError`` where the other end has failed, refuses, or is not heard of in time.
+    """
+
+    def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
+        """The sender gives what is to come; a receiver gets it, and says by ``judge`` why it will not take it, if so."""
+
+    def bucket(self, data: Tensor | None = None) -> Tensor:
+        """The sender passes flat bytes on, uint8 [n]; a receiver gets them, to be read before its next call."""
+
+    def finish(self, error: str | None = None) -> None:
+        """No more to come, or never: ``error`` says why the sender gave up."""
+
+
+NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
+
+
+def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Send named tensors to the engine at the other end, in flat buckets of at most ``bucket_bytes``."""
+    manifest = Manifest(tuple(_spec(name, t) for name, t in tensors.items()), max(8, bucket_bytes))
+    transfer.begin(manifest)
+    try:
+        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        buffer = torch.empty(manifest.largest, dtype=torch.uint8, device=device)
+        for bucket in manifest.buckets():
+            end = 0
+            for spec, start, count in bucket:
+                part = tensors[spec.name].detach().reshape(-1)[start : start + count]
+                size = count * spec.dtype.itemsize
+                buffer[end : end + size].copy_(part.contiguous().view(torch.uint8))
+                end += size
+            transfer.bucket(buffer[:end])
+    except WeightTransferError:
+        raise
+    except BaseException as error:
+        transfer.finish(f"{type(error).__name__}: {error}")
+        raise
+    transfer.finish()
+
+
+def receive(
+    weights: NewWeights, targets: Mapping[str, Tensor], optional: Collection[str], *, check_finite: bool
+) -> Staging:
+    """All of the new weights, checked, beside ``targets``, which are not touched.
+
+    Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
+    """
+    staging = Staging(targets, optional, check_finite)
+    if isinstance(weights, str | os.PathLike):
+        _from_file(os.fspath(weights), staging)
+    elif isinstance(weights, WeightTransfer):
+        _from_transfer(weights, staging)
+    elif isinstance(weights, Mapping):
+        _refuse(staging.check([_spec(name, tensor) for name, tensor in weights.items()]))
+        for name, tensor in weights.items():
+            staging.hold(name, tensor)
+    elif isinstance(weights, Iterable):
+        for pair in weights:
+            if not (isinstance(pair, Sequence) and len(pair) == 2):
+                raise _no_weights(pair)
+            name, tensor = pair
+            _refuse(staging.check([_spec(name, tensor)], complete=False))
+            staging.write(name, 0, tensor.detach().reshape(-1))
+    else:
+        raise _no_weights(weights)
+    staging.finish()
+    return staging
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise WeightsMismatchError(problem)
+
+
+def _no_weights(given: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"weights={type(given).__name__}: give None, named tensors (a mapping, or (name, tensor) pairs), the path of a "
+        "safetensors file or folder, or a WeightTransfer"
+    )
+
+
+def _spec(name: Any, tensor: Any) -> TensorSpec:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise _no_weights(tensor)
+    if type(tensor.detach()) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+        raise InvalidRequestError(
+            f"{name} is a {type(tensor).__name__}: give plain tensors (full_tensor() of a DTensor)"
+        )
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
+
+
+def _from_file(path: str, staging: Staging) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            _refuse(staging.check([_spec(name, file.get_tensor(name)) for name in names]))  # mapped, not read
+            for name in names:
+                staging.write(name, 0, file.get_tensor(name).reshape(-1))
+    except (OSError, SafetensorError) as error:
+        raise WeightTransferError(f"{path} cannot be read: {error}. {_OLD_STAYS}") from error
+
+
+def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
+    manifest = transfer.begin(judge=staging.check)
+    _refuse(staging.check(manifest.specs))
+    for bucket in manifest.buckets():
+        data, end = transfer.bucket(), 0
+        for spec, start, count in bucket:
+            size = count * spec.dtype.itemsize
+            staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
+            end += size
+    transfer.finish()
+
+
+class BroadcastTransfer:
+    """From one rank of a process group to all others, over NCCL or Gloo. Every rank makes one, and uses it at a time.
+
+    group: its ranks are the sender and the engines; its time-out bounds every wait. src: the sender's global rank.
+    device: where the receivers' buckets lie (for NCCL: this rank's GPU).
+    """
+
+    def __init__(
+        self,
+        src: int,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.src, self.group, self.device = src, group, torch.device(device)
+        self._buffer: Tensor | None = None
+
+    def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
+        def exchange() -> tuple[Manifest, list[str | None]]:
+            there: list[Manifest | None] = [manifest]
+            dist.broadcast_object_list(there, self.src, self.group, self.device)
+            (agreed,) = there
+            assert agreed is not None
+            refusals: list[str | None] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(refusals, judge(agreed.specs) if judge is not None else None, self.group)
+            return agreed, refusals
+
+        agreed: Manifest
+        refusals: list[str | None]
+        agreed, refusals = self._with_others("agreeing on what is to come", exchange)
+        refused = [r for r in refusals if r is not None]
+        if refused and (judge is None or judge(agreed.specs) is None):
+            raise WeightTransferError(f"a receiver refuses: {refused[0]}")
+        self._buffer = None
+        if manifest is None:
+            self._buffer = torch.empty(agreed.largest, dtype=torch.uint8, device=self.device)
+        return agreed
+
+    def bucket(self, data: Tensor | None = None) -> Tensor:
+        if data is None:
+            size = self._header(0)
+            if size <= 0:
+                raise WeightTransferError(f"the sender gave up half-way. {_OLD_STAYS}")
+            assert self._buffer is not None
+            data = self._buffer[:size]
+        else:
+            self._header(data.numel())
+        self._with_others("passing a bucket on", lambda: dist.broadcast(data, self.src, self.group))
+        return data
+
+    def finish(self, error: str | None = None) -> None:
+        if self._header(_ABORT if error else _END) != (_ABORT if error else _END):
+            raise WeightTransferError(f"the sender gave up at the end. {_OLD_STAYS}")
+
+    def _header(self, number: int) -> int:
+        """The sender's number: bytes of the bucket that follows, or that none does."""
+        header = torch.tensor([number], dtype=torch.int64, device=self.device)
+        self._with_others("waiting for a bucket", lambda: dist.broadcast(header, self.src, self.group))
+        return int(header)
+
+    def _with_others(self, doing: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            me, reason = dist.get_rank(), str(error).strip().splitlines()[0]
+            who = "a receiver" if me == self.src else f"the sender, rank {self.src},"
+            raise WeightTransferError(f"{who} was lost while {doing}: {reason}. {_OLD_STAYS}") from error
+
+
+class SharedMemoryTransfer:
+    """Between two processes of one host, through one bucket of memory that both have open: CUDA IPC, or shared memory.
+
+    connection: a ``multiprocessing`` Connection (of a Pipe, Client or Listener) to the other process; it carries the
+    bucket's handle once and then only notices. timeout: seconds to wait for any of them. Keep the object for the next
+    update: the bucket stays open. The sender's tensors decide where the bucket lies.
+    """
+
+    def __init__(self, connection: Connection, *, timeout: float = 60.0) -> None:
+        self.connection, self.timeout = connection, timeout
+        self._shared: Tensor | None = None
+        self._in_use = False
+
+    def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
+        self._in_use = False
+        if manifest is not None:
+            self._send("begin", manifest)
+            refusal = self._receive("judged")
+            if refusal is not None:
+                raise WeightTransferError(f"the receiver refuses: {refusal}")
+            return manifest
+        manifest = self._receive("begin")
+        assert manifest is not None
+        self._send("judged", judge(manifest.specs) if judge is not None else None)
+        return manifest
+
+    def bucket(self, data: Tensor | None = None) -> Tensor:
+        if data is None:
+            self._taken()
+            shared, size = self._receive("bucket")
+            self._shared = self._shared if shared is None else shared
+            self._in_use = True
+            assert self._shared is not None
+            return self._shared[:size]
+        fresh = self._shared is None or self._shared.numel() < data.numel() or self._shared.device != data.device
+        if fresh:
+            self._shared = torch.empty_like(data)
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        assert self._shared is not None
+        self._shared[: data.numel()].copy_(data)
+        _synchronize(data)
+        self._send("bucket", (self._shared if fresh else None, data.numel()))
+        self._receive("taken")
+        return data
+
+    def finish(self, error: str | None = None) -> None:
+        if self._in_use:
+            self._taken()
+            self._receive("end")
+        else:
+            self._send("end" if error is None else "abort", error)
+
+    def _taken(self) -> None:
+        if self._in_use:
+            assert self._shared is not None
+            _synchronize(self._shared)
+            self._in_use = False
+            self._send("taken", None)
+
+    def _send(self, kind: str, what: Any) -> None:
+        try:
+            self.connection.send((kind, what))
+        except (OSError, EOFError) as error:
+            raise WeightTransferError(f"the other process is gone ({error}). {_OLD_STAYS}") from error
+
+    def _receive(self, kind: str) -> Any:
+        try:
+            if not self.connection.poll(self.timeout):
+                raise WeightTransferError(f"no {kind!r} from the other process in {self.timeout} s. {_OLD_STAYS}")
+            came, what = self.connection.recv()
+        except (OSError, EOFError) as error:
+            raise WeightTransferError(f"the other process is gone ({error!r}). {_OLD_STAYS}") from error
+        if came != kind:
+            raise WeightTransferError(f"the other process gave up: {what or came}. {_OLD_STAYS}")
+        return what
+
+
+def _synchronize(tensor: Tensor) -> None:
+    """Wait for what was queued on the tensor's device: the other process does not see this one's streams."""
+    torch.get_device_module(tensor.device).synchronize()
