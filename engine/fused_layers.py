@@ -197,27 +197,44 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             return count, False
         whole = _PlainModel(shell, ops)
         if whole.agrees(shell):
-            shell.hidden, shell.logits = whole.hidden, whole.logits
+            shell.hidden, shell.logits, shell.refresh = whole.hidden, whole.logits, whole.refresh
     return count, shell.hidden == whole.hidden
 
 
 class _PlainModel:
     """Embedding, fused layers, norm, head: the forward of most decoders without the layers of convenience around it.
 
-    The rotary embedding depends on no weight, so up to ``_KEPT_POSITIONS`` it is looked up, not computed.
+    The rotary embedding depends on its frequencies alone, so up to ``_KEPT_POSITIONS`` it is looked up, not computed.
     """
 
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
         body: Any = shell.module.base_model
         self.ops, self.embed, self.norm = ops, body.embed_tokens, _norm(body.norm)
-        self.rotary, self.kept = body.rotary_emb, None
+        self.rotary: nn.Module = body.rotary_emb
+        self.max_model_len = shell.max_model_len
+        self.kept: tuple[Tensor, ...] | None = None
         if shell.max_model_len <= _KEPT_POSITIONS:
-            x = self.embed(torch.zeros(1, dtype=torch.long, device=shell.device))[None]
-            count = max(shell.max_model_len, int(_PROBE_POSITIONS.max()) + 1)
-            at = torch.arange(count, device=shell.device)[None]
-            self.kept = tuple(table[0].contiguous() for table in self.rotary(x, position_ids=at))
+            self.kept, self.of = self._tables(), self._frequencies()
         self.layers = list(body.layers)
         self.head: nn.Linear = shell.module.get_output_embeddings()
+
+    def _tables(self) -> tuple[Tensor, ...]:
+        device = self.embed.weight.device
+        count = max(self.max_model_len, int(_PROBE_POSITIONS.max()) + 1)
+        x = self.embed(torch.zeros(1, dtype=torch.long, device=device))[None]
+        return tuple(t[0].contiguous() for t in self.rotary(x, position_ids=torch.arange(count, device=device)[None]))
+
+    def _frequencies(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.rotary.buffers()]
+
+    def refresh(self) -> None:
+        """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
+        if self.kept is None or all(map(torch.equal, self.of, self.rotary.buffers())):
+            return
+        with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
+            for table, new in zip(self.kept, self._tables(), strict=True):
+                table.copy_(new)
+        self.of = self._frequencies()
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """Before the last norm, which only rows that are projected need."""

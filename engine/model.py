@@ -136,6 +136,7 @@ class ModelShell:
         self.config: Any = self.module.config
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self._module_logits
+        self.refresh: Callable[[], None] = lambda: None  # brings up to date what was computed from weights or buffers
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])

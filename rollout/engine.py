@@ -354,6 +354,7 @@ class RolloutEngine:
             self.core.drain()
             if recompute:
                 self.core.scheduler.preempt_all()
+            self._binding.shell.refresh()
             self.core.runner.bind(self._binding.shell)
             self.core.scheduler.set_weight_version(version)
 

@@ -64,7 +64,9 @@ def test_the_engine_runs_a_cast_of_the_model(family):
         ours = copies(engine)
         parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         assert ours.keys() >= parameters.keys() | buffers.keys()
-        assert all(torch.equal(ours[n], p.bfloat16()) and ours[n].dtype == torch.bfloat16 for n, p in parameters.items())
+        assert all(
+            torch.equal(ours[n], p.bfloat16()) and ours[n].dtype == torch.bfloat16 for n, p in parameters.items()
+        )
         assert all(torch.equal(ours[n], b) and ours[n].dtype == b.dtype for n, b in buffers.items())
         (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
         expected = oracle.logprobs(model, PROMPT, c.token_ids)
@@ -75,14 +77,11 @@ def test_the_engine_runs_a_cast_of_the_model(family):
 
 def test_what_the_model_keeps_in_float32_is_kept():
     model = make_model("llama")
-    type(model)._keep_in_fp32_modules_strict = {"norm"}
-    try:
-        source = source_for(model, torch.bfloat16)
-        kept = {n for n, t in source.tensors().items() if t.dtype == torch.float32}
-        assert kept == {n for n, _ in model.named_parameters() if "norm" in n} | dict(model.named_buffers()).keys()
-        assert source.dtype == torch.bfloat16
-    finally:
-        type(model)._keep_in_fp32_modules_strict = None
+    model._keep_in_fp32_modules_strict = {"norm"}  # as transformers sets it when a model is made
+    source = source_for(model, torch.bfloat16)
+    kept = {n for n, t in source.tensors().items() if t.dtype == torch.float32}
+    assert kept == {n for n, _ in model.named_parameters() if "norm" in n} | dict(model.named_buffers()).keys()
+    assert source.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -190,7 +189,9 @@ def test_values_beyond_the_range_of_float16_are_refused_by_name():
         model.model.layers[2].mlp.down_proj.weight.data[3, 5] = 7e4
         model.model.embed_tokens.weight.data.mul_(2)
         for call in (engine.update_weights, lambda: engine.generate_batch([PROMPT])):
-            with pytest.raises(WeightsMismatchError, match=r"^model.layers.2.mlp.down_proj.weight has values up to 7e\+04"):
+            with pytest.raises(
+                WeightsMismatchError, match=r"^model.layers.2.mlp.down_proj.weight has values up to 7e\+04"
+            ):
                 call()
         assert engine.weight_version == 0
         assert all(torch.equal(t, before[n]) for n, t in copies(engine).items()), "nothing was written"
@@ -221,7 +222,11 @@ def test_verification_names_exactly_what_differs():
     name = "model.layers.1.mlp.gate_proj.weight"
     with engine_on(model, "bfloat16") as engine:
         report = engine.verify_weights()
-        assert report.ok and report.source == "mirror" and report.checked == len(dict(model.named_parameters())) + 1
+        assert (
+            report.ok
+            and report.source == "mirror"
+            and report.checked == len(model.state_dict()) + len(dict(model.named_buffers()))
+        )
         mine = copies(engine)[name]
         kept = mine.clone()
         mine.copy_(mine.flip(0))  # the same values in another order

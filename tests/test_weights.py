@@ -282,6 +282,14 @@ def test_nothing_changed_is_no_new_version(model):
         assert engine.generate_batch([PROMPT], PARAMS)[0].cached_tokens > 0
 
 
+def test_rotary_frequencies_that_change_in_place(model):
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, model)
+        with torch.no_grad():
+            model.model.rotary_emb.inv_freq.mul_(0.7)
+        assert set(assert_matches(engine, model)) == {1}
+
+
 def test_tying_and_untying():
     model = tied_model()
     with RolloutEngine(model, config=CONFIG) as engine:
