@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from stoker.engine.virtual_memory import CudaDriver, DeviceBuffer, PlainBuffer, VirtualBuffer
+
+_log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,9 @@ class Runtime:
     def release_memory(self) -> None:
         """Give memory that has just been dropped back to the system."""
 
-    def allocate_bytes(self, nbytes: int) -> Tensor:
-        """Uninitialised uint8 [nbytes]."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        """Memory that can be given back and taken again."""
+        return PlainBuffer(nbytes, self.device)
 
 
 class CpuRuntime(Runtime):
@@ -114,6 +119,16 @@ class CudaRuntime(Runtime):
             graph.capture_end()
         main.wait_stream(side)
         return graph.replay
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        try:
+            driver = CudaDriver(self.device)
+        except (ImportError, RuntimeError, AttributeError) as error:
+            _log.warning(
+                "the KV cache will not keep its addresses, and graphs are captured again after sleep: %s", error
+            )
+            return PlainBuffer(nbytes, self.device)
+        return VirtualBuffer(nbytes, driver)
 
     def release_graph_memory(self) -> None:
         self._pool.clear()

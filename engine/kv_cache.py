@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stoker.engine.device import Runtime
+from stoker.engine.virtual_memory import DeviceBuffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class KVCache:
     """``num_blocks`` blocks of ``block_size`` tokens for every layer. Block 0 takes what padding writes.
 
     ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``. Fresh blocks hold
-    garbage: nothing may read a slot that was not written.
+    garbage: nothing may read a slot that was not written. ``layers`` is empty while the memory is given back.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, runtime: Runtime) -> None:
@@ -39,6 +40,7 @@ class KVCache:
         self.block_size = block_size
         self.runtime = runtime
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self._buffer: DeviceBuffer | None = None
         self.allocate()
 
     @staticmethod
@@ -49,8 +51,16 @@ class KVCache:
     def nbytes(self) -> int:
         return self.num_blocks * self.block_bytes(self.shapes, self.block_size) if self.layers else 0
 
+    @property
+    def stable_addresses(self) -> bool:
+        """Whether the cache lies where it lay when its memory is taken again."""
+        return self._buffer is not None and self._buffer.stable_addresses
+
     def allocate(self) -> None:
-        buffer = self.runtime.allocate_bytes(self.num_blocks * self.block_bytes(self.shapes, self.block_size))
+        if self._buffer is None:
+            self._buffer = self.runtime.allocate(self.num_blocks * self.block_bytes(self.shapes, self.block_size))
+        self._buffer.restore()
+        buffer = self._buffer.tensor
         layers, start = [], 0
         for shape in self.shapes:
             pair = []
@@ -71,7 +81,8 @@ class KVCache:
 
     def release(self) -> None:
         self.layers = []
-        self.runtime.release_memory()
+        if self._buffer is not None:
+            self._buffer.release()
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all reads before all writes. copies: (from, to)."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -27,6 +28,7 @@ from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidR
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.live import Loop, RolloutHandle, wait
+from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
@@ -70,11 +72,14 @@ class RolloutEngine:
         try:
             self._kv = KVCache(self._binding.shapes, num_blocks, self.config.block_size, self.runtime)
         except (RuntimeError, MemoryError) as error:
+            wanted, free = num_blocks * self._block_bytes, self.runtime.free_memory()
             raise InvalidConfigError(
-                f"{self._no_memory(num_blocks)}. Free some or set a smaller EngineConfig.kv_cache_memory"
+                f"no memory for the KV cache: {wanted} bytes wanted, {free} free. Free some or set a smaller "
+                "EngineConfig.kv_cache_memory"
             ) from error
         self.core = self._new_core()
         self._loop = Loop(self.core)
+        self._memory = EngineMemory(self.core, self._kv, self._binding)
         self._requests = RequestMaker(
             tokenizer=tokenizer,
             vocab=self._binding.shell.vocab,
@@ -315,6 +320,8 @@ class RolloutEngine:
         changed dtype or device or the model can no longer be borrowed; the engine then refuses to generate.
         """
         self._check_idle("update its weights")
+        if "weights" in self._memory.asleep:
+            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidRequestError(f"version={version!r} is not an integer")
         if version is not None and version <= self.weight_version:
@@ -362,33 +369,46 @@ class RolloutEngine:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Give the KV cache's memory back; weights are the trainer's and stay. Asleep already: nothing happens."""
+    @torch.inference_mode(False)
+    def sleep(self, level: int = 1, tags: str | Iterable[str] | None = None) -> None:
+        """Give memory back to the trainer. What sleeps already: nothing happens.
+
+        level: 1 gives back the KV cache; 2 also graphs and weights of the engine's own, kept in host memory (weights that
+        are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a
+        level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        """
+        chosen = tags_of(level, tags)
         self._check_idle("sleep")
-        self._loop.do("sleep", self.core.scheduler.preempt_all)  # paused requests compute their KV again
-        self.core.scheduler.prefix_cache.clear()
-        self.core.runner.release_graphs()  # they read the cache where it lies now
-        self._kv.release()
+        self._loop.do("sleep", lambda: self._memory.sleep(chosen, drop_weights=level == 3))
 
     @torch.inference_mode(False)
-    def wake_up(self) -> None:
-        """Allocate the KV cache again. Raises ``EngineStateError`` where memory is short; it can be tried again."""
-        self._check_open()
-        if not self.is_sleeping:
-            return
-        try:
-            self._kv.allocate()
-        except (RuntimeError, MemoryError) as error:
-            wanted = self._no_memory(self._kv.num_blocks)
-            raise EngineStateError(f"{wanted}. Free some and call wake_up() again") from error
+    def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
+        """Take memory again: all of it, or what ``tags`` name, so that weights can be updated before the KV cache is there.
 
-    def _no_memory(self, num_blocks: int) -> str:
-        wanted, free = num_blocks * self._block_bytes, self.runtime.free_memory()
-        return f"no memory for the KV cache: {wanted} bytes wanted, {free} free"
+        Graphs are captured again when they are next used; where the KV cache keeps its addresses (CUDA) and only it slept,
+        they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
+        """
+        self._check_open()
+        wanted = TAGS if tags is None else check_tags(tags)
+        self._memory.wake(wanted)  # nothing runs while any of it sleeps
+
+    @contextmanager
+    def sleeping(self, level: int = 1) -> Iterator[None]:
+        """Asleep within: ``with engine.sleeping(): trainer.step()``. An exception within goes on, whether waking works or not."""
+        self.sleep(level)
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self.wake_up()
+            except EngineStateError as short:
+                error.add_note(f"and the rollout engine is still asleep: {short}")
+            raise
+        self.wake_up()
 
     @property
     def is_sleeping(self) -> bool:
-        return not self._kv.layers
+        return bool(self._memory.asleep)
 
     def stats(self) -> EngineStats:
         """A snapshot; costs nothing worth measuring."""
@@ -442,8 +462,8 @@ class RolloutEngine:
 
     def _check_ready(self) -> None:
         self._check_open()
-        if self.is_sleeping:
-            raise EngineStateError("the engine is asleep: call wake_up() first")
+        if self._memory.asleep:
+            raise EngineStateError(f"the engine is asleep ({', '.join(self._memory.asleep)}): call wake_up() first")
 
     def _check_config(self) -> None:
         device = self.config.device

@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, REFUSED, VOCAB, make_model
 from transformers import PreTrainedModel
 
-from stoker.engine.device import Runtime
+from stoker.engine.virtual_memory import PlainBuffer
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
@@ -34,9 +34,7 @@ SAMPLED = [
 @pytest.fixture(autouse=True)
 def unwritten_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot of the KV cache that is read before it is written spoils the result every time, not now and then."""
-    monkeypatch.setattr(
-        Runtime, "allocate_bytes", lambda self, n: torch.full((n,), 255, dtype=torch.uint8, device=self.device)
-    )
+    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 @cache

@@ -143,3 +143,28 @@ def test_device_memory_does_not_grow_with_rollouts() -> None:
             torch.cuda.synchronize()
             held.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
     assert len(set(held[10:])) == 1
+
+
+@pytest.mark.alone
+def test_the_cache_comes_back_where_it_was_and_graphs_still_hold() -> None:
+    with RolloutEngine(make_model("llama").cuda(), config=EngineConfig(kv_cache_memory="1GiB")) as engine:
+        assert engine._kv.stable_addresses, "cuda.bindings.driver is there, and this device has virtual memory"
+        params = [SamplingParams(seed=i, max_tokens=NEW_TOKENS) for i in range(6)]
+        before = [o.completions[0].token_ids for o in engine.generate_batch(prompts(), params)]
+        places = [t.data_ptr() for pair in engine._kv.layers for t in pair]
+        graphs = dict(engine.core.runner._graphs)  # type: ignore[attr-defined]
+        assert graphs
+        free = []
+        for _ in range(100):
+            engine.sleep()
+            free.append(torch.cuda.mem_get_info()[0])
+            engine.wake_up()
+            assert [t.data_ptr() for pair in engine._kv.layers for t in pair] == places
+            for pair in engine._kv.layers:
+                for cache in pair:
+                    cache[1:].fill_(float("nan"))  # whatever a page that was mapped anew may hold
+            assert [o.completions[0].token_ids for o in engine.generate_batch(prompts(), params)] == before
+        assert engine.core.runner._graphs == graphs, "nothing was captured again"  # type: ignore[attr-defined]
+        assert max(free[10:]) - min(free[10:]) <= 2**21, "memory drifts"
+        engine.sleep(level=2)
+        assert not engine.core.runner._graphs  # type: ignore[attr-defined]

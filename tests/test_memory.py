@@ -12,9 +12,10 @@ import pytest
 from families import make_model
 from transformers import PreTrainedModel
 
-from stoker.engine.device import CpuRuntime, Runtime
+from stoker.engine.device import CpuRuntime
 from stoker.engine.request import Request
-from stoker.kernels.errors import EngineStateError
+from stoker.engine.virtual_memory import PlainBuffer
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MIB = 2**20
@@ -64,10 +65,10 @@ def test_a_wake_up_without_memory_can_be_tried_again(monkeypatch):
         engine.sleep()
         with monkeypatch.context() as patch:
 
-            def refuse(self, nbytes):
+            def refuse(self):
                 raise RuntimeError("out of memory")
 
-            patch.setattr(Runtime, "allocate_bytes", refuse)
+            patch.setattr(PlainBuffer, "restore", refuse)
             for _ in range(2):
                 with pytest.raises(EngineStateError, match=r"\d+ bytes wanted, \d+ free. Free some and call wake_up"):
                     engine.wake_up()
@@ -115,6 +116,128 @@ def test_an_engine_that_is_dropped_is_gone():
     del engine
     gc.collect()
     assert (kv(), shell(), model()) == (None, None, None)
+
+
+# -- levels, tags, a context ---------------------------------------------------------------------------------------------
+
+
+def in_double(model) -> RolloutEngine:
+    """An engine with weights of its own."""
+    return RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB", dtype="float64"))
+
+
+def first_tokens(engine: RolloutEngine) -> list[int]:
+    return engine.generate_batch([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))[0].completions[0].token_ids
+
+
+def test_levels_say_how_much_sleeps():
+    model = make_model("llama")
+    with in_double(model) as engine:
+        mirror, expected = engine._binding.source.mirror, first_tokens(engine)
+        for level, weights_stay in ((1, True), (2, False), (3, False)):
+            engine.sleep(level)
+            engine.sleep(level)
+            assert mirror.resident == weights_stay and engine.is_sleeping
+            if not weights_stay:
+                with pytest.raises(
+                    EngineStateError, match=r"the weights are asleep: call wake_up\(\['weights'\]\) first"
+                ):
+                    engine.update_weights()
+            for call in (
+                lambda: engine.generate_batch([[1]]),
+                lambda: engine.score([[1, 2]]),
+                lambda: engine.submit([1]),
+            ):
+                asleep = "kv_cache" if weights_stay else "weights, kv_cache"
+                with pytest.raises(
+                    EngineStateError, match=rf"the engine is asleep \({asleep}\): call wake_up\(\) first"
+                ):
+                    call()
+            engine.wake_up()
+            if level == 3:  # the numbers are gone
+                engine.update_weights()
+            assert first_tokens(engine) == expected
+
+
+def test_staged_waking_lets_an_update_come_before_the_kv_cache():
+    model, other = make_model("llama"), make_model("llama", seed=5)
+    with in_double(other) as engine:
+        expected = first_tokens(engine)
+    with in_double(model) as engine:
+        engine.sleep(level=3)
+        engine.wake_up("weights")
+        assert engine.is_sleeping and engine.stats().kv_cache_bytes == 0
+        model.load_state_dict(other.state_dict())
+        engine.update_weights()
+        engine.wake_up(["kv_cache"])
+        assert not engine.is_sleeping and first_tokens(engine) == expected
+
+
+def test_levels_and_tags_there_are_not():
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        for level in (0, 4, None):
+            with pytest.raises(InvalidRequestError, match="give 1 .*, 2 .* or 3"):
+                engine.sleep(level)
+        for call in (lambda: engine.sleep(tags=["kv"]), lambda: engine.wake_up("kv")):
+            with pytest.raises(InvalidRequestError, match=r"tags=\['kv'\]: there are weights, kv_cache, graphs"):
+                call()
+        engine.sleep(tags=["graphs", "weights"])
+        assert not engine.is_sleeping, "the weights are the trainer's, and graphs wake by themselves"
+
+
+def test_asleep_within_a_block(monkeypatch):
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        with engine.sleeping():
+            assert engine.is_sleeping
+        assert not engine.is_sleeping
+        with pytest.raises(ZeroDivisionError), engine.sleeping(level=2):
+            raise ZeroDivisionError
+        assert not engine.is_sleeping
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainBuffer, "restore", lambda self: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(ZeroDivisionError) as caught, engine.sleeping():
+                raise ZeroDivisionError
+            assert "still asleep: no memory for the KV cache" in caught.value.__notes__[0]
+            with pytest.raises(EngineStateError, match="no memory"), engine.sleeping():
+                pass
+        engine.wake_up()
+
+
+_CYCLES = """
+import gc, os
+import torch
+torch.set_num_threads(1)
+from families import make_model
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+model = make_model("llama")
+params = SamplingParams(temperature=0, max_tokens=3, repetition_penalty=1.1)
+config = EngineConfig(kv_cache_memory="48MiB", block_size=16, dtype="float64")
+with RolloutEngine(model, config=config) as engine:
+    expected, sizes = None, []
+    for cycle in range(230):
+        tokens = [o.completions[0].token_ids for o in engine.generate_batch([[1, 2, 3], [9] * 20], params)]
+        expected = expected or tokens
+        assert tokens == expected
+        engine.sleep(level=1 + cycle % 3)
+        engine.wake_up("weights")
+        engine.update_weights()
+        engine.wake_up()
+        if cycle % 10 == 0:
+            gc.collect()
+        sizes.append(resident())
+    drift = max(sizes[-30:]) - max(sizes[20:50])
+    assert drift < 3 * 2**20, (drift, sizes[::20])
+"""
+
+
+def test_cycles_of_sleep_update_wake_and_rollout_leave_nothing_behind():
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-P", "-c", _CYCLES], check=True, env=env, timeout=300)
 
 
 # -- resident memory, in a process of its own --------------------------------------------------------------------

@@ -294,7 +294,7 @@ def test_a_mirror_gives_its_memory_back_and_takes_it_again():
         for _ in range(2):
             mirror.offload()
             assert not mirror.resident and storage.nbytes() == 0
-            with pytest.raises(WeightsMismatchError, match="not in memory"):
+            with pytest.raises(EngineStateError, match=r"weights are asleep: call wake_up\(\['weights'\]\)"):
                 engine.update_weights()
             mirror.restore()
             assert mirror.resident and mirror.complete

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from stoker.engine.device import Runtime
+from stoker.engine.virtual_memory import PlainBuffer
 from stoker.rollout import (
     EngineConfig,
     EngineStateError,
@@ -31,9 +31,7 @@ EXACT = {"rtol": 0, "atol": 1e-4}
 
 @pytest.fixture(autouse=True)
 def unwritten_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Runtime, "allocate_bytes", lambda self, n: torch.full((n,), 255, dtype=torch.uint8, device=self.device)
-    )
+    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 @cache

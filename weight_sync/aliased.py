@@ -149,6 +149,16 @@ class AliasedSource:
         """Take over the duty to give the parameters that another source has moved storages of their own again."""
         self._rehomed = former._rehomed
 
+    @property
+    def resident(self) -> bool:
+        return True
+
+    def give_back(self, *, drop: bool) -> None:
+        """The memory is the trainer's."""
+
+    def take_again(self) -> None:
+        pass
+
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again."""
         for parameter in self._rehomed:

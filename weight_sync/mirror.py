@@ -190,6 +190,21 @@ class MirroredSource:
     def pull(self) -> int:
         return self._pull(self._read())
 
+    @property
+    def resident(self) -> bool:
+        return self.mirror is not None and self.mirror.resident
+
+    def give_back(self, *, drop: bool) -> None:
+        assert self.mirror is not None
+        if drop:
+            self.mirror.release()
+        else:
+            self.mirror.offload()
+
+    def take_again(self) -> None:
+        assert self.mirror is not None
+        self.mirror.restore()
+
     def release(self) -> None:
         """The trainer was never touched."""
         self.mirror, self._seen = None, {}

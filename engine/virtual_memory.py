@@ -1,0 +1,207 @@
+"""Device memory that can be given back and taken again at the same addresses.
+
+A range of virtual addresses is reserved once. Physical memory is mapped into it in chunks, unmapped to give it back, and new
+memory is mapped when it is wanted again: whatever remembers an address, a captured CUDA graph above all, stays valid. This is
+CUDA's virtual memory management, reached through ``cuda.bindings.driver``, which comes with torch's CUDA builds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_CHUNK = 256 * 2**20  # physical memory is asked for by this much: few calls, and no large piece has to be found
+
+
+class DeviceBuffer(Protocol):
+    """Bytes on the device that can be given back and taken again."""
+
+    stable_addresses: bool  # whether they are where they were when they come back
+
+    @property
+    def tensor(self) -> Tensor:
+        """uint8 [nbytes], not initialised. Not to be touched between ``release`` and ``restore``."""
+
+    def release(self) -> None:
+        """Give the memory back. Given back already: nothing happens."""
+
+    def restore(self) -> None:
+        """Take it again. Out of memory: ``RuntimeError`` or ``MemoryError``, and it stays given back."""
+
+
+class PlainBuffer:
+    """An ordinary tensor: when it comes back it lies elsewhere."""
+
+    stable_addresses = False
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.device = device
+        self._tensor: Tensor | None = None
+        self.restore()
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self._tensor is not None, "given back"
+        return self._tensor
+
+    def release(self) -> None:
+        self._tensor = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        if self._tensor is None:
+            self._tensor = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+
+
+class Driver(Protocol):
+    """The calls of the CUDA driver that this takes. Each raises ``RuntimeError`` where the driver refuses."""
+
+    granularity: int
+
+    def reserve(self, size: int) -> int: ...
+    def free(self, address: int, size: int) -> None: ...
+    def map(self, address: int, size: int) -> None:
+        """New physical memory at these addresses, readable and writable; nothing is left behind where it fails."""
+
+    def unmap(self, address: int, size: int) -> None:
+        """Undo one ``map``: its memory is given back."""
+
+    def synchronize(self) -> None: ...
+    def tensor(self, address: int, size: int, owner: object) -> Tensor:
+        """uint8 [size] at a mapped address, which keeps ``owner`` alive."""
+
+
+class VirtualBuffer:
+    """Bytes that come back where they were."""
+
+    stable_addresses = True
+
+    def __init__(self, nbytes: int, driver: Driver, chunk: int = _CHUNK) -> None:
+        self.nbytes = nbytes
+        self._memory = _Memory(nbytes, driver, chunk)
+        self._memory.map_all()
+        self.tensor = driver.tensor(self._memory.address, nbytes, self._memory)
+
+    def release(self) -> None:
+        self._memory.unmap_all()
+
+    def restore(self) -> None:
+        self._memory.map_all()
+
+
+class _Memory:
+    """The range, and what is mapped in it. Kept alive by the tensor, so that the addresses outlive every view of them."""
+
+    def __init__(self, nbytes: int, driver: Driver, chunk: int) -> None:
+        def round_up(size: int) -> int:
+            return -(-size // driver.granularity) * driver.granularity
+
+        self.driver = driver
+        self.size, self.chunk = round_up(nbytes), round_up(chunk)
+        self.address = driver.reserve(self.size)
+        self.mapped: list[tuple[int, int]] = []
+        weakref.finalize(self, _give_up, driver, self.address, self.size, self.mapped).atexit = False
+
+    def map_all(self) -> None:
+        if self.mapped:
+            return
+        try:
+            for start in range(self.address, self.address + self.size, self.chunk):
+                size = min(self.chunk, self.address + self.size - start)
+                self.driver.map(start, size)
+                self.mapped.append((start, size))
+        except BaseException:
+            _unmap(self.driver, self.mapped)
+            raise
+
+    def unmap_all(self) -> None:
+        if self.mapped:
+            self.driver.synchronize()  # what was launched may still read it
+            _unmap(self.driver, self.mapped)
+
+
+def _unmap(driver: Driver, mapped: list[tuple[int, int]]) -> None:
+    while mapped:
+        driver.unmap(*mapped[-1])
+        mapped.pop()
+
+
+def _give_up(driver: Driver, address: int, size: int, mapped: list[tuple[int, int]]) -> None:
+    if mapped:
+        driver.synchronize()
+        _unmap(driver, mapped)
+    driver.free(address, size)
+
+
+class _AtAddress:
+    """What ``torch.as_tensor`` makes a tensor of without a copy."""
+
+    def __init__(self, address: int, size: int, owner: object) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class CudaDriver:
+    """``cuda.bindings.driver``, for one device. Raises ``ImportError`` or ``RuntimeError`` where it cannot be used."""
+
+    def __init__(self, device: torch.device) -> None:
+        from cuda.bindings import driver
+
+        self.api: Any = driver
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()  # makes the context that the calls below need
+        self.location = driver.CUmemAllocationProp()
+        self.location.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self.location.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self.location.location.id = self.device.index
+        flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        self.granularity = int(self._call("cuMemGetAllocationGranularity", self.location, flag))
+
+    def reserve(self, size: int) -> int:
+        return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
+
+    def free(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", address, size)
+
+    def map(self, address: int, size: int) -> None:
+        handle = self._call("cuMemCreate", size, self.location, 0)
+        try:
+            self._call("cuMemMap", address, size, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
+        access = self.api.CUmemAccessDesc()
+        access.location = self.location.location
+        access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            self._call("cuMemSetAccess", address, size, [access], 1)
+        except RuntimeError:
+            self.unmap(address, size)
+            raise
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", address, size)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def tensor(self, address: int, size: int, owner: object) -> Tensor:
+        return torch.as_tensor(_AtAddress(address, size, owner), device=self.device)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with torch.cuda.device(self.device):
+            error, *results = getattr(self.api, name)(*arguments)
+        if error != self.api.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name} failed: {error}")
+        return results[0] if results else None

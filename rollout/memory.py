@@ -1,0 +1,76 @@
+"""What an engine holds and can give back, by tag, and what of it is asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from stoker.engine.core import EngineCore
+from stoker.engine.kv_cache import KVCache
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.rollout.binding import ModelBinding
+
+TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
+_LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
+
+
+def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
+    """What to send to sleep. Raises ``InvalidRequestError`` for a level or a tag there is not."""
+    if level not in _LEVELS:
+        raise InvalidRequestError(
+            f"level={level!r}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
+        )
+    return list(_LEVELS[level]) if tags is None else check_tags(tags)
+
+
+def check_tags(tags: str | Iterable[str]) -> list[str]:
+    wanted = [tags] if isinstance(tags, str) else list(tags)
+    unknown = [tag for tag in wanted if tag not in TAGS]
+    if unknown:
+        raise InvalidRequestError(f"tags={unknown}: there are {', '.join(TAGS)}")
+    return [tag for tag in TAGS if tag in wanted]
+
+
+class EngineMemory:
+    """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs."""
+
+    def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding) -> None:
+        self.core, self.kv, self.binding = core, kv, binding
+
+    @property
+    def asleep(self) -> list[str]:
+        """What has to be woken before anything can run; graphs wake by themselves."""
+        states = {"weights": self.binding.source.resident, "kv_cache": bool(self.kv.layers)}
+        return [tag for tag, awake in states.items() if not awake]
+
+    def sleep(self, tags: Iterable[str], *, drop_weights: bool) -> None:
+        """Give memory back, of nothing that is running. drop_weights: do not keep a mirror's numbers in host memory."""
+        tags = set(tags)
+        runner = self.core.runner
+        lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
+        if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
+            runner.release_graphs()
+        if "kv_cache" in tags:
+            self.core.scheduler.preempt_all()  # paused requests compute their KV again
+            self.core.scheduler.prefix_cache.clear()
+            runner.sampler.penalties = None
+            self.kv.release()
+        if "weights" in tags:
+            self.binding.source.give_back(drop=drop_weights)
+
+    def wake(self, tags: Iterable[str]) -> None:
+        """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
+        tags = set(tags)
+        if "weights" in tags and "weights" in self.asleep:
+            self._take("weights", self.binding.source.nbytes, self.binding.source.take_again)
+        if "kv_cache" in tags and "kv_cache" in self.asleep:
+            shapes = self.kv.block_bytes(self.kv.shapes, self.kv.block_size)
+            self._take("KV cache", self.kv.num_blocks * shapes, self.kv.allocate)
+
+    def _take(self, what: str, nbytes: int, take: Callable[[], None]) -> None:
+        try:
+            take()
+        except (RuntimeError, MemoryError) as error:
+            free = self.kv.runtime.free_memory()
+            raise EngineStateError(
+                f"no memory for the {what}: {nbytes} bytes wanted, {free} free. Free some and call wake_up() again"
+            ) from error

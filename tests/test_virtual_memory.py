@@ -1,0 +1,184 @@
+"""Memory that comes back at the same addresses, on a driver that is strict about every call."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from families import make_model
+from torch import Tensor
+
+from stoker.engine import device as device_module
+from stoker.engine.device import CpuRuntime
+from stoker.engine.graphs import GraphStep
+from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, VirtualBuffer
+from stoker.kernels.errors import EngineStateError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import engine as engine_module
+
+KIB = 2**10
+
+
+@dataclass
+class StrictDriver:
+    """Keeps the books of a CUDA driver and raises where they would not balance. Its memory is host memory."""
+
+    granularity: int = 4 * KIB
+    ranges: dict[int, int] = field(default_factory=dict)
+    mapped: dict[int, int] = field(default_factory=dict)
+    fail_at: int = -1  # the call to fail, counted over reserve and map
+    calls: int = 0
+    running: bool = False  # whether kernels that were launched may still read the memory
+    bytes_of: dict[int, Tensor] = field(default_factory=dict)
+
+    def _count(self) -> None:
+        self.calls += 1
+        if self.calls - 1 == self.fail_at:
+            raise RuntimeError("out of memory")
+
+    def reserve(self, size: int) -> int:
+        assert size > 0 and size % self.granularity == 0
+        self._count()
+        address = 2**40 + 2**33 * len(self.bytes_of)
+        self.ranges[address] = size
+        self.bytes_of[address] = torch.zeros(size, dtype=torch.uint8)
+        return address
+
+    def free(self, address: int, size: int) -> None:
+        assert self.ranges.pop(address) == size
+        assert not any(address <= a < address + size for a in self.mapped), "freed with memory in it"
+
+    def map(self, address: int, size: int) -> None:
+        assert size > 0 and size % self.granularity == address % self.granularity == 0
+        assert any(a <= address and address + size <= a + n for a, n in self.ranges.items()), "outside of any range"
+        assert all(address + size <= a or a + n <= address for a, n in self.mapped.items()), "mapped twice"
+        self._count()
+        self.mapped[address] = size
+        base = max(a for a in self.ranges if a <= address)
+        self.bytes_of[base][address - base : address - base + size] = 255  # garbage, and as a float NaN
+
+    def unmap(self, address: int, size: int) -> None:
+        assert not self.running, "given back under a kernel that reads it"
+        assert self.mapped.pop(address) == size, "not what was mapped there"
+
+    def synchronize(self) -> None:
+        self.running = False
+
+    def tensor(self, address: int, size: int, owner: object) -> Tensor:
+        assert sum(self.mapped.values()) >= size
+        tensor = self.bytes_of[address][:size]
+        tensor.owner = owner  # type: ignore[attr-defined]
+        return tensor
+
+
+@pytest.mark.parametrize("nbytes", [1, 4 * KIB, 10 * KIB, 64 * KIB + 1])
+def test_memory_is_given_back_and_comes_back_where_it_was(nbytes: int) -> None:
+    driver = StrictDriver()
+    buffer = VirtualBuffer(nbytes, driver, chunk=16 * KIB)
+    whole = -(-nbytes // driver.granularity) * driver.granularity
+    place = buffer.tensor.data_ptr()
+    for _ in range(3):
+        assert sum(driver.mapped.values()) == whole and buffer.tensor.shape == (nbytes,)
+        buffer.restore()  # it is there already
+        driver.running = True
+        buffer.release()
+        assert not driver.mapped and driver.ranges
+        buffer.release()
+        buffer.restore()
+        assert buffer.tensor.data_ptr() == place
+    del buffer
+    gc.collect()
+    assert not driver.mapped and not driver.ranges
+
+
+def test_what_fails_half_way_leaves_nothing_behind() -> None:
+    for fail_at in range(6):
+        driver = StrictDriver(fail_at=fail_at)
+        if fail_at < 5:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                VirtualBuffer(64 * KIB, driver, chunk=16 * KIB)
+            gc.collect()
+            assert not driver.mapped and not driver.ranges
+    for fail_at in range(5, 9):
+        driver = StrictDriver()
+        buffer = VirtualBuffer(64 * KIB, driver, chunk=16 * KIB)
+        buffer.release()
+        driver.fail_at = fail_at
+        for _ in range(2):
+            if driver.calls <= fail_at:
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    buffer.restore()
+                assert not driver.mapped
+        buffer.restore()
+        assert sum(driver.mapped.values()) == 64 * KIB
+
+
+# -- an engine on it -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VirtualRuntime(CpuRuntime):
+    driver: StrictDriver = field(default_factory=StrictDriver)
+    graphs: bool = True
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        return VirtualBuffer(nbytes, self.driver, chunk=64 * KIB)
+
+
+def test_an_engine_sleeps_and_wakes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[VirtualRuntime] = []
+    monkeypatch.setattr(engine_module, "runtime_for", lambda device: made.append(VirtualRuntime(device)) or made[-1])
+    prompts, params = [[1, 2, 3], [7] * 20], SamplingParams(temperature=0, max_tokens=12)
+    with RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        driver = made[0].driver
+        expected = [o.completions[0].token_ids for o in engine.generate_batch(prompts, params)]
+        places = [t.data_ptr() for pair in engine._kv.layers for t in pair]
+        for _ in range(3):
+            driver.running = True
+            engine.sleep()
+            assert not driver.mapped and engine.stats().kv_cache_bytes == 0
+            driver.fail_at = driver.calls + 3
+            with pytest.raises(EngineStateError, match="no memory for the KV cache"):
+                engine.wake_up()
+            assert not driver.mapped and engine.is_sleeping
+            engine.wake_up()
+            assert [t.data_ptr() for pair in engine._kv.layers for t in pair] == places
+            assert [o.completions[0].token_ids for o in engine.generate_batch(prompts, params)] == expected
+    gc.collect()
+    assert not driver.mapped
+
+
+def test_graphs_outlive_a_sleep_where_addresses_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(GraphStep, "release_graphs", lambda self: released.append(1))
+    for runtime, lasting in ((VirtualRuntime, True), (CpuRuntime, False)):
+        monkeypatch.setattr(engine_module, "runtime_for", runtime)
+        with RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+            core = engine.core
+            core.runner = GraphStep(core.runner, 4)  # type: ignore[arg-type]
+            released.clear()
+            for kind, kept in (("kv_cache", lasting), ("graphs", False), ("weights", False)):
+                engine.sleep(tags=[kind])
+                assert bool(released) != kept
+                released.clear()
+                engine.wake_up()
+            engine.generate_batch([[1, 2]], SamplingParams(max_tokens=2, repetition_penalty=1.2))
+            engine.sleep()
+            assert released, "they remember the penalties' counts, which are gone"
+            assert core.runner.sampler.penalties is None
+            engine.wake_up()
+
+
+def test_without_the_driver_module_the_cache_is_an_ordinary_tensor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def absent(device: torch.device) -> None:
+        raise ImportError("No module named 'cuda'")
+
+    monkeypatch.setattr(device_module, "CudaDriver", absent)
+    monkeypatch.setattr(device_module, "PlainBuffer", lambda nbytes, device: PlainBuffer(nbytes, torch.device("cpu")))
+    buffer = device_module.CudaRuntime(torch.device("cuda")).allocate(100)
+    assert not buffer.stable_addresses and buffer.tensor.shape == (100,)
+    assert "captured again after sleep: No module named 'cuda'" in caplog.text
