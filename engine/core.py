@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import torch
+
 from stoker.engine.request import Request
 from stoker.engine.runner import Pending, Runner
 from stoker.engine.scheduler import Plan, Scheduler
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import StokerError
+from stoker.kernels.errors import EngineStateError, StokerError
 
 
 class EngineCore:
@@ -27,6 +29,7 @@ class EngineCore:
         self.runner = runner
         self.ahead = ahead
         self._launched: deque[tuple[Plan, Pending]] = deque()
+        self._steps = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         self.scheduler.add(requests)
@@ -38,6 +41,7 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch a plan, and read the oldest where enough are under way; returns the requests that finished."""
         plan = self.scheduler.plan()
+        self._steps += 1
         if plan is not None:
             self._launched.append((plan, self._launch(plan)))
         elif not self._launched:
@@ -45,23 +49,38 @@ class EngineCore:
             return []
         if plan is not None and len(self._launched) <= self.ahead:
             return []
-        plan, pending = self._launched.popleft()
-        return self.scheduler.commit(plan, pending.read())
+        return self._read(*self._launched.popleft())
+
+    def _read(self, plan: Plan, pending: Pending) -> list[Request]:
+        try:
+            sampled = pending.read()
+        except torch.AcceleratorError as error:  # kernels fail long after they were launched, as here
+            raise self._lost(plan, error) from error
+        return self.scheduler.commit(plan, sampled)
+
+    def _lost(self, plan: Plan, error: Exception) -> EngineStateError:
+        return EngineStateError(
+            f"the device failed at or before step {self._steps}, of {len(plan.requests)} rows and {sum(plan.num_new)} "
+            f"tokens: {error}. Every request has ended, and nothing on this device can be used in this process any more: "
+            "start it anew, with CUDA_LAUNCH_BLOCKING=1 and use_graphs=False to find the operation"
+        )
 
     def _launch(self, plan: Plan) -> Pending:
-        with self.inputs.runtime.chosen():
-            for request in plan.admitted:
-                if request.spec.penalised:
-                    self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
-            if plan.copies:
-                self.runner.kv.copy_blocks(plan.copies)
-            return self.runner(self.inputs.fill(plan))
+        try:
+            with self.inputs.runtime.chosen():
+                for request in plan.admitted:
+                    if request.spec.penalised:
+                        self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
+                if plan.copies:
+                    self.runner.kv.copy_blocks(plan.copies)
+                return self.runner(self.inputs.fill(plan))
+        except torch.AcceleratorError as error:
+            raise self._lost(plan, error) from error
 
     def drain(self) -> None:
         """Read all that was launched; requests stay where they are."""
         while self._launched:
-            plan, pending = self._launched[0]
-            self.scheduler.commit(plan, pending.read())
+            self._read(*self._launched[0])
             self._launched.popleft()
 
     def abort(self, requests: Iterable[Request]) -> None:

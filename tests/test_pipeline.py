@@ -18,9 +18,10 @@ from torch import Tensor
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
+from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import PenaltyState
 from stoker.kernels import linear
-from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError
 from stoker.kernels.ops import REFERENCE, Ops, ops_for
 from stoker.kernels.reference import attention
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -343,3 +344,21 @@ def test_a_layer_that_the_kernels_cannot_run_has_torch_attention(caplog: pytest.
     assert len(caplog.records) == 1 and "1024" in caplog.text and "slow" in caplog.text
     with pytest.raises(InvalidConfigError, match=r"deterministic=True cannot be had: .*float64"):
         ops_for(cuda, [(64, 64, torch.float64)], deterministic=True)
+
+
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_a_device_that_fails_is_told_with_the_step_and_ends_every_request(where: str) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with build(use_graphs=False) as engine:
+        handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+        next(iter(handle))
+        with pytest.MonkeyPatch.context() as patch:
+            owner, name = (EagerStep, "__call__") if where == "launch" else (Pending, "read")
+            patch.setattr(owner, name, fail)
+            with pytest.raises(
+                EngineStateError, match=r"failed at or before step \d+, of 1 rows and 1 tokens: CUDA error.*anew"
+            ):
+                handle.result()
+        assert handle.result().completions[0].finish_reason == "abort"
