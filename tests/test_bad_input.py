@@ -215,7 +215,7 @@ def test_asleep():
     with RolloutEngine(llama(), config=CONFIG) as engine:
         engine.sleep()
         engine.sleep()
-        with pytest.raises(EngineStateError, match=r"^the engine is asleep: call wake_up\(\) first"):
+        with pytest.raises(EngineStateError, match=r"^the engine is asleep \(kv_cache\): call wake_up\(\) first"):
             engine.generate_batch([PROMPT])
         engine.wake_up()
         engine.wake_up()
