@@ -32,7 +32,7 @@ class _Linears:
     """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
 
     def __init__(
-        self, ops: Ops, linears: Sequence[Any], weight: Tensor | None, bias: Tensor | None, lora: Adapted
+        self, ops: Ops, linears: Sequence[Any], lora: Adapted, weight: Tensor | None, bias: Tensor | None
     ) -> None:
         self.ops = ops
         self.lora = lora
@@ -83,13 +83,13 @@ class FusedDecoderLayer(nn.Module):
             _Linears(
                 ops,
                 [m for _, m in group],
-                *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")),
                 lora.group([f"{prefix}.{name}" for name, _ in group]),
+                *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")),
             )
             for group in _groups(layer)
         )
         out, down = (
-            _Linears(ops, [m], m.weight, m.bias, lora.group([f"{prefix}.{name}"]))
+            _Linears(ops, [m], lora.group([f"{prefix}.{name}"]), m.weight, m.bias)
             for name, m in (("self_attn.o_proj", attention.o_proj), ("mlp.down_proj", mlp.down_proj))
         )
         self.adapted = [part.lora for part in (qkv, out, gate_up, down)]

@@ -145,7 +145,8 @@ class LoraLayers:
         if self.rows is None or table.empty:
             return out
         x = args[0]
-        return self.ops.lora(x.flatten(0, -2), out.flatten(0, -2), table, self.rows).view(out.shape)
+        self.ops.lora(x.flatten(0, -2), out.view(-1, out.shape[-1]), table, self.rows)
+        return out
 
     def _after_saved(
         self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Tensor

@@ -57,7 +57,7 @@ class AdapterRows:
     def parts(self) -> list[tuple[int, slice | Tensor]]:
         """Each slot with the tokens that have it. Reads the slots, so it is for a CPU."""
         found: list[tuple[int, slice | Tensor]] = []
-        for slot in self.slots.unique().tolist():
+        for slot in sorted(set(self.slots.tolist())):
             at = (self.slots == slot).nonzero()[:, 0]
             first, last = int(at[0]), int(at[-1])
             if slot:
