@@ -139,7 +139,8 @@ class LoraLayers:
         """DoRA's magnitude over the norm of the adapted rows; fp32 [N]. Holds until a weight changes."""
         base: Any = self._modules[path].weight
         adapted = base.float() + weights.scale * (weights.b.float() @ weights.a.float())
-        return magnitude.detach().float().flatten() / adapted.norm(dim=1)
+        gain: Tensor = magnitude.detach().float().flatten() / adapted.norm(dim=1)
+        return gain
 
     def _after_linear(self, table: LoraTable, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         if self.rows is None or table.empty:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any, Final
 
 from stoker.engine.request import Adapter, Request
-from stoker.kernels.errors import InvalidRequestError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 
@@ -34,6 +34,9 @@ class Adapters:
         self._serials = count()
         self._known: dict[str, Adapter] = {}
         self._weights: dict[str, AdapterWeights] = {}
+        self._on_device: dict[
+            str, tuple[AdapterWeights, AdapterWeights]
+        ] = {}  # of a slot: what was copied, and its copy
         self._slotted: list[Adapter] = []  # least recently used first
 
     @property
@@ -49,10 +52,58 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
         for adapter in self._slotted:
-            self._binding.shell.lora.put(adapter.slot, self._weights[adapter.name])
+            self._put(adapter)
+
+    def knows(self, adapter: Adapter) -> bool:
+        """Whether it is still there, and no other one under its name."""
+        return self._known.get(adapter.name) is adapter
+
+    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> EngineStateError | None:
+        """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where one is in use.
+
+        Raises ``UnsupportedModelError`` before anything is changed.
+        """
+        error = self._in_use(name, under_way, "replaced")
+        if error is None:
+            self._binding.load_adapter(name, source)
+            if name in self._known:
+                self._forget(name)
+            self.refresh()
+        return error
+
+    def unload(self, name: str, under_way: Iterable[Request]) -> EngineStateError | None:
+        error = self._in_use(name, under_way, "unloaded")
+        if error is None:
+            self._binding.unload_adapter(name)
+            self._forget(name)
+        return error
+
+    def check_loaded(self, name: str) -> None:
+        """Raise ``InvalidRequestError`` where that is no adapter that was loaded."""
+        if not self._binding.is_loaded(name):
+            where = "is the live model's: delete_adapter() there removes it" if name in self._known else "is not known"
+            raise InvalidRequestError(f"adapter {name!r} {where}")
+
+    def _in_use(self, name: str, under_way: Iterable[Request], action: str) -> EngineStateError | None:
+        count = sum(r.adapter is not None and r.adapter.name == name for r in under_way)
+        if not count:
+            return None
+        return EngineStateError(
+            f"adapter {name!r} cannot be {action} while {count} requests use it: wait for or abort them"
+        )
+
+    def _put(self, adapter: Adapter) -> None:
+        weights = self._weights[adapter.name]
+        copied = self._on_device.get(adapter.name)
+        if copied is None or copied[0] is not weights:
+            copied = weights, weights.to(self._binding.source.device)
+            if copied[1] is not weights:
+                self._on_device[adapter.name] = copied
+        self._binding.shell.lora.put(adapter.slot, copied[1])
 
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)
+        self._on_device.pop(name, None)
         if adapter in self._slotted:
             self._slotted.remove(adapter)
             self._binding.shell.lora.put(adapter.slot, None)
@@ -93,7 +144,7 @@ class Adapters:
                 self._slotted.remove(adapter)
             else:
                 adapter.slot = self._free_slot(pinned)
-                self._binding.shell.lora.put(adapter.slot, self._weights[adapter.name])
+                self._put(adapter)
             self._slotted.append(adapter)
         return None
 
@@ -103,5 +154,6 @@ class Adapters:
             return min(free)
         oldest = next(a for a in self._slotted if a not in pinned)
         self._slotted.remove(oldest)
+        self._on_device.pop(oldest.name, None)
         slot, oldest.slot = oldest.slot, 0
         return slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.lora import AdapterWeights
+from stoker.weight_sync.adapter_files import adapter_reader
 from stoker.weight_sync.adapters import active_adapter, check_adapters, live_adapters, signature
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
@@ -62,8 +64,10 @@ class ModelBinding:
         self.shapes: list[LayerShape]
         self.ops: Ops
         self.fused_layers = 0
-        self.adapters: dict[str, AdapterWeights] = {}  # of the live model, as they were when last looked at
+        self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
         self._adapters_seen: object = None
+        self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
+        self._copies: dict[str, AdapterWeights] = {}  # those of none
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
 
@@ -145,11 +149,39 @@ class ModelBinding:
         model = unwrap(self.model)
         check_adapters(model)
         adapters = live_adapters(model)
-        for name, adapter in adapters.items():
+        for name in adapters.keys() & (self.loaded.keys() | self._copies.keys()):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
+            )
+        adapters |= {name: read() for name, read in self.loaded.items()}
+        everything = adapters | self._copies
+        for name, adapter in everything.items():
             shell.lora.check(name, adapter)
         before, self._adapters_seen = self._adapters_seen, signature(adapters, self.source.device)
-        self.adapters = adapters
+        self.adapters = everything
         return before is not None and before != self._adapters_seen
+
+    def load_adapter(self, name: str, source: Any) -> None:
+        """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
+        read, changes = adapter_reader(name, source)
+        adapter = read()
+        if name in live_adapters(unwrap(self.model)):
+            raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
+        self.shell.lora.check(name, adapter)
+        self.unload_adapter(name)
+        if changes:
+            self.loaded[name] = read
+        else:
+            self._copies[name] = adapter
+        self._adapters_seen = None
+        self._look_at_adapters(self.shell)
+
+    def unload_adapter(self, name: str) -> None:
+        for known in (self.loaded, self._copies, self.adapters):
+            known.pop(name, None)
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self.loaded or name in self._copies
 
     def active_adapter(self) -> str | None:
         """The one that the trainer would run now; None for the bare base. Raises ``UnsupportedModelError`` for several."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -24,7 +24,14 @@ from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+)
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
@@ -236,10 +243,12 @@ class RolloutEngine:
             if r.scoring is not None
         ]
 
+    def _under_way(self) -> list[Request]:
+        return [*self.core.scheduler.running, *self.core.scheduler.waiting]
+
     def _add(self, call: str, requests: list[Request]) -> None:
         def add() -> InvalidRequestError | None:
-            scheduler = self.core.scheduler
-            error = self._adapters.place(requests, (*scheduler.running, *scheduler.waiting))
+            error = self._adapters.place(requests, self._under_way())
             if error is None:
                 self.core.add(requests)
             return error
@@ -375,6 +384,43 @@ class RolloutEngine:
         self._check_idle("verify its weights")
         return self._binding.verify(self.weight_version)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that ``adapter=`` takes: those on the live model when it was last looked at, and those loaded."""
+        return tuple(self._adapters.names)
+
+    @torch.inference_mode(False)
+    def load_adapter(self, name: str, source: Any) -> None:
+        """Know one more adapter, or another one under the name of one loaded before; requests under way go on.
+
+        source: a ``PeftModel`` with the same base (its active adapter), or ``(PeftModel, adapter name)``: its tensors are
+        read where they are, and changes are seen as those of the engine's own model are. ``(state dict, LoraConfig)``, or
+        the folder of a saved adapter: copied, to the host where that is, and to the device while a request may use it.
+
+        Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
+        ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.
+        """
+        self._check_open()
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"name={name!r}: give a name, which adapter= then takes")
+        self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self._under_way()))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter. Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while in use."""
+        self._check_open()
+        self._adapters.check_loaded(name)
+        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._under_way()))
+
+    def _change_adapters(self, action: str, change: Callable[[], StokerError | None]) -> None:
+        def guarded() -> StokerError | None:
+            try:
+                return change()
+            except UnsupportedModelError as error:  # nothing was changed: other requests go on
+                return error
+
+        if (error := self._loop.do(action, guarded)) is not None:
+            raise error
+
     def _notice_changes(self) -> None:
         with uninterrupted():
             if self._binding.notice():
@@ -389,6 +435,13 @@ class RolloutEngine:
             self._binding.shell.refresh()
             self.core.runner.bind(self._binding.shell)
             self._adapters.refresh()
+            for request in self._under_way():
+                if request.adapter is not None and not self._adapters.knows(request.adapter):
+                    request.error = RequestFailedError(
+                        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: "
+                        "submit it again with another"
+                    )
+                    self.core.abort([request])
             self.core.scheduler.set_weight_version(version)
 
         self._loop.do("take new weights", take)

@@ -29,28 +29,31 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
                 yield name, module, inner
 
 
+def check_config(config: Any) -> None:
+    """Raise ``UnsupportedModelError`` for options of a PEFT config that the engine does not run."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind != "LORA":
+        raise UnsupportedModelError(f"a PEFT adapter of type {kind}: the engine runs LoRA, merge it")
+    for option, remedy in (
+        ("target_parameters", "target whole linear layers by target_modules"),
+        ("trainable_token_indices", "train the embedding by modules_to_save"),
+        ("layer_replication", "replicate no layers"),
+        ("alora_invocation_tokens", "train plain LoRA"),
+        ("lora_bias", "set lora_bias=False"),
+    ):
+        if getattr(config, option, None):
+            raise UnsupportedModelError(f"the adapter uses {option}, which the engine does not run: {remedy}")
+    if getattr(config, "bias", "none") != "none":
+        raise UnsupportedModelError(
+            f"the adapter trains biases of the base (bias={config.bias!r}), which the engine does not tell apart from the "
+            "base's own: set bias='none'"
+        )
+
+
 def check_adapters(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run."""
-    for config in _configs(model):
-        kind = str(getattr(config.peft_type, "value", config.peft_type))
-        if kind != "LORA":
-            raise UnsupportedModelError(
-                f"the model carries a PEFT adapter of type {kind}: the engine runs LoRA, merge it"
-            )
-        for option, remedy in (
-            ("target_parameters", "target whole linear layers by target_modules"),
-            ("trainable_token_indices", "train the embedding by modules_to_save"),
-            ("layer_replication", "replicate no layers"),
-            ("alora_invocation_tokens", "train plain LoRA"),
-            ("lora_bias", "set lora_bias=False"),
-        ):
-            if getattr(config, option, None):
-                raise UnsupportedModelError(f"the adapter uses {option}, which the engine does not run: {remedy}")
-        if getattr(config, "bias", "none") != "none":
-            raise UnsupportedModelError(
-                f"the adapter trains biases of the base (bias={config.bias!r}), which the engine does not tell apart from the "
-                "base's own: set bias='none'"
-            )
+    for config in getattr(model, "peft_config", {}).values():
+        check_config(config)
     for name, module, inner in _wrapped(model):
         if inner == "original_module":
             continue
@@ -74,10 +77,6 @@ def check_adapters(model: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{name} has a {type(variant).__name__}: the engine runs LoRA, rsLoRA and DoRA, merge the adapter"
                 )
-
-
-def _configs(model: nn.Module) -> list[Any]:
-    return list(getattr(model, "peft_config", {}).values())
 
 
 def active_adapter(model: nn.Module) -> str | None:

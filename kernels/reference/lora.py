@@ -6,7 +6,7 @@ tensors themselves, and their addresses for kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -37,6 +37,23 @@ class AdapterWeights:
     linears: dict[str, LoraWeights]
     magnitudes: dict[str, Tensor] = field(default_factory=dict)
     saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> AdapterWeights:
+        """Itself where all of it is on the device, else a copy there."""
+        if all(t.device == device for t in self.tensors()):
+            return self
+        return AdapterWeights(
+            {path: w._replace(a=w.a.to(device), b=w.b.to(device)) for path, w in self.linears.items()},
+            {path: t.to(device) for path, t in self.magnitudes.items()},
+            {path: {n: t.to(device) for n, t in state.items()} for path, state in self.saved.items()},
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        for weights in self.linears.values():
+            yield from (weights.a, weights.b)
+        yield from self.magnitudes.values()
+        for state in self.saved.values():
+            yield from state.values()
 
     @property
     def max_rank(self) -> int:
