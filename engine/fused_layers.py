@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.lora import Adapted, LoraLayers
 from stoker.engine.model import ModelShell
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
@@ -30,27 +31,46 @@ _PROBE_POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 class _Linears:
     """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
 
-    def __init__(self, ops: Ops, linears: Sequence[Any], weight: Tensor | None, bias: Tensor | None) -> None:
+    def __init__(
+        self, ops: Ops, linears: Sequence[Any], lora: Adapted, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
         self.ops = ops
+        self.lora = lora
         self.linears = linears
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor, *, norm: tuple[Tensor, float] | None = None, gated: bool = False) -> Tensor:
-        if self.weight is not None:
-            return self.ops.linear(x, self.weight, self.bias, norm=norm, gated=gated)
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """As ``Ops.linear``; adapters come after the projection and before all else."""
+        rows = self.lora.rows
+        if self.weight is not None and rows is None:
+            return self.ops.linear(x, self.weight, self.bias, norm=norm, gated=gated, residual=residual)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
-        out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
-        return self.ops.silu_mul(out) if gated else out
+        if self.weight is not None:
+            out = self.ops.linear(x, self.weight, self.bias)
+        else:
+            out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+        if rows is not None:
+            self.ops.lora(x, out, self.lora.table, rows)
+        out = self.ops.silu_mul(out) if gated else out
+        return out if residual is None else out.add_(residual)
 
 
 class FusedDecoderLayer(nn.Module):
     """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
-    def __init__(self, layer: Any, ops: Ops, fused: Mapping[tuple[str, ...], Tensor], prefix: str) -> None:
+    def __init__(
+        self, layer: Any, ops: Ops, fused: Mapping[tuple[str, ...], Tensor], prefix: str, lora: LoraLayers
+    ) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self.ops = ops
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
@@ -60,14 +80,24 @@ class FusedDecoderLayer(nn.Module):
         self.visibility = Visibility(window=window)
         self.use_rope = bool(getattr(attention, "use_rope", True))
         qkv, gate_up = (
-            _Linears(ops, [m for _, m in group], *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")))
+            _Linears(
+                ops,
+                [m for _, m in group],
+                lora.group([f"{prefix}.{name}" for name, _ in group]),
+                *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")),
+            )
             for group in _groups(layer)
         )
+        out, down = (
+            _Linears(ops, [m], lora.group([f"{prefix}.{name}"]), m.weight, m.bias)
+            for name, m in (("self_attn.o_proj", attention.o_proj), ("mlp.down_proj", mlp.down_proj))
+        )
+        self.adapted = [part.lora for part in (qkv, out, gate_up, down)]
         self.parts = _Parts(
             qkv,
-            attention.o_proj,
+            out,
             gate_up,
-            mlp.down_proj,
+            down,
             _norm(layer.input_layernorm),
             _norm(layer.post_attention_layernorm),
             (attention.q_norm.weight, *_norm(attention.k_norm)) if hasattr(attention, "q_norm") else None,
@@ -82,7 +112,7 @@ class FusedDecoderLayer(nn.Module):
         **_: Any,
     ) -> Tensor:
         """hidden_states: [1, T, D]; position_embeddings: cos and sin, each [1, T, head_dim]."""
-        w, ops, x = self.parts, self.ops, hidden_states[0]
+        w, x = self.parts, hidden_states[0]
         qkv = w.qkv(x, norm=w.input_norm).view(x.shape[0], -1, self.head_dim)
         cos_sin = (position_embeddings[0][0], position_embeddings[1][0]) if self.use_rope else None
         out = stoker_context.attend_projected(
@@ -97,8 +127,8 @@ class FusedDecoderLayer(nn.Module):
             softcap=None,
             sinks=None,
         )
-        x = ops.linear(out.flatten(1), w.out.weight, w.out.bias, residual=x)
-        return ops.linear(w.gate_up(x, norm=w.mlp_norm, gated=True), w.down.weight, w.down.bias, residual=x)[None]
+        x = w.out(out.flatten(1), residual=x)
+        return w.down(w.gate_up(x, norm=w.mlp_norm, gated=True), residual=x)[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +136,9 @@ class _Parts:
     """What a fused layer reads, held outside the module so that reading it is cheap and no parameter is renamed."""
 
     qkv: _Linears
-    out: nn.Linear
+    out: _Linears
     gate_up: _Linears
-    down: nn.Linear
+    down: _Linears
     input_norm: tuple[Tensor, float]
     mlp_norm: tuple[Tensor, float]
     qk_norm: tuple[Tensor, Tensor, float] | None
@@ -182,9 +212,10 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     candidates = _candidates(shell)
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
         for name, siblings, index, layer in candidates:
-            replacement = FusedDecoderLayer(layer, ops, fused, name).eval()
+            replacement = FusedDecoderLayer(layer, ops, fused, name, shell.lora).eval()
             if _agree(layer, replacement, shell):
                 siblings[index] = replacement
+                shell.lora.replaced(name, replacement.adapted)
         count = sum(isinstance(m, FusedDecoderLayer) for m in shell.module.modules())
         body, head = shell.module.base_model, shell.module.get_output_embeddings()
         known = all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm"))
@@ -217,6 +248,8 @@ class _PlainModel:
             self.kept, self.of = self._tables(), self._frequencies()
         self.layers = list(body.layers)
         self.head: nn.Linear = shell.module.get_output_embeddings()
+        self.last_norm: nn.Module = body.norm
+        self.lora = shell.lora
 
     def _tables(self) -> tuple[Tensor, ...]:
         device = self.embed.weight.device
@@ -248,6 +281,8 @@ class _PlainModel:
         return x[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
+        if self.lora.rows is not None and self.lora.has_hooks:
+            return self.head(self.last_norm(hidden))  # type: ignore[no-any-return]
         return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
 
     def agrees(self, shell: ModelShell) -> bool:

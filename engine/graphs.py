@@ -68,7 +68,8 @@ class GraphStep:
     def __call__(self, batch: Batch) -> Pending:
         if not batch.decode or batch.scoring is not None:
             return self.eager(batch)
-        key = _kind(batch.sampling, batch.token_ids.shape[0])
+        adapters = None if batch.adapters is None else self.model.lora.layout
+        key = (adapters, *_kind(batch.sampling, batch.token_ids.shape[0]))
         if key in self._graphs:
             graph = self._graphs[key]
             return self.eager(batch) if graph is None else self._replay(graph, batch)

@@ -17,9 +17,11 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
+from stoker.engine.lora import LoraLayers
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.lora import AdapterRows
 
 _ATTENTION = "stoker_paged"
 _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -134,6 +136,7 @@ class ModelShell:
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
         self.config: Any = self.module.config
+        self.lora: LoraLayers
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self._module_logits
         self.refresh: Callable[[], None] = lambda: None  # brings up to date what was computed from weights or buffers
@@ -141,11 +144,11 @@ class ModelShell:
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
 
-    def bind(self, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Put the trainer's tensors in place by name. No copies.
 
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
-        which no name covers, are taken from ``model``.
+        which no name covers, are taken from ``modules``, the model's by name.
         """
         own = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
@@ -167,7 +170,7 @@ class ModelShell:
         for path, module in self.module.named_modules():
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
-                    setattr(module, key, getattr(model.get_submodule(path), key))
+                    setattr(module, key, getattr(modules[path], key))
         self._base, self._tail, self._given = _split(self.module)
 
     @property
@@ -206,6 +209,11 @@ class ModelShell:
                 f"{name} does more than its base model and what turns hidden states into logits: use model.generate for it"
             )
         return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
+
+    def logits_of(self, hidden: Tensor, index: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Next-token logits of the tokens at ``index``, int64 [R], each with its adapter. hidden: [T, D]. Returns [R, V]."""
+        self.lora.rows = adapters.select(index) if adapters is not None and self.lora.has_hooks else None
+        return self.logits(hidden.index_select(0, index))
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""

@@ -44,6 +44,20 @@ class SamplingSpec:
 
 
 @dataclass(eq=False, slots=True)
+class Adapter:
+    """An adapter as requests know it. Another one under the same name has another ``serial``."""
+
+    name: str
+    serial: int
+    slot: int = 0  # where its weights are while a request may use it, from 1 on
+
+    @property
+    def key(self) -> str:
+        """What KV computed with it depends on."""
+        return f"{self.serial}:{self.name}"
+
+
+@dataclass(eq=False, slots=True)
 class Request:
     """``computed`` tokens have their KV in the cache; it catches up with ``total``, the tokens there are.
 
@@ -62,6 +76,7 @@ class Request:
     group: list[Request] = field(default_factory=list)  # requests with the same prompt, this one among them
     scoring: Scoring | None = None
     given: InitVar[Sequence[int]] = ()
+    adapter: Adapter | None = None
 
     tokens: list[int] = field(init=False)
     computed: int = 0

@@ -93,7 +93,7 @@ class EagerStep:
                     batch.advance(outputs[-1].tokens)
                 hidden = self._hidden(batch)
                 if batch.scoring is not None:
-                    scores = self.scorer(self.model, hidden, batch.scoring)
+                    scores = self.scorer(self.model, hidden, batch.scoring, batch.adapters)
                 if not batch.any_sampled:
                     return Pending((), scores)
                 outputs.append(self._sample(batch, hidden, noise[step]))
@@ -109,10 +109,11 @@ class EagerStep:
 
     def _hidden(self, batch: Batch) -> Tensor:
         context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
+        self.model.lora.rows = batch.adapters
         return self.model.hidden(batch.token_ids, batch.positions, context)
 
     def _sample(self, batch: Batch, hidden: Tensor, noise: Tensor | None) -> SamplerOutput:
-        logits = self.model.logits(hidden.index_select(0, batch.last_token))
+        logits = self.model.logits_of(hidden, batch.last_token, batch.adapters)
         out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
         batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
         return out

@@ -330,13 +330,16 @@ class Scheduler:
         else:
             cache = self.prefix_cache
             if cache.enabled:
-                cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, request.total)
+                cache.extend(request.block_keys, self._root(request), request.tokens, request.total)
             blocks = cache.lookup(request.block_keys)
             if scoring is not None:
                 cache.take_scores(request.block_keys[: len(blocks)], scoring)
             computed, from_cache = len(blocks) * self.block_size, True
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
         return blocks[: -(-computed // self.block_size)], computed, from_cache
+
+    def _root(self, request: Request) -> bytes:
+        return self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
 
     def _offer_to_prefix_cache(self, request: Request) -> None:
         # The key and value of the last token are computed with the next one, of which nothing is known yet.
@@ -345,7 +348,7 @@ class Scheduler:
         if not self.prefix_cache.enabled or full <= request.offered_blocks or request.older_kv:
             return
         cache = self.prefix_cache
-        cache.extend(request.block_keys, cache.root(self.weight_version), request.tokens, known)
+        cache.extend(request.block_keys, self._root(request), request.tokens, known)
         for index in range(request.offered_blocks, full):
             cache.insert(request.block_keys[index], request.block_ids[index])
         request.offered_blocks = full

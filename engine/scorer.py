@@ -13,6 +13,7 @@ from stoker.engine.model import ModelShell
 from stoker.engine.scheduler import Plan
 from stoker.engine.scoring import TokenScores
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,14 @@ class Scorer:
     runtime: Runtime
     chunk: int
 
-    def __call__(self, model: ModelShell, hidden: Tensor, rows: ScoreRows) -> PendingScores:
+    def __call__(
+        self, model: ModelShell, hidden: Tensor, rows: ScoreRows, adapters: AdapterRows | None
+    ) -> PendingScores:
         """hidden: [T, D], of the batch's tokens."""
         parts = []
         for start in range(0, len(rows.targets), self.chunk):
             part = slice(start, start + self.chunk)
-            logits = model.logits(hidden.index_select(0, rows.hidden[part]))
+            logits = model.logits_of(hidden, rows.hidden[part], adapters)
             parts.append(self._chunk(logits, rows.targets[part], rows.inverse_temperature[part], rows.top_k))
         columns = (torch.cat(column) for column in zip(*parts, strict=True))
         return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in columns))

@@ -17,6 +17,7 @@ from stoker.engine.sampler import SamplingRows
 from stoker.engine.scheduler import Plan
 from stoker.engine.scorer import ScoreRows
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.lora import AdapterRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Batch:
     sampling: SamplingRows
     scoring: ScoreRows | None  # None where nothing is scored
     any_sampled: bool  # whether any row samples a token for keeps
+    adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
 
     def advance(self, tokens: Tensor) -> None:
@@ -122,6 +124,7 @@ class StepInputs:
             return torch.zeros(size, dtype=dtype, device=runtime.device)
 
         self._token_ids, self._positions, self._token_rows, self._slots = (static(self.max_tokens) for _ in range(4))
+        self._adapter_slots = static(self.max_tokens)
         self._last_token, self._seq_lens, self._last_lens = (static(max_num_seqs) for _ in range(3))
         self._slot_index, self._kept_slots = (static(max_num_seqs) for _ in range(2))
         self._block_tables = static(max_num_seqs, max_blocks)
@@ -185,6 +188,12 @@ class StepInputs:
         where = self._slots[:tokens]
         torch.add(blocks * self.block_size, batch_positions % self.block_size, out=where)
         where[len(positions) :] = 0
+        adapters = None
+        if any(r.adapter for r in requests):
+            adapter_of = np.array([r.adapter.slot if r.adapter else 0 for r in requests])[row_of]
+            # Padding is like the last token, so that it does not part a batch that has one adapter.
+            padded = np.pad(adapter_of, (0, tokens - len(adapter_of)), mode="edge")
+            adapters = AdapterRows(put(self._adapter_slots, padded, tokens))
         attention = self.ops.plan_attention(
             num_new,
             lengths.tolist(),
@@ -210,6 +219,7 @@ class StepInputs:
             sampling=self._sampling(plan, slots, rows, put),
             scoring=ScoreRows.of(plan, self.runtime),
             any_sampled=any(plan.num_samples),
+            adapters=adapters,
             sampled=self._sampled,
         )
 

@@ -44,6 +44,7 @@ one a token from "start" on, or with "error" where a line could not be scored.
 
 A run that was killed goes on where it stopped when the same command is run again.
 """
+_MAX_RANK = 512  # of an adapter, the most the kernels are made for
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
 
 
@@ -122,6 +123,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
     parser.add_argument("input", metavar="INPUT", type=Path, help="JSON Lines file")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
+    parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter over the model, as PEFT saves it")
     parser.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
 
 
@@ -255,7 +257,7 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
         for line in islice(todo, ahead - len(under_way)):
             seed = int.from_bytes(blake2b(f"{args.seed}:{line.number}".encode(), digest_size=7).digest(), "little")
             try:
-                under_way.append((line, engine.submit(line.prompt, replace(params, seed=seed))))
+                under_way.append((line, engine.submit(line.prompt, replace(params, seed=seed), adapter=args.adapter)))
             except InvalidRequestError as error:
                 under_way.append((line, error))
         if not under_way:
@@ -294,7 +296,11 @@ def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterato
     def score(some: list[Line]) -> list[Any]:
         start = [line.fields.get("start", 1) for line in some]
         return engine.score(  # type: ignore[no-any-return]
-            [line.prompt for line in some], start=start, temperature=args.temperature, entropy=args.entropy
+            [line.prompt for line in some],
+            start=start,
+            temperature=args.temperature,
+            entropy=args.entropy,
+            adapter=args.adapter,
         )
 
     todo = iter(lines)
@@ -339,6 +345,7 @@ def _config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
             max_num_seqs=args.max_num_seqs,
             max_model_len=args.max_model_len,
             kv_cache_memory=args.kv_cache_memory,
+            max_lora_rank=_MAX_RANK,
         )
     except InvalidConfigError as error:
         parser.error(str(error))
@@ -347,7 +354,10 @@ def _config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
 def _engine(args: argparse.Namespace) -> Any:
     from stoker.rollout import RolloutEngine
 
-    return RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
+    engine = RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
+    if getattr(args, "adapter", None) is not None:
+        engine.load_adapter(args.adapter, args.adapter)
+    return engine
 
 
 def _folder(model: str) -> str:

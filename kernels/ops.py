@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.errors import InvalidConfigError
-from stoker.kernels.reference import attention, linear, moe, norm_rotary, sampling
+from stoker.kernels.reference import attention, linear, lora, moe, norm_rotary, sampling
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 
 _log = logging.getLogger("stoker")
 
@@ -24,6 +25,7 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
+    lora: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
@@ -43,6 +45,7 @@ REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
     silu_mul=norm_rotary.silu_mul,
     linear=linear.linear,
+    lora=lora.lora,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from stoker.kernels import attention, linear, linear_invariant, moe, norm_rotary, sampling, truncation
+from stoker.kernels import attention, linear, linear_invariant, lora, moe, norm_rotary, sampling, truncation
 from stoker.kernels.attention import unsupported
 from stoker.kernels.ops import REFERENCE
 
@@ -16,6 +16,7 @@ TRITON = replace(
     rms_norm=norm_rotary.rms_norm,
     silu_mul=norm_rotary.silu_mul,
     linear=linear.linear,
+    lora=lora.lora,
     experts=moe.experts,
     qk_norm_rotary_write=norm_rotary.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,
@@ -33,6 +34,7 @@ TRITON = replace(
 DETERMINISTIC = replace(
     TRITON,
     linear=linear_invariant.linear,
+    lora=partial(lora.lora, deterministic=True),
     experts=moe.experts_invariant,
     plan_attention=partial(attention.plan_attention, deterministic=True),
 )

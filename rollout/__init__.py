@@ -11,6 +11,7 @@ from stoker.kernels.errors import (
     WeightsMovedError,
     WeightTransferError,
 )
+from stoker.rollout.adapters import LIVE
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
 from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
@@ -18,6 +19,7 @@ from stoker.rollout.sampling_params import SamplingParams
 from stoker.weight_sync.checksum import WeightReport
 
 __all__ = [
+    "LIVE",
     "Completion",
     "EngineConfig",
     "EngineStateError",

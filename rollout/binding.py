@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
+from stoker.engine.lora import LoraLayers
 from stoker.engine.model import ModelShell, check_supported
 from stoker.kernels.errors import (
     EngineStateError,
@@ -21,9 +23,12 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
+from stoker.kernels.reference.lora import AdapterWeights
+from stoker.weight_sync.adapter_files import adapter_reader
+from stoker.weight_sync.adapters import active_adapter, check_adapters, live_adapters, signature
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.naming import named_tensors, unwrap, walk
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
 from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.transport import NewWeights, receive
@@ -44,9 +49,12 @@ class ModelBinding:
         *,
         check_finite: bool = False,
         deterministic: bool = False,
+        max_loras: int,
+        max_lora_rank: int,
     ) -> None:
         self.model = model
         self.deterministic = deterministic
+        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
         self._check_finite = check_finite
         self.source: WeightSource = self._source()
@@ -56,6 +64,10 @@ class ModelBinding:
         self.shapes: list[LayerShape]
         self.ops: Ops
         self.fused_layers = 0
+        self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
+        self._adapters_seen: object = None
+        self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
+        self._copies: dict[str, AdapterWeights] = {}  # those of none
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
 
@@ -81,6 +93,7 @@ class ModelBinding:
         """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
         try:
             self._fuse(self.shell, self.source)
+            self._look_at_adapters(self.shell)
         except BaseException:
             self.source.release()
             raise
@@ -92,6 +105,7 @@ class ModelBinding:
         shell, and goes on failing.
         """
         if not self.moved():
+            self._look_at_adapters(self.shell)
             return self._written(self.source.pull())
         self.source.check()
         source = self._source()
@@ -103,6 +117,7 @@ class ModelBinding:
         if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
             source.succeed(self.source)
         self._fuse(shell, source)
+        self._look_at_adapters(shell)
         self.source, self.shell = source, shell
         return self._written(written)
 
@@ -120,10 +135,57 @@ class ModelBinding:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.refresh()
+        adapted = self._look_at_adapters(self.shell)
         caught_up = self.source.catch_up()
         if caught_up:
             self._written(0)
-        return moved or caught_up
+        return moved or adapted or caught_up
+
+    def _look_at_adapters(self, shell: ModelShell) -> bool:
+        """Take the live model's adapters as they are now; returns whether they changed since the last look.
+
+        Raises ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
+        """
+        model = unwrap(self.model)
+        check_adapters(model)
+        adapters = live_adapters(model)
+        for name in adapters.keys() & (self.loaded.keys() | self._copies.keys()):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
+            )
+        adapters |= {name: read() for name, read in self.loaded.items()}
+        everything = adapters | self._copies
+        for name, adapter in everything.items():
+            shell.lora.check(name, adapter)
+        before, self._adapters_seen = self._adapters_seen, signature(adapters, self.source.device)
+        self.adapters = everything
+        return before is not None and before != self._adapters_seen
+
+    def load_adapter(self, name: str, source: Any) -> None:
+        """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
+        read, changes = adapter_reader(name, source)
+        adapter = read()
+        if name in live_adapters(unwrap(self.model)):
+            raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
+        self.shell.lora.check(name, adapter)
+        self.unload_adapter(name)
+        if changes:
+            self.loaded[name] = read
+        else:
+            self._copies[name] = adapter
+        self._adapters_seen = None
+        self._look_at_adapters(self.shell)
+
+    def unload_adapter(self, name: str) -> None:
+        for known in (self.loaded, self._copies, self.adapters):
+            known.pop(name, None)
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self.loaded or name in self._copies
+
+    def active_adapter(self) -> str | None:
+        """The one that the trainer would run now; None for the bare base. Raises ``UnsupportedModelError`` for several."""
+        return active_adapter(unwrap(self.model))
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
@@ -202,7 +264,7 @@ class ModelBinding:
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
-        shell.bind(source.tensors(fusion_groups(shell)), source.module)
+        shell.bind(source.tensors(fusion_groups(shell)), dict(walk(source.module)))
         return shell
 
     def _fuse(self, shell: ModelShell, source: WeightSource) -> None:
@@ -214,6 +276,7 @@ class ModelBinding:
             if tensor is not None
         }
         take_over_experts(shell.module, self.ops)
+        shell.lora = LoraLayers(shell.module, self.ops, self.max_loras, self.max_lora_rank, source.device)
         self._fused = source.rehome(fusion_groups(shell))
         self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
         if self.deterministic and not whole:

@@ -33,6 +33,7 @@ class EngineConfig:
     score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
         times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
     check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
+    max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
     seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
@@ -51,10 +52,14 @@ class EngineConfig:
     deterministic: bool = False
     score_chunk_tokens: int = 512
     check_finite_weights: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens"):
+            self._at_least_one(name)
+        for name in ("max_loras", "max_lora_rank"):
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")

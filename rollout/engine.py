@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -24,7 +24,15 @@ from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, InvalidRequestError
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+)
+from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.live import Loop, RolloutHandle, wait
@@ -62,6 +70,8 @@ class RolloutEngine:
             self.config.device,
             check_finite=self.config.check_finite_weights,
             deterministic=self.config.deterministic,
+            max_loras=self.config.max_loras,
+            max_lora_rank=self.config.max_lora_rank,
         )
         self._check_config()
         self.runtime = runtime_for(self._binding.source.device)
@@ -92,6 +102,8 @@ class RolloutEngine:
         )
         with self.runtime.chosen():
             self._binding.fuse()
+        self._adapters = Adapters(self._binding)
+        self._adapters.refresh()
 
     def _new_core(self) -> EngineCore:
         binding = self._binding
@@ -162,12 +174,14 @@ class RolloutEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Tensor | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = LIVE,
         progress_bar: bool = False,
     ) -> RolloutBatch:
         """Sample completions of every prompt.
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
-        count without one). sampling_params: one for all, or one per prompt. Consecutive equal prompts are computed
+        count without one). sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the trainer
+        would run it now, None for the bare base, or the name of an adapter; one for all, or one per prompt. Consecutive equal prompts are computed
         once. Weights that were changed or moved since the last call are noticed, as by ``update_weights``.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
@@ -182,7 +196,7 @@ class RolloutEngine:
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
         self._notice_changes()
-        by_prompt = self._requests.for_generation(ids, params)
+        by_prompt = self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids)))
         self._run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar)
         return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
 
@@ -196,6 +210,7 @@ class RolloutEngine:
         temperature: float = 1.0,
         top_k: int = 0,
         entropy: bool = False,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = LIVE,
         progress_bar: bool = False,
     ) -> list[TokenLogprobs]:
         """Log-probability of each given token from ``start`` on, under ``softmax(logits / temperature)``.
@@ -204,7 +219,8 @@ class RolloutEngine:
         side by side, padded anywhere), or a ``RolloutBatch``, whose completions are scored one after the other, each
         from its first token. start: the first token scored, counted without padding; one for all or one per sequence
         (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
-        likely tokens to give at each position; entropy: of the distribution at each position.
+        likely tokens to give at each position; entropy: of the distribution at each position. adapter: as for
+        ``generate_batch``.
 
         Consecutive sequences with the same tokens before ``start`` compute them once. Tensors are on the host, in the
         order of the sequences; memory beyond the KV cache is bounded by ``EngineConfig.score_chunk_tokens``.
@@ -219,13 +235,27 @@ class RolloutEngine:
         for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
             self._requests.check_sequence(row, sequence, at)
         self._notice_changes()
-        requests = self._requests.for_scoring(ids, first, variant)
+        requests = self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids)))
         self._run("score", requests, progress_bar)
         return [
             token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
             for sequence, r in zip(ids, requests, strict=True)
             if r.scoring is not None
         ]
+
+    def _under_way(self) -> list[Request]:
+        return [*self.core.scheduler.running, *self.core.scheduler.waiting]
+
+    def _add(self, call: str, requests: list[Request]) -> None:
+        def add() -> InvalidRequestError | None:
+            error = self._adapters.place(requests, self._under_way())
+            if error is None:
+                self.core.add(requests)
+            return error
+
+        error = self._loop.do(call, add)
+        if error is not None:  # and not from within: other requests go on
+            raise error
 
     def _run(self, call: str, requests: list[Request], progress_bar: bool) -> None:
         """Until all of them are through; where that is interrupted, none of them holds anything."""
@@ -237,7 +267,7 @@ class RolloutEngine:
                 return finished == len(requests)
 
             try:
-                self._loop.do(f"start {call}", lambda: self.core.add(requests))
+                self._add(f"start {call}", requests)
                 self._loop.drive(done)
             except BaseException:
                 self._loop.abort(requests)
@@ -245,7 +275,11 @@ class RolloutEngine:
 
     @torch.inference_mode(False)
     def submit(
-        self, prompt: str | Sequence[int] | Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: AdapterChoice = LIVE,
     ) -> RolloutHandle:
         """Queue one prompt and return at once; nothing runs until somebody waits for a result.
 
@@ -260,9 +294,9 @@ class RolloutEngine:
         self._requests.check_prompt(0, ids, params)
         if not self.core.has_work:
             self._notice_changes()
-        ((requests, scoring),) = self._requests.for_generation([ids], [params])
+        ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
         handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
-        self._loop.do("submit", lambda: self.core.add(requests))
+        self._add("submit", requests)
         return handle
 
     def wait(
@@ -350,6 +384,43 @@ class RolloutEngine:
         self._check_idle("verify its weights")
         return self._binding.verify(self.weight_version)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names that ``adapter=`` takes: those on the live model when it was last looked at, and those loaded."""
+        return tuple(self._adapters.names)
+
+    @torch.inference_mode(False)
+    def load_adapter(self, name: str, source: Any) -> None:
+        """Know one more adapter, or another one under the name of one loaded before; requests under way go on.
+
+        source: a ``PeftModel`` with the same base (its active adapter), or ``(PeftModel, adapter name)``: its tensors are
+        read where they are, and changes are seen as those of the engine's own model are. ``(state dict, LoraConfig)``, or
+        the folder of a saved adapter: copied, to the host where that is, and to the device while a request may use it.
+
+        Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
+        ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.
+        """
+        self._check_open()
+        if not isinstance(name, str) or not name:
+            raise InvalidRequestError(f"name={name!r}: give a name, which adapter= then takes")
+        self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self._under_way()))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a loaded adapter. Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while in use."""
+        self._check_open()
+        self._adapters.check_loaded(name)
+        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._under_way()))
+
+    def _change_adapters(self, action: str, change: Callable[[], StokerError | None]) -> None:
+        def guarded() -> StokerError | None:
+            try:
+                return change()
+            except UnsupportedModelError as error:  # nothing was changed: other requests go on
+                return error
+
+        if (error := self._loop.do(action, guarded)) is not None:
+            raise error
+
     def _notice_changes(self) -> None:
         with uninterrupted():
             if self._binding.notice():
@@ -363,6 +434,14 @@ class RolloutEngine:
                 self.core.scheduler.preempt_all()
             self._binding.shell.refresh()
             self.core.runner.bind(self._binding.shell)
+            self._adapters.refresh()
+            for request in self._under_way():
+                if request.adapter is not None and not self._adapters.knows(request.adapter):
+                    request.error = RequestFailedError(
+                        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: "
+                        "submit it again with another"
+                    )
+                    self.core.abort([request])
             self.core.scheduler.set_weight_version(version)
 
         self._loop.do("take new weights", take)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.engine.request import Request, SamplingSpec
+from stoker.engine.request import Adapter, Request, SamplingSpec
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
@@ -135,23 +135,23 @@ class RequestMaker:
     # -- making ------------------------------------------------------------------------------------------------------
 
     def for_generation(
-        self, prompts: list[list[int]], params: list[SamplingParams]
+        self, prompts: list[list[int]], params: list[SamplingParams], adapters: list[Adapter | None]
     ) -> list[tuple[list[Request], Scoring | None]]:
         """The samples of each prompt, and what will hold its log-probabilities, which one sample of a group computes.
 
-        Consecutive equal prompts are a group.
+        Consecutive equal prompts with one adapter are a group.
         """
         made: list[tuple[list[Request], Scoring | None]] = []
         group: list[Request] = []
         scorings: dict[Variant, Scoring] = {}
-        for row, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            if row == 0 or prompt != prompts[row - 1]:
+        for row, (prompt, p, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
+            if row == 0 or prompt != prompts[row - 1] or adapter is not adapters[row - 1]:
                 group, scorings = [], {}
             spec = self._lower(prompt, p)
             requests = []
             for index in range(p.n):
                 checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
-                requests.append(Request(next(self.ids), prompt, spec, index, checker, group))
+                requests.append(Request(next(self.ids), prompt, spec, index, checker, group, adapter=adapter))
             scoring = None
             if p.prompt_logprobs is not None:
                 variant = Variant(1.0 if p.logprobs_mode == "raw" else p.temperature or 1.0, p.prompt_logprobs)
@@ -162,17 +162,20 @@ class RequestMaker:
             made.append((requests, scoring))
         return made
 
-    def for_scoring(self, sequences: list[list[int]], starts: list[int], variant: Variant) -> list[Request]:
-        """One request a sequence. Consecutive ones with the same tokens before those needed to score are a group."""
+    def for_scoring(
+        self, sequences: list[list[int]], starts: list[int], variant: Variant, adapters: list[Adapter | None]
+    ) -> list[Request]:
+        """One request a sequence. Consecutive ones with the same adapter and tokens before those to score are a group."""
         made: list[Request] = []
         group: list[Request] = []
-        for sequence, start in zip(sequences, starts, strict=True):
+        for sequence, start, adapter in zip(sequences, starts, adapters, strict=True):
             shared, given = sequence[: start - 1], sequence[start - 1 :]
-            if len(shared) < self.share or not group or shared != group[0].prompt:
+            same = group and shared == group[0].prompt and adapter is group[0].adapter
+            if len(shared) < self.share or not same:
                 group = []
             spec = _nothing_to_sample(len(given))
             request = Request(
-                next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given
+                next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given, adapter
             )
             group.append(request)
             made.append(request)

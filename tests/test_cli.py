@@ -389,3 +389,31 @@ def test_no_command_is_a_usage_error() -> None:
     with pytest.raises(SystemExit) as exit_:
         main([])
     assert exit_.value.code == 2
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_over_the_model(folder: str, files: tuple[str, str], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model(), peft.LoraConfig(r=100, target_modules="all-linear")).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path / "adapter")
+    common = ["--adapter", str(tmp_path / "adapter"), "--kv-cache-memory", "4MiB", "--overwrite"]
+    assert main(["generate", folder, *files, *common, "--tokens", "--temperature", "0", "--max-tokens", "6"]) == 0
+    completions = [record["completions"][0] for record in read(files[1])]
+    prompts = [[3, 4, 5], [10, 8, 7, 6, 9], [3, 4, 5]]
+    assert [c["token_ids"] for c in completions] == [greedy(model, prompt, 6) for prompt in prompts]
+    sequences = [p + c["token_ids"] for p, c in zip(prompts, completions, strict=True)]
+    lines = [{"token_ids": s, "start": len(p)} for s, p in zip(sequences, prompts, strict=True)]
+    assert main(["score", folder, write(tmp_path / "given.jsonl", lines), files[1], *common]) == 0
+    for record, prompt, completion in zip(read(files[1]), prompts, completions, strict=True):
+        expected = plain_logprobs(model, prompt, completion["token_ids"])
+        torch.testing.assert_close(record["logprobs"], expected, atol=1e-4, rtol=0)
+
+
+def test_an_adapter_that_is_none(folder: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", folder, *files, "--adapter", folder, "--kv-cache-memory", "4MiB"]) == 1
+    assert "adapter_config.json" in capsys.readouterr().err

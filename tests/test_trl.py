@@ -459,9 +459,3 @@ def test_vespo_trains_with_a_correction_by_token(make_trainer: MakeTrainer) -> N
     attach(trainer)
     trainer.train()
     assert len(logged(trainer, "reward")) == 3
-
-
-def test_a_peft_model_is_refused_by_the_engine(make_trainer: MakeTrainer) -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"]))
-    refused(make_trainer(model=model), UnsupportedModelError, "PEFT")

@@ -17,7 +17,7 @@ def plain_name(name: str) -> str:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP, FSDP, DeepSpeed's engine, ``torch.compile`` and activation checkpointing."""
+    """The module inside DDP, FSDP, DeepSpeed's engine, ``torch.compile``, activation checkpointing and ``PeftModel``."""
     while (inner := inside(model)) is not None:
         model = inner
     return model
@@ -29,6 +29,11 @@ def inside(module: nn.Module) -> nn.Module | None:
     for name in _WRAPPED:
         if isinstance(inner := children.get(name), nn.Module):
             return inner
+    if type(module).__module__.partition(".")[0] == "peft":
+        # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies of.
+        for name in ("base_model", "model", "base_layer", "original_module"):
+            if isinstance(inner := children.get(name), nn.Module):
+                return inner
     is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
     if is_wrapper or type(module).__module__.partition(".")[0] == "deepspeed":
         return children.get("module")

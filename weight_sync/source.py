@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
+from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.mirror import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
@@ -71,10 +72,7 @@ def check_model(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` where the weights cannot be taken, with the remedy."""
     module: Any = unwrap(model)
     what = type(module).__name__
-    if hasattr(module, "peft_config") or getattr(module, "_hf_peft_config_loaded", False):
-        raise UnsupportedModelError(
-            f"{what} carries PEFT adapters, which the engine does not run yet: give the base model, or merge the adapter"
-        )
+    check_adapters(module)
     if getattr(module, "quantization_method", None) is not None:
         raise UnsupportedModelError(f"{what} is quantised ({module.quantization_method}), which is not supported yet")
     named = [(name, tensor) for name, tensor, _ in named_tensors(model)]

@@ -1,0 +1,452 @@
+"""Adapters on a live PEFT model: what the engine samples and scores is what PEFT's own forward gives, and stays so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import make_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from stoker.rollout import (
+    LIVE,
+    EngineConfig,
+    EngineStateError,
+    InvalidRequestError,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+)
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7], [5] * 11, [3, 1]]
+CONFIG = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB")
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+
+
+@torch.no_grad()
+def shake(model: torch.nn.Module, seed: int = 1) -> None:
+    """New numbers for every adapter: those it starts with change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_magnitude" in name:
+            parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+        elif "lora_" in name:
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        elif "modules_to_save" in name:
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": TARGETS} | options)
+
+
+def peft_model(family: str = "llama", seed: int = 1, **options: Any) -> PeftModel:
+    model = get_peft_model(make_model(family), lora(**options)).eval()
+    shake(model, seed)
+    return model
+
+
+def two_adapters() -> PeftModel:
+    model = peft_model()
+    model.add_adapter("other", lora(r=7, target_modules=["k_proj", "up_proj", "q_proj"], use_rslora=True))
+    shake(model, seed=2)
+    return model
+
+
+@contextmanager
+def running(model: PeftModel, adapter: str | None) -> Iterator[None]:
+    """The model with that adapter, or with none; as it was afterwards."""
+    before = model.active_adapter
+    try:
+        if adapter is not None:
+            model.set_adapter(adapter)
+        with model.disable_adapter() if adapter is None else nullcontext():
+            yield
+    finally:
+        model.set_adapter(before)
+
+
+def assert_like_peft(engine: RolloutEngine, model: PeftModel, adapters: list[Any], prompts: Any = PROMPTS) -> None:
+    """Tokens, and log-probabilities while sampling and while scoring. adapters: of each prompt, none of them LIVE."""
+    batch = engine.generate_batch(prompts, GREEDY, adapter=adapters)
+    sequences = [o.prompt_token_ids + o.completions[0].token_ids for o in batch]
+    scores = engine.score(sequences, start=[len(p) for p in prompts], adapter=adapters)
+    for prompt, adapter, output, score in zip(prompts, adapters, batch, scores, strict=True):
+        (completion,) = output.completions
+        with running(model, adapter):
+            assert completion.token_ids == oracle.greedy(model, prompt, GREEDY.max_tokens)
+            expected = oracle.logprobs(model, prompt, completion.token_ids).float()
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(score.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def tokens(engine: RolloutEngine, **options: Any) -> list[list[int]]:
+    return [o.completions[0].token_ids for o in engine.generate_batch(PROMPTS, GREEDY, **options)]
+
+
+def expected_tokens(model: PeftModel, adapter: str | None = "default") -> list[list[int]]:
+    with running(model, adapter):
+        return [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {"use_rslora": True, "r": 16}),
+        ("gemma2", {"use_dora": True}),
+        ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+        ("llama", {"use_dora": True, "target_modules": "all-linear"}),
+        ("qwen3", {"rank_pattern": {"layers.1.self_attn.q_proj": 9}, "alpha_pattern": {"layers.0.mlp.gate_proj": 31}}),
+        ("llama", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+        ("gemma2", {"modules_to_save": ["norm"], "target_modules": ["q_proj"], "exclude_modules": r".*layers\.0.*"}),
+        ("mistral", {"target_modules": ["lm_head", "k_proj"]}),
+        ("gpt_oss", {"target_modules": ["q_proj", "o_proj"]}),
+    ],
+)
+def test_like_peft(family: str, options: dict[str, Any]) -> None:
+    model = peft_model(family, **options)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_like_peft(engine, model, ["default", None, "default", None])
+        assert tokens(engine) == expected_tokens(model) != expected_tokens(model, None)
+
+
+def test_several_adapters_in_one_batch() -> None:
+    model = two_adapters()
+    prompts = [*PROMPTS, *PROMPTS[:3]]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine.stats().fused_layers == 3
+        assert_like_peft(engine, model, ["other", None, "default", "other", "default", "other", None], prompts)
+
+
+def test_one_prompt_with_each_adapter_is_no_group() -> None:
+    """Not even where the cache knows the prompt."""
+    model = two_adapters()
+    prompts = [PROMPTS[2]] * 6
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for _ in range(2):
+            assert_like_peft(engine, model, [None, "default", "default", "other", "other", None], prompts)
+        assert engine.stats().prefix_cache_hit_tokens > 0
+
+
+def test_in_chunks_and_with_preemption() -> None:
+    model = two_adapters()
+    tight = EngineConfig(
+        max_num_seqs=8, max_num_batched_tokens=8, max_model_len=24, block_size=2, kv_cache_memory=13 * 2 * 768
+    )
+    with RolloutEngine(model, config=tight) as engine:
+        assert_like_peft(engine, model, ["other", None, "default", "other"])
+        assert engine.stats().num_preemptions > 0
+
+
+def test_live_is_what_the_model_would_run_now() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert tokens(engine) == expected_tokens(model, "default")
+        model.set_adapter("other")
+        assert tokens(engine, adapter=LIVE) == expected_tokens(model, "other")
+        with model.disable_adapter():
+            assert tokens(engine) == expected_tokens(model, None)
+        assert tokens(engine, adapter="default") == expected_tokens(model, "default")
+        handle = engine.submit(PROMPTS[0], GREEDY, adapter=None)
+        assert handle.result().completions[0].token_ids == expected_tokens(model, None)[0]
+
+
+@pytest.mark.parametrize("tell", [True, False])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_an_update_in_place_is_seen(tell: bool, options: dict[str, Any]) -> None:
+    model = peft_model(**options)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        shake(model, seed=3)
+        if tell:
+            engine.update_weights()
+        assert tokens(engine) == expected_tokens(model) != before
+        assert engine.weight_version == 1
+        assert engine.stats().prefix_cache_hit_tokens == 0
+
+
+def test_an_optimizer_step_is_seen() -> None:
+    model = peft_model().train()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        ids = torch.tensor([PROMPTS[2]])
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        assert tokens(engine) == expected_tokens(model.eval()) != before
+
+
+def test_a_scale_set_by_hand_is_seen() -> None:
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 5.0)
+        assert tokens(engine) == expected_tokens(model) != before
+
+
+def test_adapters_come_and_go() -> None:
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert tokens(engine) == expected_tokens(model)
+        model.add_adapter("other", lora())
+        shake(model, seed=5)
+        assert_like_peft(engine, model, ["other", None, "default", "other"])
+        model.delete_adapter("other")
+        model.add_adapter("other", lora(r=2, target_modules=["up_proj"]))
+        shake(model, seed=6)
+        assert_like_peft(engine, model, ["other", None, "default", "other"])
+        model.delete_adapter("other")
+        with pytest.raises(InvalidRequestError, match=r"adapter='other' is not known: there are 'default'"):
+            tokens(engine, adapter="other")
+        assert tokens(engine) == expected_tokens(model)
+
+
+def test_a_plain_model_that_gets_an_adapter_and_loses_it() -> None:
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        bare = tokens(engine)
+        adapted = get_peft_model(model, lora()).eval()
+        shake(adapted)
+        assert tokens(engine) == expected_tokens(adapted) != bare
+        assert tokens(engine, adapter=None) == bare
+        adapted.unload()
+        assert tokens(engine) == bare
+
+
+def test_an_adapter_added_by_transformers() -> None:
+    model = make_model("llama")
+    model.add_adapter(lora())
+    shake(model)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS] != tokens(engine, adapter=None)
+
+
+def test_more_adapters_than_slots() -> None:
+    model = two_adapters()
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=1)
+    with RolloutEngine(model, config=config) as engine:
+        for adapter in ("default", "other", "default"):
+            assert_like_peft(engine, model, [adapter, None, adapter, None])
+        with pytest.raises(InvalidRequestError, match=r"2 adapters would be in use.*max_loras is 1"):
+            engine.generate_batch(PROMPTS, GREEDY, adapter=["default", "other", None, None])
+        waiting = engine.submit(PROMPTS[0], GREEDY, adapter="default")
+        with pytest.raises(InvalidRequestError, match=r"wait for the requests under way"):
+            engine.submit(PROMPTS[0], GREEDY, adapter="other")
+        assert waiting.result().completions[0].token_ids == expected_tokens(model, "default")[0]
+
+
+def test_nothing_of_the_trainers_is_written(tmp_path: Path) -> None:
+    model = peft_model(use_dora=True, modules_to_save=["lm_head"])
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    storages = {n: p.data_ptr() for n, p in model.named_parameters() if "lora_" in n}
+    with RolloutEngine(model, config=CONFIG) as engine:
+        tokens(engine)
+        engine.update_weights()
+        tokens(engine, adapter=["default", None, LIVE, None])
+        after = model.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[n], after[n]) for n in before)
+        assert storages == {n: p.data_ptr() for n, p in model.named_parameters() if "lora_" in n}
+        model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(
+        saved["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"],
+        before["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"],
+    )
+    owners = [p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()]
+    assert all(owners)
+    live = expected_tokens(model)
+    merged = model.merge_and_unload()
+    assert [oracle.greedy(merged, p, 9) for p in PROMPTS] == live
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: peft_model(r=65), r"adapter 'default' has rank 65.*max_lora_rank=64"),
+        (lambda: peft_model(bias="lora_only"), r"bias='lora_only'.*set bias='none'"),
+        (lambda: peft_model(lora_bias=True), r"lora_bias.*set lora_bias=False"),
+        (lambda: peft_model(target_modules=["embed_tokens"]), r"model.embed_tokens, an embedding.*modules_to_save"),
+        (lambda: peft_model(modules_to_save=["input_layernorm"]), r"saves model.layers.0.input_layernorm.*may name"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    model = make()
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    owned = [p.untyped_storage().nbytes() for p in model.parameters()]
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(model, config=CONFIG)
+    assert owned == [p.untyped_storage().nbytes() for p in model.parameters()]
+    del places
+
+
+def test_merged_or_several_at_once_is_refused_until_it_is_not() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        model.merge_adapter(["default"])
+        for call in (engine.update_weights, lambda: tokens(engine, adapter=None)):
+            with pytest.raises(UnsupportedModelError, match=r"'default' is merged into .*unmerge_adapter"):
+                call()
+        model.unmerge_adapter()
+        model.base_model.set_adapter(["default", "other"])
+        with pytest.raises(UnsupportedModelError, match=r"several adapters are active at once \(default, other\)"):
+            tokens(engine)
+        model.set_adapter("default")
+        assert tokens(engine) == expected_tokens(model)
+        assert tokens(engine) == before
+
+
+def test_bad_choices() -> None:
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        for call in (lambda a: tokens(engine, adapter=a), lambda a: engine.score(PROMPTS, adapter=a)):
+            with pytest.raises(InvalidRequestError, match=r"3 adapters for 4 rows"):
+                call([None, LIVE, "default"])
+            for bad in ("no such", 3, ["default", None, LIVE, "no such"]):
+                with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
+                    call(bad)
+        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+# -- adapters that are loaded ------------------------------------------------------------------------------------------
+
+
+def state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+    return get_peft_model_state_dict(model)
+
+
+LOADED: list[dict[str, Any]] = [
+    {},
+    {"use_dora": True, "use_rslora": True},
+    {"rank_pattern": {"layers.1.self_attn.q_proj": 9, "down_proj": 2}, "alpha_pattern": {r"layers\.0\..*": 31}},
+    {"modules_to_save": ["lm_head", "embed_tokens"]},
+]
+
+
+@pytest.mark.parametrize("options", LOADED)
+@pytest.mark.parametrize("how", ["live", "named", "tensors", "folder"])
+def test_a_loaded_adapter_is_the_one_it_was(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    other = peft_model(seed=7, **options)
+    if how == "folder":
+        other.save_pretrained(tmp_path)
+    source = {
+        "live": other,
+        "named": (other, "default"),
+        "tensors": (state_dict(other), other.peft_config["default"]),
+        "folder": tmp_path,
+    }[how]
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        mine = tokens(engine)
+        engine.load_adapter("other", source)
+        assert engine.adapters == ("default", "other")
+        assert tokens(engine, adapter="other") == expected_tokens(other) != mine
+        assert tokens(engine) == mine
+
+
+def test_another_models_adapter_is_live_and_a_copy_is_not() -> None:
+    other = peft_model(seed=7)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("live", other)
+        engine.load_adapter("copy", (state_dict(other), other.peft_config["default"]))
+        before = expected_tokens(other)
+        assert tokens(engine, adapter="live") == tokens(engine, adapter="copy") == before
+        shake(other, seed=8)
+        assert tokens(engine, adapter="live") == expected_tokens(other) != before
+        assert tokens(engine, adapter="copy") == before
+        assert tokens(engine) == expected_tokens(other, None)
+
+
+def test_reloaded_under_the_same_name() -> None:
+    """No prefix of the one before serves it, though the weight version is the same."""
+    first, second = peft_model(seed=7), peft_model(seed=8)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        for model in (first, second, first):
+            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]))
+            assert tokens(engine, adapter="a") == expected_tokens(model)
+            assert engine.stats().prefix_cache_hit_tokens == 0
+        assert engine.weight_version == 0
+        engine.unload_adapter("a")
+        assert engine.adapters == ()
+        with pytest.raises(InvalidRequestError, match="not known: there are none"):
+            tokens(engine, adapter="a")
+
+
+def test_load_and_unload_while_requests_run() -> None:
+    model, other = peft_model(), peft_model(seed=8)
+    tensors, config = state_dict(other), other.peft_config["default"]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("a", (tensors, config))
+        handles = [engine.submit(p, GREEDY, adapter=a) for p in PROMPTS for a in ("a", "default")]
+        engine.core.step()
+        for call in (lambda: engine.unload_adapter("a"), lambda: engine.load_adapter("a", (tensors, config))):
+            with pytest.raises(EngineStateError, match=r"adapter 'a' cannot be .* while 4 requests use it"):
+                call()
+        with pytest.raises(UnsupportedModelError, match="cannot be loaded from no/such"):
+            engine.load_adapter("b", "no/such")
+        engine.load_adapter("b", (tensors, config))
+        engine.unload_adapter("b")
+        found = [h.result().completions[0].token_ids for h in handles]
+        assert found[::2] == expected_tokens(other) and found[1::2] == expected_tokens(model)
+        engine.unload_adapter("a")
+
+
+def test_an_adapter_deleted_while_requests_use_it() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        kept, lost = (engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other"))
+        engine.core.step()
+        engine.pause()
+        model.delete_adapter("other")
+        engine.update_weights()
+        engine.resume()
+        assert kept.result().completions[0].token_ids == expected_tokens(model)[0]
+        assert "deleted from the model" in str(lost.result().error)
+
+
+def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in tensors.items() if part not in n}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t, c: ({n: t[n].new_full(t[n].shape, torch.nan) for n in t}, c), r"'a' has NaN or Inf in base_model"),
+        (lambda t, c: (without(t, "layers.0.self_attn.q_proj.lora_A"), c), r"only one of A and B for model.layers.0"),
+        (lambda t, c: ({n.replace("layers.0", "layers.9"): t[n] for n in t}, c), r"layers.9.*for another base"),
+        (lambda t, c: ({n: t[n][:, :-1] if "_A" in n else t[n] for n in t}, c), r"A \(4, 47\).*for another base"),
+        (lambda t, c: (t, lora(r=8)), r"rank 4 for .* its config says 8"),
+        (lambda t, c: (t, lora(use_dora=True)), r"use_dora and the magnitudes"),
+        (lambda t, c: (t, lora(init_lora_weights="pissa")), r"made by pissa, which changes the base"),
+        (
+            lambda t, c: (t | {"base_model.model.lm_head.weight": torch.zeros(128, 48)}, c),
+            r"neither LoRA .* nor in modules",
+        ),
+        (lambda t, c: ({}, c), r"'a' is empty"),
+        (lambda t, c: t, r"give a PeftModel, \(PeftModel, adapter name\)"),
+        (lambda t, c: (peft_model(), "no such"), r"the model has \['default'\], and no 'no such'"),
+        (lambda t, c: peft_model("qwen3"), r"for another base"),
+        (lambda t, c: peft_model(r=65), r"rank 65"),
+    ],
+)
+def test_what_is_not_loaded(make: Any, message: str) -> None:
+    other = peft_model(seed=7)
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        before = tokens(engine)
+        with pytest.raises(UnsupportedModelError, match=message):
+            engine.load_adapter("a", make(state_dict(other), other.peft_config["default"]))
+        assert engine.adapters == ("default",)
+        assert tokens(engine) == before
+        with pytest.raises(UnsupportedModelError, match="'default' is on the live model already"):
+            engine.load_adapter("default", other)
+        with pytest.raises(InvalidRequestError, match="'default' is the live model's: delete_adapter"):
+            engine.unload_adapter("default")

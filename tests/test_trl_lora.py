@@ -1,0 +1,99 @@
+"""TRL's trainers that train an adapter: the engine samples on the base and the live adapter, with nothing merged or pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl_setup import LOGPROB_TOLERANCE, PROMPTS, build, logged, make_model, make_tokenizer, plain_logprobs
+
+from stoker.rollout import InvalidConfigError, SamplingParams, UnsupportedModelError
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from peft import LoraConfig, get_peft_model
+
+from stoker.integrations.trl import attach, detach
+
+MakeTrainer = Callable[..., Any]
+IDS: list[list[int]] = make_tokenizer()(PROMPTS)["input_ids"]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    made = []
+
+    def make(kind: str, **settings: Any) -> Any:
+        made.append(build(kind, str(tmp_path), **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.use_vllm:
+            detach(trainer)
+
+
+def adapter(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 16, "target_modules": "all-linear"} | options)
+
+
+def adapted_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "use_rslora": True}])
+def test_training_an_adapter(make_trainer: MakeTrainer, kind: str, options: dict[str, Any]) -> None:
+    """The trainer's own forward gives what was sampled with, at every step."""
+    trainer = make_trainer(kind, more={"peft_config": adapter(**options)}, learning_rate=0.1, beta=0.1)
+    engine = attach(trainer)
+    base = engine.generate_batch(IDS, GREEDY, adapter=None)
+    before = adapted_weights(trainer)
+    trainer.train()
+    after = adapted_weights(trainer)
+    assert before.keys() == after.keys() and any(not torch.equal(before[n], after[n]) for n in before)
+    assert all("lora_" in name for name in before)
+    if kind == "grpo":
+        differences = logged(trainer, "sampling/sampling_logp_difference/max")
+        assert len(differences) == 3 and max(differences) < LOGPROB_TOLERANCE
+    model = trainer.model.eval()
+    learned = engine.generate_batch(IDS, GREEDY)
+    again = engine.generate_batch(IDS, GREEDY, adapter=None)
+    for prompt, now, bare, first in zip(IDS, learned, again, base, strict=True):
+        (completion,) = now.completions
+        expected = plain_logprobs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(completion.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert bare.completions[0].token_ids == first.completions[0].token_ids
+    assert [o.completions[0].token_ids for o in learned] != [o.completions[0].token_ids for o in again]
+
+
+def test_the_reference_policy_is_the_engine_without_the_adapter(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("grpo", more={"peft_config": adapter()}, learning_rate=0.1)
+    engine = attach(trainer)
+    trainer.train()
+    model = trainer.model.eval()
+    batch = engine.generate_batch(IDS, GREEDY)
+    with model.disable_adapter():
+        for prompt, output, score in zip(IDS, batch, engine.score(batch, adapter=None), strict=True):
+            expected = plain_logprobs(model, prompt, output.completions[0].token_ids)
+            torch.testing.assert_close(score.logprobs.tolist(), expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_a_peft_model_of_the_users(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("grpo", model=get_peft_model(make_model(), adapter()))
+    attach(trainer)
+    trainer.train()
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
+    detach(trainer)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in trainer.model.parameters())
+
+
+def test_an_adapter_the_engine_does_not_run_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("grpo", more={"peft_config": adapter(bias="all")})
+    with pytest.raises((UnsupportedModelError, InvalidConfigError), match="bias='none'"):
+        attach(trainer)
+    assert not trainer.use_vllm
