@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ torch.set_num_threads(1)  # models this small are several times slower when thei
 
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels run in triton's interpreter, on the CPU
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background ignores it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is a bug
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns whenever a test starts a process
 
