@@ -120,5 +120,7 @@ def test_a_row_has_the_same_bits_alone() -> None:
 def test_part_of_the_rows() -> None:
     rows = AdapterRows(torch.tensor([3, 0, 0, 1, 3]))
     assert rows.select(torch.tensor([4, 1])).slots.tolist() == [3, 0]
-    parts = {slot: torch.arange(5)[at].tolist() for slot, at in rows.parts}
-    assert parts == {3: [0, 4], 1: [3]}
+    tokens, spans = rows.by_slot
+    assert {slot: tokens[start:end].tolist() for slot, start, end in spans} == {1: [3], 3: [0, 4]}
+    assert AdapterRows(torch.tensor([0, 2, 2, 4, 0])).by_slot == (slice(1, 4), [(2, 0, 2), (4, 2, 3)])
+    assert AdapterRows(torch.tensor([2, 2])).by_slot == (slice(0, 2), [(2, 0, 2)])

@@ -71,15 +71,20 @@ class AdapterRows:
         return AdapterRows(self.slots.index_select(0, index))
 
     @cached_property
-    def parts(self) -> list[tuple[int, slice | Tensor]]:
-        """Each slot with the tokens that have it. Reads the slots, so it is for a CPU."""
-        found: list[tuple[int, slice | Tensor]] = []
-        for slot in sorted(set(self.slots.tolist())):
-            at = (self.slots == slot).nonzero()[:, 0]
-            first, last = int(at[0]), int(at[-1])
-            if slot:
-                found.append((slot, slice(first, last + 1) if last - first + 1 == len(at) else at))
-        return found
+    def by_slot(self) -> tuple[slice | Tensor, list[tuple[int, int, int]]]:
+        """The tokens that have an adapter, those of one slot side by side, and (slot, start, end) of each slot among them.
+
+        Reads the slots, so it is for a CPU.
+        """
+        slots, order = self.slots.sort(stable=True)
+        present, counts = torch.unique_consecutive(slots, return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        spans = [(s, end - n, end) for s, end, n in zip(present.tolist(), ends, counts.tolist(), strict=True)]
+        without = spans[0][2] if spans and spans[0][0] == 0 else 0
+        tokens: slice | Tensor = order[without:]
+        if len(order) > without and bool((order[without:].diff() == 1).all()):
+            tokens = slice(int(order[without]), int(order[-1]) + 1)
+        return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
 
 
 POINTER_FIELDS = 5  # addresses of a, b and gain, rank, and the bits of an fp64 scale
@@ -148,19 +153,30 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
-    start = 0
+    tokens, spans = rows.by_slot
+    mine = x[tokens]
+    column = 0
     for width, bias, by_slot in zip(table.widths, table.biases, table.weights, strict=True):
-        part = out[:, start : start + width]
-        start += width
-        for slot, at in rows.parts:
-            weights = by_slot.get(slot)
-            if weights is None:
-                continue
-            a, b, scale, gain = weights
-            delta = (x[at].to(a.dtype) @ a.T) @ b.T * scale
-            before = part[at]
-            if gain is not None:
-                plain = before if bias is None else before - bias
-                delta = (gain - 1) * plain + gain * delta
-            part[at] = (before + delta).to(out.dtype)
+        part = out[:, column : column + width]
+        column += width
+        if not any(slot in by_slot for slot, _, _ in spans):
+            continue
+        before = part[tokens]  # a view where they lie side by side
+        for slot, start, end in spans:
+            if slot in by_slot:
+                _adapt(mine[start:end], before[start:end], bias, by_slot[slot])
+        if not isinstance(tokens, slice):
+            part[tokens] = before
     return out
+
+
+def _adapt(x: Tensor, out: Tensor, bias: Tensor | None, weights: LoraWeights) -> None:
+    """One adapter over one linear, in place."""
+    a, b, scale, gain = weights
+    if gain is None and a.dtype == out.dtype:
+        out.addmm_(x @ a.T, b.T, alpha=scale)
+        return
+    delta = (x.to(a.dtype) @ a.T) @ b.T * scale
+    if gain is not None:
+        delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
+    out.copy_(out + delta)

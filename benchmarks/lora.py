@@ -1,0 +1,235 @@
+"""Adapters against the bare base, and live adapters against merge-and-push, in one run: ``python benchmarks/lora.py``.
+
+GRPO groups, from token ids to completions: on the base alone, with one live adapter, and with many mixed in each batch. Then
+what it takes until a trainer's new adapter is what the engine samples from. Writes one JSON file, prints a table and, last,
+one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ceilings
+import report
+import torch
+from gate import GateError
+from peft import LoraConfig, PeftModel, get_peft_model
+from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
+
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    spec: ModelSpec
+    workload: Workload
+    adapters: int
+    repeats: int
+
+
+_CPU = Workload(name="grpo", prompts=16, samples=4, prompt_tokens=(16, 64), median=50, sigma=0.5, cap=128, slots=64)
+_GPU = Workload(name="grpo", prompts=64, samples=4, prompt_tokens=(64, 256), median=400, sigma=0.5, cap=1024, slots=256)
+_QUICK = Workload(name="quick", prompts=4, samples=2, prompt_tokens=(8, 16), median=8, sigma=0.5, cap=16, slots=8)
+
+SCENARIOS = {
+    ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
+    ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
+    ("cuda", False): [Scenario(spec=s, workload=_GPU, adapters=16, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
+    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK, adapters=4, repeats=3)],
+}
+
+
+@torch.no_grad()
+def train(model: PeftModel) -> None:
+    """Stands in for an optimizer step: new numbers in every adapter, in place."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(std=0.02)
+
+
+def build(scenario: Scenario, device: str) -> PeftModel:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    model = get_peft_model(
+        scenario.spec.build(device, dtype), config, adapter_name="0", autocast_adapter_dtype=False
+    ).eval()
+    for index in range(1, scenario.adapters):
+        model.add_adapter(str(index), config, autocast_adapter_dtype=False)
+    train(model)
+    return model
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    gc.collect()
+    ceilings.synchronize(device)
+    start = time.perf_counter()
+    call()
+    ceilings.synchronize(device)
+    return time.perf_counter() - start
+
+
+@torch.inference_mode()
+def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> float:
+    """Largest difference of log-probabilities from PEFT's own forward, under the first adapter."""
+    (output,) = engine.generate_batch([prompt], SamplingParams(max_tokens=8), adapter="0")
+    (completion,) = output.completions
+    logits = model(torch.tensor([prompt + completion.token_ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids].cpu()
+    worst = (expected - torch.tensor(completion.logprobs)).abs().max().item()
+    limit = 1e-4 if model.dtype == torch.float32 else 0.25
+    if not worst <= limit:
+        raise GateError(f"log-probabilities differ from PEFT's by {worst:.2e}, allowed is {limit:.2e}")
+    return worst
+
+
+def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str, Any]:
+    """Seconds of the same requests with no adapter, with one, and with all of them mixed."""
+    work, count = scenario.workload, scenario.adapters
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in work.lengths]
+    by_row: list[str | None] = [str(row // work.samples % count) for row in range(len(params))]
+    half = [name if row // work.samples % 2 else None for row, name in enumerate(by_row)]
+    ways: dict[str, str | Sequence[str | None] | None] = {
+        "base": None,
+        "one": "0",
+        "mixed": by_row,
+        "half without": half,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(-1, scenario.repeats):  # the first is for what is made or captured once
+        prompts = work.draw(scenario.spec.config.vocab_size, repeat)
+        for name, adapter in ways.items():
+            took = timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
+            if repeat >= 0:
+                seconds[name].append(took)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        name: {
+            "seconds": times,
+            "median_s": median[name],
+            "tokens_per_s": sum(work.lengths) / median[name],
+            "of_base_speed": median["base"] / median[name],
+        }
+        for name, times in seconds.items()
+    }
+
+
+def updates(engine: RolloutEngine, model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
+    """Seconds and bytes until the engine samples from a changed adapter: read live, or merged and pushed to a copy."""
+    seconds: dict[str, list[float]] = {"live": [], "merge and push": []}
+    copy = scenario.spec.build(device, model.dtype)
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, kv_cache_memory="64MiB")
+    moved = 0
+    with RolloutEngine(copy, config=config) as other:
+        names = dict(copy.named_parameters())
+
+        def merge_and_push() -> None:
+            nonlocal moved
+            model.merge_adapter(["0"])
+            merged = {
+                n.replace(".base_layer", ""): p
+                for n, p in model.get_base_model().named_parameters()
+                if n.replace(".base_layer", "") in names
+            }
+            other.update_weights(merged)
+            model.unmerge_adapter()
+            moved = sum(p.nbytes for p in merged.values())
+
+        for _ in range(scenario.repeats):
+            train(model)
+            seconds["live"].append(timed(engine.update_weights, device))
+            seconds["merge and push"].append(timed(merge_and_push, device))
+    live_bytes = engine.stats().last_update_bytes
+    return {
+        name: {"seconds": times, "median_s": statistics.median(times), "bytes": nbytes}
+        for (name, times), nbytes in zip(seconds.items(), (live_bytes, moved), strict=True)
+    }
+
+
+def compare(scenario: Scenario, device: str) -> dict[str, Any]:
+    model = build(scenario, device)
+    config = EngineConfig(
+        max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
+    )
+    with RolloutEngine(model, config=config) as engine:
+        worst = check(engine, model, scenario.workload.draw(scenario.spec.config.vocab_size, -2)[0])
+        return {
+            "model": {"name": scenario.spec.name, "dtype": str(model.dtype).removeprefix("torch.")},
+            "workload": scenario.workload.describe(),
+            "adapters": scenario.adapters,
+            "rank": RANK,
+            "gate": {"max_abs_diff": worst},
+            "rollouts": rollouts(engine, scenario, device),
+            "updates": updates(engine, model, scenario, device),
+        }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = []
+    for run in runs:
+        work = run["workload"]
+        lines += [
+            "",
+            f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
+            f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} on every linear layer; "
+            f"within {run['gate']['max_abs_diff']:.1e} of PEFT",
+            f"  {'adapters':16}{'wall s':>9}{'tok/s':>9}{'of base speed':>15}",
+        ]
+        for name, r in run["rollouts"].items():
+            lines.append(f"  {name:16}{r['median_s']:9.3f}{r['tokens_per_s']:9.0f}{r['of_base_speed']:15.1%}")
+        lines.append(f"  {'update':16}{'ms':>9}{'bytes':>14}")
+        for name, u in run["updates"].items():
+            lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    environment = report.environment(args.device)
+    if (environment["load_average"] or 0) > 0.5:
+        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
+    try:
+        runs = [compare(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
+    except GateError as error:
+        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
+        return 1
+    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "lora": runs}
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / f"lora-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(runs))
+    print(f"\nwrote {path}")
+    summary = [
+        {
+            "model": run["model"]["name"],
+            "one_of_base": round(run["rollouts"]["one"]["of_base_speed"], 3),
+            "mixed_of_base": round(run["rollouts"]["mixed"]["of_base_speed"], 3),
+            "live_update_ms": round(1e3 * run["updates"]["live"]["median_s"], 3),
+            "push_ms": round(1e3 * run["updates"]["merge and push"]["median_s"], 3),
+        }
+        for run in runs
+    ]
+    print(json.dumps({"device": args.device, "lora": summary}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
