@@ -42,6 +42,7 @@ class GraphStep:
         self.runtime = eager.runtime
         self.window = window
         self._graphs: dict[_Key, _Graph | None] = {}
+        self._layout: int | None = None  # of the adapters that were captured
 
     @property
     def model(self) -> ModelShell:
@@ -69,6 +70,10 @@ class GraphStep:
         if not batch.decode or batch.scoring is not None:
             return self.eager(batch)
         adapters = None if batch.adapters is None else self.model.lora.layout
+        if adapters is not None and adapters != self._layout:
+            if self._layout is not None:  # what was captured of other adapters is never replayed again
+                self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] is None}
+            self._layout = adapters
         key = (adapters, *_kind(batch.sampling, batch.token_ids.shape[0]))
         if key in self._graphs:
             graph = self._graphs[key]

@@ -49,6 +49,7 @@ class LoraLayers:
         self._fused: set[str] = set()
         self._tables: dict[str, tuple[LoraTable, int]] = {}
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
+        self._last: object = None
 
     def group(self, paths: Sequence[str]) -> Adapted:
         """Linears that would be run together."""
@@ -62,8 +63,8 @@ class LoraLayers:
         for group in groups:
             self._tables |= {linear: (group.table, index) for index, linear in enumerate(group.paths)}
 
-    def check(self, name: str, adapter: AdapterWeights) -> None:
-        """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model."""
+    def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
+        """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
         if adapter.max_rank > self.max_rank:
             raise UnsupportedModelError(
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
@@ -78,6 +79,11 @@ class LoraLayers:
                 raise UnsupportedModelError(
                     f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers take adapters, "
                     "leave it out of target_modules, or merge the adapter"
+                )
+            if not weights.a.dtype == weights.b.dtype == dtype:
+                raise UnsupportedModelError(
+                    f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
+                    f"are in {dtype}: cast it to that"
                 )
             rank, wanted = weights.a.shape[0], (module.out_features, module.in_features)
             if weights.a.shape != (rank, wanted[1]) or weights.b.shape != (wanted[0], rank):
@@ -108,7 +114,6 @@ class LoraLayers:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
         linears = adapter.linears if adapter is not None else {}
         saved = adapter.saved if adapter is not None else {}
-        before = [(t.max_rank, t.dtype, t.empty) for t, _ in self._tables.values()], list(self._saved)
         for path, (table, index) in self._tables.items():
             if path not in linears:
                 table.put(index, slot, None)
@@ -131,9 +136,16 @@ class LoraLayers:
                 self.has_hooks = True
                 self._modules[path].register_forward_hook(partial(self._after_saved, self._saved[path]))
             self._saved[path][slot] = state
-        after = [(t.max_rank, t.dtype, t.empty) for t, _ in self._tables.values()], list(self._saved)
-        # What modules are replaced by is captured by address.
-        self.layout += before != after or bool(saved)
+        before, self._last = self._last, self._captured()
+        self.layout += before != self._last
+
+    def _captured(self) -> object:
+        """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
+        saved = {
+            path: {slot: [t.data_ptr() for t in state.values()] for slot, state in by_slot.items()}
+            for path, by_slot in self._saved.items()
+        }
+        return [(t.max_rank, t.dtype, t.empty) for t, _ in self._tables.values()], saved
 
     def _gain(self, path: str, weights: LoraWeights, magnitude: Tensor) -> Tensor:
         """DoRA's magnitude over the norm of the adapted rows; fp32 [N]. Holds until a weight changes."""

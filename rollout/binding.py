@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class ModelBinding:
         adapters |= {name: read() for name, read in self.loaded.items()}
         everything = adapters | self._copies
         for name, adapter in everything.items():
-            shell.lora.check(name, adapter)
+            shell.lora.check(name, adapter, _dtype_of(everything))
         before, self._adapters_seen = self._adapters_seen, signature(adapters, self.source.device)
         self.adapters = everything
         return before is not None and before != self._adapters_seen
@@ -167,7 +167,7 @@ class ModelBinding:
         adapter = read()
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
-        self.shell.lora.check(name, adapter)
+        self.shell.lora.check(name, adapter, _dtype_of(self.adapters | {name: adapter}))
         self.unload_adapter(name)
         if changes:
             self.loaded[name] = read
@@ -286,6 +286,12 @@ class ModelBinding:
             )
         source.bind()
         self._written(0)
+
+
+def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
+    """That of the first one, which is a live one where there is any: kernels take one for all."""
+    dtypes = (w.a.dtype for adapter in adapters.values() for w in adapter.linears.values())
+    return next(dtypes, torch.float32)
 
 
 def _same_place(a: Tensor | None, b: Tensor) -> bool:

@@ -450,3 +450,24 @@ def test_what_is_not_loaded(make: Any, message: str) -> None:
             engine.load_adapter("default", other)
         with pytest.raises(InvalidRequestError, match="'default' is the live model's: delete_adapter"):
             engine.unload_adapter("default")
+
+
+def test_what_a_captured_step_knows_changes_only_with_what_it_reads():
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=2))
+        lora = engine._binding.shell.lora
+        table = next(t for t, _ in lora._tables.values() if not t.empty)
+        layout, pointers = lora.layout, table.pointers.clone()
+        for _ in range(3):
+            engine.update_weights()
+        assert lora.layout == layout and torch.equal(table.pointers, pointers)
+
+
+def test_adapters_of_two_dtypes_are_refused_by_name():
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        state = {n: t.half() for n, t in get_peft_model_state_dict(model).items()}
+        with pytest.raises(UnsupportedModelError, match=r"adapter 'half' has torch.float16 .*cast it"):
+            engine.load_adapter("half", (state, model.peft_config["default"]))
+        assert "half" not in engine.adapters

@@ -6,6 +6,7 @@ tensors themselves, and their addresses for kernels.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,6 +105,7 @@ class LoraTable:
     weights: list[dict[int, LoraWeights]] = field(init=False)
     pointers: Tensor = field(init=False)  # int64 [linears, num_slots + 1, POINTER_FIELDS]; it never moves
     max_rank: int = 0
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # rows of ``pointers``
     _columns: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -118,13 +120,16 @@ class LoraTable:
         if weights is None:
             if self.weights[linear].pop(slot, None) is not None:
                 self.pointers[linear, slot] = 0
+                self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
         self.max_rank = max(self.max_rank, weights.a.shape[0])
         gain = 0 if weights.gain is None else weights.gain.data_ptr()
-        scale = int(torch.tensor(weights.scale, dtype=torch.float64).view(torch.long))
+        (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
         row = [weights.a.data_ptr(), weights.b.data_ptr(), gain, weights.a.shape[0], scale]
-        self.pointers[linear, slot] = torch.tensor(row)
+        if self._written.get((linear, slot)) != row:  # a small copy for each, so only where something moved
+            self.pointers[linear, slot] = torch.tensor(row)
+            self._written[linear, slot] = row
 
     def columns(self, block: int) -> Tensor:
         """For kernels whose tiles have ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
