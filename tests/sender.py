@@ -1,0 +1,105 @@
+"""The trainer's side of a transfer of weights, and an engine's, each to be run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+import oracle
+import torch
+from families import make_model
+
+from stoker.kernels.errors import WeightTransferError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
+
+CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64)
+BUCKET_BYTES = 10_000  # several buckets, and weights that are cut in two
+
+
+def trained(steps: int) -> Any:
+    """The model after so many steps of a training that every process can repeat."""
+    torch.manual_seed(7)
+    model = make_model("qwen3")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    ids = torch.randint(1, 100, (2, 12))
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def check(engine: RolloutEngine, model: Any, version: int) -> None:
+    (completion,) = engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=6, seed=1))[0].completions
+    assert set(completion.weight_versions) == {version}
+    expected = oracle.logprobs(model, [5, 4, 3], completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+def broadcast(rank: int) -> None:
+    """Rank 0 trains, the others generate with it; one of these wants none of a misnamed tensor."""
+    transfer = BroadcastTransfer(0)
+    if rank == 0:
+        for steps in (1, 2):
+            send_weights(dict(trained(steps).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+        wrong = {n.replace("q_proj", "query"): p for n, p in trained(3).named_parameters()}
+        try:
+            send_weights(wrong, transfer, bucket_bytes=BUCKET_BYTES)
+        except WeightTransferError as error:
+            assert "a receiver refuses" in str(error) and "query" in str(error)
+        else:
+            raise AssertionError("sent what nobody can take")
+        send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+        return
+    with RolloutEngine(trained(0), config=CONFIG) as engine:
+        for steps in (1, 2):
+            assert engine.update_weights(transfer) == steps
+            check(engine, trained(steps), steps)
+        try:
+            engine.update_weights(transfer)
+        except ValueError as error:
+            assert "query" in str(error) and "q_proj" in str(error)
+        else:
+            raise AssertionError("took what does not fit")
+        check(engine, trained(2), 2)
+        assert engine.update_weights(transfer) == 3
+        check(engine, trained(3), 3)
+
+
+def broadcast_and_die(rank: int) -> str:
+    """Rank 0 is gone after its first bucket; the receiver says so in time and keeps what it had."""
+    transfer = BroadcastTransfer(0)
+    if rank == 0:
+        original = transfer.bucket
+
+        def last(data: Any = None) -> Any:
+            original(data)
+            os._exit(1)
+
+        transfer.bucket = last  # type: ignore[method-assign]
+        send_weights(dict(trained(1).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+    with RolloutEngine(trained(0), config=CONFIG) as engine:
+        try:
+            engine.update_weights(transfer)
+        except WeightTransferError as error:
+            check(engine, trained(0), 0)
+            return str(error)
+        raise AssertionError("took weights from nobody")
+
+
+def share(connection: Connection, die: bool) -> None:
+    """Sends through shared memory, twice; the second time it may die half-way."""
+    torch.set_num_threads(1)
+    transfer = SharedMemoryTransfer(connection, timeout=30)
+    original = transfer.bucket
+
+    def last(data: Any = None) -> Any:
+        original(data)
+        os._exit(1)
+
+    for steps in (1, 2):
+        if die and steps == 2:
+            transfer.bucket = last  # type: ignore[method-assign]
+        send_weights(dict(trained(steps).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
