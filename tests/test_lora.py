@@ -471,3 +471,16 @@ def test_adapters_of_two_dtypes_are_refused_by_name():
         with pytest.raises(UnsupportedModelError, match=r"adapter 'half' has torch.float16 .*cast it"):
             engine.load_adapter("half", (state, model.peft_config["default"]))
         assert "half" not in engine.adapters
+
+
+def test_an_adapter_in_use_keeps_its_slot() -> None:
+    """Though it is the one that was asked for first."""
+    model, third = two_adapters(), peft_model(seed=9)
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=2)
+    with RolloutEngine(model, config=config) as engine:
+        engine.load_adapter("third", third)
+        kept = engine.submit(PROMPTS[0], GREEDY, adapter="default")
+        engine.submit(PROMPTS[0], GREEDY, adapter="other").abort()
+        last = engine.submit(PROMPTS[0], GREEDY, adapter="third")
+        assert last.result().completions[0].token_ids == expected_tokens(third)[0]
+        assert kept.result().completions[0].token_ids == expected_tokens(model)[0]
