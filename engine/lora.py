@@ -110,6 +110,10 @@ class LoraLayers:
                     f"adapter {name!r} saves {path} with {wrong[:3]} of another shape than the base"
                 )
 
+    def outside(self, adapter: AdapterWeights) -> list[str]:
+        """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
+        return [path for path in (*adapter.linears, *adapter.saved) if path not in self._fused]
+
     def put(self, slot: int, adapter: AdapterWeights | None) -> None:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
         linears = adapter.linears if adapter is not None else {}

@@ -156,10 +156,20 @@ class ModelBinding:
         adapters |= {name: read() for name, read in self.loaded.items()}
         everything = adapters | self._copies
         for name, adapter in everything.items():
-            shell.lora.check(name, adapter, _dtype_of(everything))
+            self._check_adapter(shell, name, adapter, everything)
         before, self._adapters_seen = self._adapters_seen, signature(adapters, self.source.device)
         self.adapters = everything
         return before is not None and before != self._adapters_seen
+
+    def _check_adapter(
+        self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
+    ) -> None:
+        shell.lora.check(name, adapter, _dtype_of(known))
+        if self.deterministic and (outside := shell.lora.outside(adapter)):
+            raise UnsupportedModelError(
+                f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
+                "not with deterministic=True"
+            )
 
     def load_adapter(self, name: str, source: Any) -> None:
         """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
@@ -167,7 +177,7 @@ class ModelBinding:
         adapter = read()
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
-        self.shell.lora.check(name, adapter, _dtype_of(self.adapters | {name: adapter}))
+        self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
         self.unload_adapter(name)
         if changes:
             self.loaded[name] = read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from families import make_model
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
+from stoker.kernels.ops import REFERENCE
 from stoker.rollout import (
     LIVE,
     EngineConfig,
@@ -22,6 +24,7 @@ from stoker.rollout import (
     RolloutEngine,
     SamplingParams,
     UnsupportedModelError,
+    binding,
 )
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7], [5] * 11, [3, 1]]
@@ -484,3 +487,11 @@ def test_an_adapter_in_use_keeps_its_slot() -> None:
         last = engine.submit(PROMPTS[0], GREEDY, adapter="third")
         assert last.result().completions[0].token_ids == expected_tokens(third)[0]
         assert kept.result().completions[0].token_ids == expected_tokens(model)[0]
+
+
+def test_deterministic_mode_takes_adapters_of_fused_layers_only(monkeypatch):
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
+    config = EngineConfig(**{f.name: getattr(CONFIG, f.name) for f in fields(CONFIG)} | {"deterministic": True})
+    RolloutEngine(peft_model(), config=config).close()
+    with pytest.raises(UnsupportedModelError, match=r"adapter 'default' changes lm_head.*not with deterministic=True"):
+        RolloutEngine(peft_model(target_modules=["q_proj", "lm_head"]), config=config)
