@@ -80,7 +80,7 @@ def test_flags_are_the_sampling_parameters(
 ) -> None:
     seen = []
 
-    def submit(_: RolloutEngine, prompt: Any, params: SamplingParams) -> None:
+    def submit(_: RolloutEngine, prompt: Any, params: SamplingParams, **__: Any) -> None:
         seen.append(params)
         raise InvalidRequestError("enough")
 
