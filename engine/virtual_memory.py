@@ -108,16 +108,18 @@ class _Memory:
         weakref.finalize(self, _give_up, driver, self.address, self.size, self.mapped).atexit = False
 
     def map_all(self) -> None:
-        if self.mapped:
-            return
+        missing = [chunk for chunk in self._chunks() if chunk not in self.mapped]  # all or none, but for a failed unmap
         try:
-            for start in range(self.address, self.address + self.size, self.chunk):
-                size = min(self.chunk, self.address + self.size - start)
-                self.driver.map(start, size)
-                self.mapped.append((start, size))
+            for chunk in missing:
+                self.driver.map(*chunk)
+                self.mapped.append(chunk)
         except BaseException:
             _unmap(self.driver, self.mapped)
             raise
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        end = self.address + self.size
+        return [(start, min(self.chunk, end - start)) for start in range(self.address, end, self.chunk)]
 
     def unmap_all(self) -> None:
         if self.mapped:
@@ -177,18 +179,20 @@ class CudaDriver:
 
     def map(self, address: int, size: int) -> None:
         handle = self._call("cuMemCreate", size, self.location, 0)
-        try:
-            self._call("cuMemMap", address, size, 0, handle, 0)
-        finally:
-            self._call("cuMemRelease", handle)  # the mapping keeps the memory
         access = self.api.CUmemAccessDesc()
         access.location = self.location.location
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        mapped = False
         try:
+            self._call("cuMemMap", address, size, 0, handle, 0)
+            mapped = True
             self._call("cuMemSetAccess", address, size, [access], 1)
         except RuntimeError:
-            self.unmap(address, size)
+            if mapped:
+                self.unmap(address, size)
             raise
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", address, size)

@@ -54,6 +54,7 @@ class EngineMemory:
             self.core.scheduler.prefix_cache.clear()
             runner.sampler.penalties = None
             self.kv.release()
+            self.kv.runtime.release_memory()
         if "weights" in tags:
             self.binding.source.give_back(drop=drop_weights)
 
@@ -67,6 +68,7 @@ class EngineMemory:
             self._take("KV cache", self.kv.num_blocks * shapes, self.kv.allocate)
 
     def _take(self, what: str, nbytes: int, take: Callable[[], None]) -> None:
+        self.kv.runtime.release_memory()  # what torch's allocator holds and nobody uses is not to be had otherwise
         try:
             take()
         except (RuntimeError, MemoryError) as error:

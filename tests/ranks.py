@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +23,9 @@ def run(
     """What ``function(rank, *arguments)`` returned on each rank. dead: how many ranks are meant to vanish."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # or Python 3.11 finds no preload, and says nothing
+        forkserver.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         results = context.SimpleQueue()
         processes = [

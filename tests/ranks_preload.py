@@ -2,6 +2,7 @@
 
 import families  # noqa: F401
 import peft  # noqa: F401
+import sharded_faults  # noqa: F401
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel

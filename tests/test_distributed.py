@@ -1,10 +1,11 @@
-"""Engines on models that are sharded over real processes, and weights that come from another one."""
+"""Engines on models that are sharded over real processes."""
 
 from __future__ import annotations
 
 import pytest
 import ranks
 import sharded
+import sharded_faults
 
 
 @pytest.mark.parametrize("world_size", sharded.WRAPPERS)
@@ -16,3 +17,42 @@ def test_the_engine_follows_a_sharded_trainer(world_size):
                 assert result == {"moved": 0, "mirror": 0, "weights": result["weights"]}
             else:
                 assert result["moved"] == result["weights"] <= result["mirror"] < 1.2 * result["weights"], name
+
+
+def test_pieces_of_zero3():
+    ranks.run(sharded_faults.pieces_of_zero3, 3)
+
+
+@pytest.mark.parametrize("how", ["before", "inside", "absent"])
+def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
+    *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")
+    for message in told:
+        assert "lost touch while" in message and "every rank has to" in message
+        assert ("in parts old and new" in message) == (how == "inside")
+        doing = "gathering model." if how == "inside" else "agreeing on what to gather"
+        assert doing in message
+    if how == "absent":
+        assert any("2" in message.partition("over gloo:")[2] for message in told), told
+
+
+def test_what_one_rank_refuses_no_rank_takes():
+    other, own = ranks.run(sharded_faults.refuse_on_one, 2)
+    assert other.startswith("another rank refused") and own.startswith(f"{sharded_faults.GATE} holds NaN")
+
+
+def test_one_changed_tensor_is_named_and_moved_alone():
+    (named, moved, scrambled), (same, moved_too, whole) = ranks.run(sharded_faults.change_one, 2)
+    weight = dict(sharded_faults.small().named_parameters())[sharded_faults.GATE]
+    assert named == same == (sharded_faults.GATE,) == scrambled and whole == ()
+    assert moved == moved_too == weight.nbytes
+
+
+def test_groups_that_see_other_changes_stay_in_step():
+    ranks.run(sharded_faults.copies_that_differ, 4, timeout=10)
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**14, 2**16])
+def test_a_gather_takes_one_bucket_besides_the_mirror(bucket_bytes):
+    for peak, with_checksums, mirror in ranks.run(sharded_faults.take_little, 2, bucket_bytes):
+        assert bucket_bytes // 2 < peak <= bucket_bytes < mirror
+        assert with_checksums < mirror / 2, "checksums are made tensor by tensor, before there is a bucket"

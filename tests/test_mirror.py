@@ -281,6 +281,17 @@ def test_checksums_depend_on_order_and_on_every_value(shape):
     assert checksum(x, torch.bfloat16).item() == checksum(x.bfloat16()).item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [64, 200_000])
+def test_checksums_see_the_highest_bits(dtype, count):
+    """Signs in the highest bit of two words, which weighted sums alone cancel."""
+    x = torch.randn(count, dtype=dtype)
+    seen = checksum(x).item()
+    last = 8 // dtype.itemsize - 1
+    x[[last, count // 2 + last]] *= -1
+    assert checksum(x).item() != seen
+
+
 # -- memory of its own -----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ class StrictDriver:
     mapped: dict[int, int] = field(default_factory=dict)
     fail_at: int = -1  # the call to fail, counted over reserve and map
     calls: int = 0
+    stuck: int = -1  # an address that cannot be unmapped
     running: bool = False  # whether kernels that were launched may still read the memory
     bytes_of: dict[int, Tensor] = field(default_factory=dict)
 
@@ -60,6 +61,8 @@ class StrictDriver:
         self.bytes_of[base][address - base : address - base + size] = 255  # garbage, and as a float NaN
 
     def unmap(self, address: int, size: int) -> None:
+        if address == self.stuck:
+            raise RuntimeError("cannot unmap")
         assert not self.running, "given back under a kernel that reads it"
         assert self.mapped.pop(address) == size, "not what was mapped there"
 
@@ -113,6 +116,20 @@ def test_what_fails_half_way_leaves_nothing_behind() -> None:
                 assert not driver.mapped
         buffer.restore()
         assert sum(driver.mapped.values()) == 64 * KIB
+
+
+def test_after_an_unmap_that_failed_the_missing_pieces_are_mapped_again() -> None:
+    driver = StrictDriver()
+    buffer = VirtualBuffer(64 * KIB, driver, chunk=16 * KIB)
+    driver.stuck = min(driver.mapped) + 16 * KIB
+    with pytest.raises(RuntimeError, match="cannot unmap"):
+        buffer.release()
+    assert 0 < sum(driver.mapped.values()) < 64 * KIB
+    driver.stuck = -1
+    buffer.restore()
+    assert sum(driver.mapped.values()) == 64 * KIB
+    buffer.release()
+    assert not driver.mapped
 
 
 # -- an engine on it -----------------------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ class WeightReport:
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A number that another content of the same shape would not have, but by rare chance; int64 scalar.
 
-    It depends on where a value lies: permuted or transposed content has another one (except, in tensors above 64 KiB,
-    inside one block of 8 KiB). dtype: of the content after a cast. Runs at memory speed; a cast takes a temporary of at
+    It depends on where a value lies: permuted or transposed content has another one. In tensors above 64 KiB blocks of
+    8 KiB are summed first, so changes inside one block that leave the sum of its 64-bit words as it is are not seen.
+    dtype: of the content after a cast. Runs at memory speed; a cast takes a temporary of at
     most 64 MiB.
     """
     dtype = dtype or tensor.dtype
@@ -68,15 +69,21 @@ def _weighted_sum(data: Tensor) -> Tensor:
     words = words.view(torch.int64)
     weights = _odd_numbers(data.device)
     if words.numel() <= _WEIGHTS:
-        total = (words * weights[: words.numel()]).sum()
+        total = (_mixed(words) * weights[: words.numel()]).sum()
     else:
         blocks = words.numel() // _BLOCK_WORDS
         tail = words[blocks * _BLOCK_WORDS :]
         sums = words[: blocks * _BLOCK_WORDS].view(blocks, _BLOCK_WORDS).sum(1)
-        total = (sums * weights[:blocks]).sum()
+        total = (_mixed(sums) * weights[:blocks]).sum()
         if tail.numel():
-            total = total + (tail * weights[: tail.numel()]).sum()
+            total = total + (_mixed(tail) * weights[: tail.numel()]).sum()
     return total + (rest * weights[: rest.numel()]).sum() if rest.numel() else total
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """The high bits brought into the low ones. Alone they would be lost: 2**63 times any two odd numbers adds up to 0."""
+    words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
+    return words ^ (words >> 32)
 
 
 @cache

@@ -239,7 +239,9 @@ class MirroredSource:
         if refusal is not None:
             raise refusal
         full = [name for name in full if (name,) in changed]
-        shards = [s for s in held.shards if s.names in changed]
+        # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
+        groups = list(dict.fromkeys(s.group for s in held.shards))
+        shards = [s for group in groups for s in held.shards if s.group is group and s.names in changed]
         if not changed:
             self._from_elsewhere = False
             return 0

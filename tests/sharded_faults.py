@@ -1,0 +1,203 @@
+"""What each rank does in the tests of sharded models that go wrong, and of what a gather moves and takes."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import make_model
+from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stoker.rollout import (
+    EngineStateError,
+    RolloutEngine,
+    WeightsMismatchError,
+    WeightTransferError,
+)
+from stoker.weight_sync import gather
+from stoker.weight_sync.mirror import MirroredSource
+from stoker.weight_sync.source import source_for
+
+GATE = "model.layers.0.mlp.gate_proj.weight"
+
+
+def small() -> Any:
+    return make_model("llama", num_hidden_layers=2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def lose_a_rank(rank: int, how: str) -> str | None:
+    """The last rank dies before an update or inside of its gather, or stays away; what the others are told."""
+    gather.BUCKET_BYTES = 2**14
+    model = by_fsdp2(small())
+    engine = RolloutEngine(model, config=CONFIG)
+    train(model, sgd(model), 1)
+    if rank == dist.get_world_size() - 1:
+        if how == "absent":
+            time.sleep(4)
+            return None
+        if how == "inside":
+            collective, left = dist.all_gather_into_tensor, [2]
+
+            def die_at_the_third(*arguments: Any, **fields: Any) -> Any:
+                if not left[0]:
+                    os._exit(1)
+                left[0] -= 1
+                return collective(*arguments, **fields)
+
+            dist.all_gather_into_tensor = die_at_the_third
+            engine.update_weights()
+        os._exit(1)
+    with pytest.raises(WeightTransferError) as caught:
+        engine.update_weights()
+    assert engine.weight_version == 0
+    if how == "inside":
+        with pytest.raises(EngineStateError, match="incomplete since an update failed"):
+            engine.generate_batch([PROMPT], PARAMS)
+    else:
+        assert set(assert_matches(engine, small())) == {0}, "the old weights stay in service"
+    return str(caught.value)
+
+
+def refuse_on_one(rank: int) -> str:
+    """One rank's part holds NaN: all refuse, nothing moves, and the next update is taken."""
+    twin, model = small(), by_fsdp2(small())
+    with RolloutEngine(model, config=replace(CONFIG, check_finite_weights=True)) as engine:
+        parameter = dict(model.named_parameters())[GATE]
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local().detach()
+        kept = local[0, 0].clone()
+        if rank == 1:
+            local[0, 0] = float("nan")
+        with pytest.raises(WeightsMismatchError) as caught:
+            engine.update_weights()
+        assert set(assert_matches(engine, twin)) == {0}
+        local[0, 0] = kept
+        train(twin, sgd(twin), 1)
+        train(model, sgd(model), 1)
+        assert engine.update_weights() == 1
+        assert set(assert_matches(engine, twin)) == {1}
+    return str(caught.value)
+
+
+def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+    """(what differs after one element on rank 1 changed, bytes its update moves, what differs with a scrambled mirror)."""
+    model = by_fsdp2(small())
+    with RolloutEngine(model, config=CONFIG) as engine:
+        parameter = dict(model.named_parameters())[GATE]
+        assert isinstance(parameter, DTensor)
+        if rank == 1:
+            parameter.to_local().detach()[0, 0] += 1
+        for _ in range(rank):  # as many rollouts as each likes: none of them communicates
+            engine.generate_batch([PROMPT], PARAMS)
+        differs = engine.verify_weights().mismatched
+        engine.update_weights()
+        moved = engine.stats().last_update_bytes
+        assert engine.verify_weights().ok
+        source = engine._binding.source
+        assert isinstance(source, MirroredSource) and source.mirror is not None
+        if rank == 0:
+            source.mirror.tensors[GATE].copy_(source.mirror.tensors[GATE].flip(0).clone())
+        return differs, moved, engine.verify_weights().mismatched
+
+
+def copies_that_differ(rank: int) -> None:
+    """Tensors that only some groups of a mesh see changed do not bring the others' gathers out of step."""
+    gather.BUCKET_BYTES = 2**16
+    model = by_two_meshes(small())
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            if "layernorm" in name and rank % 2:
+                parameter.to_local().detach().add_(1)
+            elif "_proj" in name:
+                parameter.to_local().detach().mul_(1.5)
+        assert engine.update_weights() == 1
+        assert engine.verify_weights().ok
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of storages that were made under it and are alive. peak: the most there were at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in old | self._known:
+                    self._known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def take_little(rank: int, bucket_bytes: int) -> tuple[int, int, int]:
+    """(peak bytes a gather takes besides the mirror, what a whole pull takes, bytes of the mirror)."""
+    gather.BUCKET_BYTES = bucket_bytes
+    model = by_fsdp2(small())
+    source = source_for(model)
+    assert isinstance(source, MirroredSource)
+    source.tensors()
+    source.pull()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    with Live() as live:
+        source.pull()
+    assert source.mirror is not None
+    buckets = gather.plan(source._read().shards, source._dtypes, bucket_bytes)
+    with Live() as alone:
+        gather.gather(buckets, source.mirror.tensors, source.device)
+    return alone.peak, live.peak, source.nbytes
+
+
+def pieces_of_zero3(rank: int) -> None:
+    """Parameters as ZeRO-3 leaves them: empty, with a flat part of each, padded, on every rank."""
+    twin, model = small(), small()
+    ranks = dist.get_world_size()
+
+    def cut() -> None:
+        for (_, whole), parameter in zip(twin.named_parameters(), model.parameters(), strict=True):
+            flat = whole.detach().reshape(-1)
+            length = -(-flat.numel() // ranks)
+            padded = torch.cat([flat, flat.new_full((length * ranks - flat.numel(),), float("nan"))])
+            parameter.data = torch.empty(0)
+            parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
+            parameter.ds_shape, parameter.ds_numel = whole.shape, whole.numel()
+            parameter.ds_process_group = dist.group.WORLD
+
+    cut()
+    optimizer = sgd(twin)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, twin)
+        for step in (1, 2):
+            train(twin, optimizer, step)
+            cut()
+            assert engine.update_weights() == step
+            assert set(assert_matches(engine, twin)) == {step}
+            assert engine.verify_weights().ok
