@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ROOMS := rollout engine weight_sync kernels integrations
+PROGRAMS := benchmarks examples
 MYPY_PACKAGES := $(ROOMS:%=-p stoker.%)
 
 # Written when the dependencies are in place, so an interrupted install is taken up again.
 DEPENDENCIES := $(VENV)/.dependencies
 # The name carries a checksum of all that is installed: an edited, added or deleted file asks for another stamp.
-SOURCES := find $(ROOMS) pyproject.toml -name '*.py' -o -name py.typed -o -name pyproject.toml
+SOURCES := find $(ROOMS) $(PROGRAMS) pyproject.toml -name '*.py' -o -name py.typed -o -name pyproject.toml
 INSTALLED := $(VENV)/.installed-$(shell $(SOURCES) | LC_ALL=C sort | xargs cksum | cksum | cut -d ' ' -f 1)
 # Setuptools puts whatever an earlier build left there into the next wheel, deleted modules too.
 CLEAN_BUILD := rm -rf build stoker.egg-info
@@ -30,14 +31,14 @@ help:
 	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/grpo_arithmetic.py --output outputs/demo $(ARGS)
+	$(BIN)/python -P -m stoker.examples.grpo_arithmetic --output outputs/demo $(ARGS)
 
 # `pytest`, not `python -m pytest`: the latter puts the repository root on sys.path.
 test: lint
 	$(BIN)/pytest -m "not gpu" $(ARGS)
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/rollout.py $(ARGS)
+	$(BIN)/python -P -m stoker.benchmarks.rollout --output benchmarks/results $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -68,9 +69,9 @@ gpu:
 	      | tee -a "$(OUT)/gpu-tests.log" || failed=1; \
 	    workers=""; \
 	  done; \
-	  $(PYTHON) benchmarks/rollout.py --device cuda --output "$(OUT)" || failed=1; \
+	  $(PYTHON) -P -m stoker.benchmarks.rollout --device cuda --output "$(OUT)" || failed=1; \
 	  for batch in 1 64 256; do \
-	    $(PYTHON) benchmarks/step_profile.py --device cuda --batch $$batch --context 512 --output "$(OUT)" || failed=1; \
+	    $(PYTHON) -P -m stoker.benchmarks.step_profile --device cuda --batch $$batch --context 512 --output "$(OUT)" || failed=1; \
 	  done; \
 	  exit $$failed
 

@@ -1,4 +1,4 @@
-"""Adapters against the bare base, and live adapters against merge-and-push, in one run: ``python benchmarks/lora.py``.
+"""Adapters against the bare base, and live adapters against merge-and-push, in one run: ``python -m stoker.benchmarks.lora``.
 
 GRPO groups, from token ids to completions: on the base alone, with one live adapter, and with many mixed in each batch. Then
 what it takes until a trainer's new adapter is what the engine samples from. Writes one JSON file, prints a table and, last,
@@ -19,13 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import ceilings
-import report
 import torch
-from gate import GateError
 from peft import LoraConfig, PeftModel, get_peft_model
-from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 
+from stoker.benchmarks import ceilings, report
+from stoker.benchmarks.gate import GateError
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 RANK = 16
@@ -197,7 +196,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=report.FOLDER)
     parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

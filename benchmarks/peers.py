@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
-from workloads import ModelSpec, Workload
 
+from stoker.benchmarks.workloads import ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
 

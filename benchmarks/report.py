@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+FOLDER = Path("outputs/benchmarks")  # where results go if no other folder is named
+
 
 def environment(device: str) -> dict[str, Any]:
     found = {
@@ -42,8 +44,11 @@ def _cpu_name() -> str:
 
 
 def _git(*arguments: str) -> str | None:
+    """What git says of the current folder, where that is this repository: what runs is installed from it."""
+    if not Path("benchmarks/report.py").is_file():
+        return None
     try:
-        run = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return run.stdout.strip()

@@ -1,4 +1,4 @@
-"""Rollout speed against transformers, with this run's own ceilings: ``python benchmarks/rollout.py``.
+"""Rollout speed against transformers, with this run's own ceilings: ``python -m stoker.benchmarks.rollout``.
 
 Writes one JSON file and one plot, prints a table and, last, one line of JSON. On a CPU only ratios of one run mean
 anything: run it on a machine that does nothing else.
@@ -18,15 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import ceilings
-import gate
-import overhead
-import report
 import torch
 import transformers
-from peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
-from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
 
+from stoker.benchmarks import ceilings, gate, overhead, report
+from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 PEERS: dict[str, type[Peer]] = {p.name: p for p in (Generate, GenerateBatchAsCalled, GenerateBatchTuned)}
@@ -305,7 +302,7 @@ def sweep(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=report.FOLDER)
     parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))

@@ -1,4 +1,4 @@
-"""Scoring given tokens against the model's own forward, with this run's ceiling: ``python benchmarks/scoring.py``.
+"""Scoring given tokens against the model's own forward, with this run's ceiling: ``python -m stoker.benchmarks.scoring``.
 
 GRPO groups: every completion's log-probabilities, from token ids to host tensors. Writes one JSON file, prints a table
 and, last, one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
@@ -19,12 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import ceilings
-import report
 import torch
-from gate import GateError
-from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 
+from stoker.benchmarks import ceilings, report
+from stoker.benchmarks.gate import GateError
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutEngine
 
 
@@ -169,7 +168,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=report.FOLDER)
     parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

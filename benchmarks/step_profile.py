@@ -1,4 +1,4 @@
-"""Where a decode step's time goes: kernels by kind, gaps between them, host: ``python benchmarks/step_profile.py``.
+"""Where a decode step's time goes: kernels by kind, gaps between them, host: ``python -m stoker.benchmarks.step_profile``.
 
 On CUDA the kernels of replayed graphs are attributed by their names, and what is left of the time is gaps: the device idle,
 within a step and between windows. On a CPU the operations themselves are attributed. Prints a table and one JSON line.
@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import ceilings
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from workloads import LLAMA_1B, QWEN_7B, SMALL, TOY
 
+from stoker.benchmarks import ceilings
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}

@@ -1,13 +1,13 @@
 """Train a language model with TRL's GRPO, its rollouts on the engine, and measure what the engine does.
 
-    python examples/grpo_arithmetic.py --output outputs/demo
+    python -m stoker.examples.grpo_arithmetic --output outputs/demo
 
 makes a small model on the spot, teaches it addition to a middling level (see ``arithmetic.py``), trains it on with
 GRPO, and reports held-out accuracy before and after, the reward curve, rollout speed against the two ways TRL has
 without an engine, the time of a weight update, and how far the engine's log-probabilities are from the trainer's. A few
 minutes on two CPU cores. With a model and a dataset of your own it is a script to start from:
 
-    python examples/grpo_arithmetic.py --model path/to/folder --dataset problems.jsonl --steps 500 --learning-rate 1e-6
+    python -m stoker.examples.grpo_arithmetic --model path/to/folder --dataset problems.jsonl --steps 500 --learning-rate 1e-6
 
 Each line of the dataset is an object with the texts ``prompt`` and ``answer``; the reward is 1 where a completion's final
 answer is that answer.
@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import arithmetic
 import torch
 from datasets import Dataset
 from tqdm import tqdm
@@ -35,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from transformers.generation import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from stoker.examples import arithmetic
 from stoker.integrations.trl import attach, detach
 from stoker.rollout import RolloutEngine, SamplingParams
 

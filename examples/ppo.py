@@ -1,6 +1,6 @@
 """A PPO loop in plain torch, its rollouts on the engine. The policy learns to name the largest digit of its prompt.
 
-    python examples/ppo.py
+    python -m stoker.examples.ppo
 
 A model made on the spot sees a few digits and answers with a few more; its reward is the share of these that are the
 largest it was shown. It starts from random weights, so from about 0.1. Two minutes on two CPU cores at most.

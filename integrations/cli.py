@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import platform
+import runpy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,15 +45,24 @@ one a token from "start" on, or with "error" where a line could not be scored.
 
 A run that was killed goes on where it stopped when the same command is run again.
 """
+# Programs of their own, with flags of their own: a default, and all by name.
+_BENCHMARKS = {name: f"stoker.benchmarks.{name}" for name in ("rollout", "scoring", "lora", "step_profile")}
+_PROGRAMS = {
+    "bench": ("rollout", _BENCHMARKS),
+    "demo": ("grpo", {"grpo": "stoker.examples.grpo_arithmetic", "ppo": "stoker.examples.ppo"}),
+}
 _MAX_RANK = 512  # of an adapter, the most the kernels are made for
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Wrong flags raise ``SystemExit(2)``, as argparse does."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
-    args = parser.parse_args(arguments)
     try:
+        if arguments and arguments[0] in _PROGRAMS:
+            return _run_program(*arguments)
+        args = parser.parse_args(arguments)
         args.config = _config(args, parser)
         return int(args.run(args))
     except KeyboardInterrupt:
@@ -116,7 +126,32 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--entropy", action="store_true", help='also "entropies", of the distribution at each position')
     _add_engine_flags(score)
     score.set_defaults(run=lambda args: _score(args, score))
+
+    commands.add_parser("bench", help=f"a benchmark: {', '.join(_BENCHMARKS)} (bench NAME --help)")
+    commands.add_parser("demo", help="GRPO on the engine, from nothing, in minutes (demo --help)")
     return parser
+
+
+def _run_program(command: str, *flags: str) -> int:
+    """Run a program of the package under its own name and flags; returns its exit code."""
+    default, programs = _PROGRAMS[command]
+    name, flags = (flags[0], flags[1:]) if flags and not flags[0].startswith("-") else (default, flags)
+    if name not in programs:
+        print(f"stoker {command}: there is no {name}; choose from {', '.join(programs)}", file=sys.stderr)
+        return 2
+    before, sys.argv = sys.argv, [f"stoker {command} {name}", *flags]
+    try:
+        runpy.run_module(programs[name], run_name="__main__", alter_sys=False)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise CommandError(
+            f"stoker {command} {name} needs {package}, which is not installed: pip install 'stoker[trl,peft,plot]'"
+        ) from error
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    finally:
+        sys.argv = before
+    return 0
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "grpo_arithmetic.py"
-
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "stoker.examples.grpo_arithmetic", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_a_short_run_writes_its_report(tmp_path):

@@ -23,16 +23,20 @@ def import_names(requirements: Iterable[str]) -> set[str]:
     return {re.split(r"[^\w-]", requirement, maxsplit=1)[0].replace("-", "_") for requirement in requirements}
 
 
-FLOORS = {"kernels": 1, "engine": 2, "weight_sync": 2, "rollout": 3, "integrations": 4}
+FLOORS = {"kernels": 1, "engine": 2, "weight_sync": 2, "rollout": 3, "integrations": 4, "benchmarks": 5, "examples": 5}
+PROGRAMS = ("benchmarks", "examples")  # run, and imported by nobody
 # Outside packages: what pyproject.toml declares, triton only at the bottom and the extras only at the top.
 CORE = import_names(PROJECT["dependencies"]) - {"triton"}
 EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("dev", "docs", "plot")]
+EVERYTHING = CORE.union(*(import_names(PROJECT["optional-dependencies"][group]) for group in EXTRAS))
 OUTSIDE = {
     "kernels": {"torch", "triton"},
     "engine": CORE | {"cuda"},  # cuda.bindings comes with torch's CUDA builds
     "weight_sync": CORE,
     "rollout": CORE,
-    "integrations": CORE.union(*(import_names(PROJECT["optional-dependencies"][group]) for group in EXTRAS)),
+    "integrations": EVERYTHING,
+    "benchmarks": EVERYTHING | {"matplotlib"},
+    "examples": EVERYTHING | {"matplotlib", "tokenizers"},
 }
 
 
@@ -103,6 +107,8 @@ def test_imports_keep_to_the_floors(room: str) -> None:
         ("stoker.integrations", "from engine.core import Core"),
         ("stoker.integrations", "import stoker"),
         ("stoker.integrations", "from tests import families"),
+        ("stoker.integrations", "from stoker.benchmarks import report"),
+        ("stoker.examples", "from stoker.benchmarks import report"),
     ],
 )
 def test_the_check_finds_a_forbidden_import(package: str, statement: str) -> None:
@@ -138,7 +144,7 @@ def test_the_installed_room_is_the_repository_s(room: str) -> None:
     spec = importlib.util.find_spec(f"stoker.{room}")
     assert spec is not None and spec.submodule_search_locations
     installed = room_files(Path(next(iter(spec.submodule_search_locations))))
-    assert "py.typed" in installed
+    assert ("py.typed" in installed) == (room not in PROGRAMS)
     assert installed == room_files(ROOT / room)
 
 

@@ -6,7 +6,6 @@ import math
 import re
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards,
 from stoker.integrations.transformers import generate_batch
 from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "ppo.py"
 # Rows that end early, that have holes (a tool's answer), one token, and none at all.
 MASK = torch.tensor(
     [[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
@@ -134,8 +132,8 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 
 def run_example(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["ppo", *arguments])
+    runpy.run_module("stoker.examples.ppo", run_name="__main__")
 
 
 def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

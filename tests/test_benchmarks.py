@@ -1,0 +1,42 @@
+"""The benchmarks at their smallest: they run, write what they promise, and are all found by the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stoker.integrations.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(tmp_path: Path, name: str, *flags: str) -> dict:
+    """What ``stoker bench NAME --quick`` writes to its one JSON file."""
+    assert main(["bench", name, "--quick", "--output", str(tmp_path), *flags]) == 0
+    (path,) = tmp_path.glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_rollouts_against_their_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(tmp_path, "rollout", "--only", "toy", "--peers", "generate")
+    (rollout,) = results["rollouts"]
+    assert rollout["gate"]["max_abs_diff"] < rollout["gate"]["limit"]
+    assert set(rollout["engines"]) == {"stoker", "generate"}
+    assert all(0 < engine["of_ceiling"] < 1 for engine in rollout["engines"].values())
+    assert list(tmp_path.glob("*.png"))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rollouts"][0]["x_generate"] > 0
+
+
+def test_the_command_knows_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (ROOT / "benchmarks").glob("*.py"):
+        if '__name__ == "__main__"' in file.read_text():
+            assert main(["bench", file.stem, "--help"]) == 0
+            assert f"stoker bench {file.stem}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_an_unknown_program_is_refused_with_those_there_are(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "nothing"]) == 2
+    assert "choose from" in capsys.readouterr().err
