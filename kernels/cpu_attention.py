@@ -19,6 +19,7 @@ from stoker.kernels.reference.attention import AttentionPlan, Visibility
 
 _LEAST_SAVED = 0.2  # of all keys: below it, two calls and a merge cost more than they save
 _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they are not worth it
+_LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
 _PLAIN = Visibility()
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -68,8 +69,7 @@ def plan_attention(
         num_steps=num_steps,
         deterministic=deterministic,
     )
-    # Where the reference holds what it gathered, there is little left to save.
-    decode = all(n == 1 for n in query_lens) and not plain.hold and not deterministic
+    decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES and not deterministic
     return CpuPlan(plain, _find_shared(key_lens, block_tables, block_size) if decode else None)
 
 
@@ -172,13 +172,28 @@ def _keys(plan: CpuPlan, shared: _Shared, key_cache: Tensor, value_cache: Tensor
     """Shared keys and values [G, H, P, D], and the rows' own [R, H, S, D]; zeros where a row has none."""
     rows, block_size = len(shared.start), key_cache.shape[1]
     length = shared.suffix_table.shape[0] // rows * block_size
-    # What no one has written may be NaN. The null block, all that padded rows read, never is.
-    empty = plan.plain.once(
-        "unwritten", lambda: _unwritten(plan, shared, length)[:, shared.written :, None, None].contiguous()
-    )
-    caches = (key_cache, value_cache)
-    prefix = [c.index_select(0, shared.prefix_table).view(shared.groups, -1, *c.shape[2:]) for c in caches]
-    own = [c.index_select(0, shared.suffix_table).view(rows, length, *c.shape[2:]) for c in caches]
-    for gathered in own:
-        gathered[:, shared.written :].masked_fill_(empty, 0.0)
-    return tuple(t.transpose(1, 2) for t in (*prefix, *own))
+    caches, which = (key_cache, value_cache), ("own", key_cache.data_ptr())
+
+    def newest() -> tuple[Tensor, Tensor]:
+        last = (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)[:, None]
+        slots = shared.suffix_table.view(rows, -1).gather(1, last // block_size) * block_size + last % block_size
+        return slots[:, 0], torch.arange(rows) * length + last[:, 0]
+
+    if which in plan.plain.held:
+        prefix_key, prefix_value, key, value = plan.plain.held[which]
+        slots, at = plan.plain.once("newest", newest)
+        for cache, kept in ((key_cache, key), (value_cache, value)):
+            kept.flatten(0, 1).index_copy_(0, at, cache.flatten(0, 1).index_select(0, slots))
+    else:
+        # What no one has written may be NaN. The null block, all that padded rows read, never is.
+        empty = plan.plain.once(
+            "unwritten", lambda: _unwritten(plan, shared, length)[:, shared.written :, None, None].contiguous()
+        )
+        prefix_key, prefix_value = (
+            c.index_select(0, shared.prefix_table).view(shared.groups, -1, *c.shape[2:]) for c in caches
+        )
+        key, value = (c.index_select(0, shared.suffix_table).view(rows, length, *c.shape[2:]) for c in caches)
+        for gathered in (key, value):
+            gathered[:, shared.written :].masked_fill_(empty, 0.0)
+        plan.plain.keep(which, (prefix_key, prefix_value, key, value))
+    return tuple(t.transpose(1, 2) for t in (prefix_key, prefix_value, key, value))

@@ -195,8 +195,12 @@ def test_every_query_sees_its_own_keys(
 @pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
 @pytest.mark.parametrize("padded_rows", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-def test_a_decode_window_advances_in_place(shape: Shape, padded_rows: int, gather_tokens: int) -> None:
+@pytest.mark.parametrize("hold_bytes", [0, 2500, 2**30])  # nothing, some of what is gathered, all of it
+def test_a_decode_window_advances_in_place(
+    shape: Shape, padded_rows: int, gather_tokens: int, hold_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two layers take turns, as in a model."""
+    monkeypatch.setattr(attention, "_HOLD_BYTES", hold_bytes)
     history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
     layers = [Rows(shape, history, new, num_steps=6, padded_rows=padded_rows) for _ in range(2)]
     layers[1].take_blocks_of(layers[0])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stoker.kernels.ops import CPU, REFERENCE
+from stoker.kernels.reference import attention
 from stoker.kernels.reference.attention import Visibility
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -38,7 +39,11 @@ def make_step(block_size: int, groups: list[tuple[int, int, list[int]]], padded:
 
 
 def plans(key_lens, tables, seq_lens, block_size, steps):
-    arguments = {"block_size": block_size, "token_bytes": 2**20, "num_steps": steps}  # so large that nothing is held
+    arguments = {
+        "block_size": block_size,
+        "token_bytes": 2**20,
+        "num_steps": steps,
+    }  # so large that groups are looked for
     ones = [1] * len(key_lens)
     return [ops.plan_attention(ones, key_lens, tables, seq_lens, **arguments) for ops in (CPU, REFERENCE)]
 
@@ -54,7 +59,9 @@ def plans(key_lens, tables, seq_lens, block_size, steps):
     ],
 )
 @pytest.mark.parametrize("padded", [0, 3])
-def test_shared_beginnings_change_nothing(block_size, groups, padded):
+@pytest.mark.parametrize("hold_bytes", [0, 2**30])
+def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes, monkeypatch):
+    monkeypatch.setattr(attention, "_HOLD_BYTES", hold_bytes)
     key_lens, tables, seq_lens, (key, value), steps = make_step(block_size, groups, padded)
     mine, reference = plans(key_lens, tables, seq_lens, block_size, steps)
     if block_size == 16:
@@ -70,6 +77,7 @@ def test_shared_beginnings_change_nothing(block_size, groups, padded):
         expected = REFERENCE.paged_attention(query, key, value, reference, **options)
         torch.testing.assert_close(found[: len(key_lens)], expected[: len(key_lens)], rtol=1e-5, atol=1e-6)
         assert found.isfinite().all()
+    assert bool(mine.plain.held) == (hold_bytes > 0 and (mine.shared is not None or bool(mine.plain.decodes)))
 
 
 @pytest.mark.parametrize(

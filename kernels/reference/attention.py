@@ -21,8 +21,8 @@ _T = TypeVar("_T")
 NEG_INF = float("-inf")
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
 _GATHER_BYTES = 8 * 2**20
-# Where a layer's keys and values are this few they are gathered once a decode window, and each step adds its own.
-_HOLD_BYTES = 4 * 2**20
+# So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
+_HOLD_BYTES = 256 * 2**20
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
@@ -69,7 +69,7 @@ class _Chunk:
     table: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionPlan:
     """What every layer of a step does alike. ``seq_lens`` advances in place between the steps of a decode window."""
 
@@ -78,11 +78,18 @@ class AttentionPlan:
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
     hold: bool  # keep what a step gathers for the steps after it
-    held: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    held: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
+    _held_bytes: int = 0
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
         self._masks.clear()
+
+    def keep(self, which: object, tensors: tuple[Tensor, ...]) -> None:
+        """Hold what was gathered, unless too much is held already."""
+        size = self._held_bytes + sum(t.nbytes for t in tensors)
+        if self.hold and size <= _HOLD_BYTES:
+            self.held[which], self._held_bytes = tensors, size
 
     def last_key(self, d: _Decode) -> Tensor:
         """Position of each row's newest key, int64 [r, 1]."""
@@ -120,9 +127,8 @@ def plan_attention(
     if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= most:
         table = block_tables[:, : -(-longest // block_size)]
         written = min(key_lens) if len(key_lens) == len(seq_lens) else 1
-        hold = num_steps > 1 and table.numel() * block_size * token_bytes <= _HOLD_BYTES
         piece = _Decode(None, table.reshape(-1), table.shape[1], written)
-        return AttentionPlan([piece], [], seq_lens, block_size, hold)
+        return AttentionPlan([piece], [], seq_lens, block_size, hold=num_steps > 1)
     starts, start = [], 0
     for n in query_lens:
         starts.append(start)
@@ -152,7 +158,7 @@ def plan_attention(
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
-    return AttentionPlan(decodes, chunks, seq_lens, block_size, hold=False)
+    return AttentionPlan(decodes, chunks, seq_lens, block_size, hold=num_steps > 1)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -263,12 +269,12 @@ def _decode_keys(
     which = (number, key_cache.data_ptr())
     if which in plan.held:
         slots, at = plan.once((number, "newest"), newest)
-        for cache, kept in zip((key_cache, value_cache), plan.held[which], strict=True):
+        key, value = plan.held[which]
+        for cache, kept in ((key_cache, key), (value_cache, value)):
             kept.flatten(0, 1).index_copy_(0, at, cache.flatten(0, 1).index_select(0, slots))
-        return plan.held[which]
+        return key, value
     found = gather(key_cache), gather(value_cache)
-    if plan.hold:
-        plan.held[which] = found
+    plan.keep(which, found)
     return found
 
 
