@@ -188,8 +188,9 @@ class Scheduler:
         if math.isnan(logprob):
             request.finish_reason = "error"
             request.error = RequestFailedError(
-                f"the model gave NaN logits at position {request.total} under weight version {self.weight_version}: "
-                "check the weights and the learning rate; the engine and its other requests go on"
+                f"the model gave NaN logits at position {request.total} under weight version {self.weight_version}, in "
+                f"step {step + 1} of a plan of {len(sampled.logprobs[step])} rows: check the weights and the learning rate; "
+                "the engine and its other requests go on"
             )
             done = True
         else:
