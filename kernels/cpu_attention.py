@@ -70,10 +70,10 @@ def plan_attention(
         deterministic=deterministic,
     )
     decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES and not deterministic
-    return CpuPlan(plain, _find_shared(key_lens, block_tables, block_size) if decode else None)
+    return CpuPlan(plain, _find_shared(key_lens, block_tables, block_size, num_steps) if decode else None)
 
 
-def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int) -> _Shared | None:
+def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int, num_steps: int) -> _Shared | None:
     tables = block_tables.tolist()
     by_first: dict[int, list[int]] = {}
     for row in range(len(key_lens)):
@@ -100,7 +100,7 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int)
         for index, row in enumerate(rows):
             own[row], place[row] = blocks, number * largest + index
     start = torch.tensor(own)
-    most = max(block_tables.shape[1] - blocks for blocks in lengths)
+    most = max(-(-(n + num_steps - 1) // block_size) - own[row] for row, n in enumerate(key_lens))
     at = (start[:, None] + torch.arange(most)).clamp(max=block_tables.shape[1] - 1)
     # Padded with a block that is written, for unwritten keys may be NaN.
     firsts = [tables[rows[0]] for rows in groups]
