@@ -61,13 +61,15 @@ def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """block_m: queries (rows, heads) of a tile; block_n: keys of a tile; programs: grid of a persistent kernel."""
+    """block_m: queries (rows, heads) of a tile; block_n: keys of a tile; programs: grid of a persistent kernel;
+    registers: the most a thread may take, so that all of these programs are resident at once."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     programs: int
+    registers: int
 
 
 def launch_config(
@@ -85,7 +87,7 @@ def launch_config(
         if itemsize == 4:  # plain fp32 has no tensor cores, and twice the registers
             block_m = 32 if wide <= 64 else 16
         block_n = max(16, min(fits, 64))
-        return LaunchConfig(block_m, block_n, 8 if wide > 64 and itemsize == 2 else 4, _NUM_STAGES, 0)
+        return LaunchConfig(block_m, block_n, 8 if wide > 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
     most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
     block_m = min(max(16, triton.next_power_of_2(queries)), most)
     block_n = max(16, min(fits, 64))
@@ -93,7 +95,9 @@ def launch_config(
     # What compiled kernels take of an SM's 64K registers and 227 KiB, roughly; a program more than fits would run last, alone.
     by_registers = 1 if num_warps == 8 else 3 if wide <= 128 else 2
     by_memory = _SHARED_BYTES // (2 * block_n * row_bytes + 2 * block_m * key_dim * itemsize)
-    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, num_sms * max(1, min(by_registers, by_memory)))
+    resident = max(1, min(by_registers, by_memory))
+    registers = min(255, 65536 // (resident * num_warps * 32) // 8 * 8)
+    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, num_sms * resident, registers)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -270,6 +274,7 @@ class _Launch:
             WITH_LSE=lse is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            maxnreg=config.registers,
         )
 
     def prefill(self, out: Tensor, lse: Tensor | None) -> None:

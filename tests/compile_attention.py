@@ -39,7 +39,7 @@ class Recorder:
 
 
 def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
-    options = {name: given.pop(name) for name in ("num_warps", "num_stages") if name in given}
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
     signature, constants, aligned = {}, {}, {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = given[name]
