@@ -181,7 +181,7 @@ def _info(args: argparse.Namespace) -> int:
 
     for package in ("stoker", "torch", "triton", "transformers", "trl", "peft", "accelerate"):
         try:
-            found = version(package)
+            found = version(package) if package != "torch" else torch.__version__  # which names the build
         except PackageNotFoundError:
             found = "not installed"
         print(f"{package:13}{found}")
