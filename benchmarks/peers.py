@@ -28,6 +28,7 @@ class Peer(ABC):
     name: str
     settings: dict[str, Any]
     repeats: int | None = None  # fewer than the scenario's, for one that takes long
+    module: str | None = None  # a package that need not be installed
 
     @abstractmethod
     def rollout(self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import random
 import statistics
 import sys
@@ -22,11 +23,14 @@ import torch
 import transformers
 
 from stoker.benchmarks import ceilings, gate, overhead, report
+from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-PEERS: dict[str, type[Peer]] = {p.name: p for p in (Generate, GenerateBatchAsCalled, GenerateBatchTuned)}
+PEERS: dict[str, type[Peer]] = {
+    p.name: p for p in (Generate, GenerateBatchAsCalled, GenerateBatchTuned, Vllm, LMDeploy)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +150,23 @@ def race(
     engines: dict[str, dict[str, Any]] = {stoker.name: {"settings": stoker.settings, "seconds": []}}
     with ExitStack() as stack:
         for name in peer_names:
-            peer = PEERS[name](scenario.spec, work, device, dtype)
-            stack.callback(peer.close)
-            engines[name] = {"settings": peer.settings}
+            module = PEERS[name].module
+            if module is not None and importlib.util.find_spec(module) is None:
+                engines[name] = {"settings": {}, "skipped": f"{module} is not installed"}
+                continue
+            engines[name] = {"settings": {}}
             try:
+                peer = PEERS[name](scenario.spec, work, device, dtype)
+                stack.callback(peer.close)
+                engines[name]["settings"] = peer.settings
                 with running(peer):
                     peer.warm_up(work.draw(vocab, -1), work.lengths, scenario.peer_limit_s)
             except TooSlowError as error:
                 engines[name]["skipped"] = str(error)
+            except Exception as error:  # of a package that may not fit this torch or transformers
+                if module is None:
+                    raise
+                engines[name]["skipped"] = f"{type(error).__name__}: {error}"[:300]
             else:
                 peers[name], engines[name]["seconds"] = peer, []
         start = time.perf_counter()

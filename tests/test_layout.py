@@ -35,7 +35,7 @@ OUTSIDE = {
     "weight_sync": CORE,
     "rollout": CORE,
     "integrations": EVERYTHING,
-    "benchmarks": EVERYTHING | {"matplotlib"},
+    "benchmarks": EVERYTHING | {"matplotlib", "tokenizers", "vllm", "lmdeploy"},  # the last two where they are there
     "examples": EVERYTHING | {"matplotlib", "tokenizers"},
 }
 
