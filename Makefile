@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 ROOMS := rollout engine weight_sync kernels integrations
 PROGRAMS := benchmarks examples
 MYPY_PACKAGES := $(ROOMS:%=-p stoker.%)
+# Of `make gpu`: with its tests, about 4 minutes, this one stays below 9. The others take a few minutes each.
+BENCHMARKS ?= rollout
 
 # Written when the dependencies are in place, so an interrupted install is taken up again.
 DEPENDENCIES := $(VENV)/.dependencies
@@ -26,7 +28,8 @@ help:
 	@echo "make bench         the benchmarks (ARGS: more flags)"
 	@echo "make lint          ruff and mypy"
 	@echo "make docs          the documentation, into outputs/docs"
-	@echo "make gpu OUT=DIR   GPU tests, then the benchmarks, on a CUDA host with torch; results in DIR"
+	@echo "make gpu OUT=DIR   GPU tests, then the benchmark of rollouts, on a CUDA host with torch; results in DIR"
+	@echo "                   (BENCHMARKS='rollout scoring lora': more of them; ARGS='-k nothing': no tests)"
 	@echo "make clean         remove the environment, the caches and what builds left"
 	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
 
@@ -69,9 +72,8 @@ gpu:
 	      | tee -a "$(OUT)/gpu-tests.log" || failed=1; \
 	    workers=""; \
 	  done; \
-	  $(PYTHON) -P -m stoker.benchmarks.rollout --device cuda --output "$(OUT)" || failed=1; \
-	  for batch in 1 64 256; do \
-	    $(PYTHON) -P -m stoker.benchmarks.step_profile --device cuda --batch $$batch --context 512 --output "$(OUT)" || failed=1; \
+	  for benchmark in $(BENCHMARKS); do \
+	    $(PYTHON) -P -m stoker.benchmarks.$$benchmark --device cuda --output "$(OUT)" || failed=1; \
 	  done; \
 	  exit $$failed
 

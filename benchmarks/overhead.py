@@ -137,6 +137,16 @@ def step_percentiles(times: StepTimes, slots: int) -> dict[str, float]:
     }
 
 
+def running(times: StepTimes) -> dict[str, list[float]]:
+    """Requests at work against time: how the batch empties. One point a plan."""
+    seconds, rows, elapsed = [], [], 0.0
+    for step in times.steps:
+        seconds.append(round(elapsed, 6))
+        rows.append(step.rows)
+        elapsed += step.total
+    return {"seconds": [*seconds, round(elapsed, 6)], "rows": [*rows, 0]}
+
+
 def growth(engine: RolloutEngine, prompt: Callable[[int], list[int]], rows: int, long: int, rounds: int) -> dict:
     """Host time of a decode plan after few and many finished requests, and at short and long sequences.
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from stoker.benchmarks import plots
+
 FOLDER = Path("outputs/benchmarks")  # where results go if no other folder is named
 
 
@@ -61,7 +63,7 @@ def write(results: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{results['environment']['device']}-{stamp}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is not None:
-        plot(results, path.with_suffix(".png"))
+        plots.draw(results, path.with_suffix(".png"))
     return path
 
 
@@ -103,6 +105,8 @@ def table(results: dict[str, Any]) -> str:
             f"  update_weights {kept['update_weights_ms']:.3f} ms; sleep {kept['sleep_ms']:.1f} ms gives back "
             f"{kept['given_back_bytes'] / 2**20:.0f} MiB of a {kept['kv_cache_bytes'] / 2**20:.0f} MiB KV cache; "
             f"wake_up {kept['wake_ms']:.1f} ms",
+            f"  prefill alone: {run['prefill']['tokens_per_s']:.0f} tok/s, {run['prefill']['of_ceiling']:.0%} of its ceiling; "
+            f"of a cycle wake_up, update_weights, rollout, sleep {run['cycle']['not_rollout']:.1%} is not the rollout",
         ]
     if "growth" in results:
         g = results["growth"]
@@ -119,7 +123,52 @@ def table(results: dict[str, Any]) -> str:
             f"{p['of_ceiling']:12.1%}  {p['model']}{', deterministic' if p['deterministic'] else ''}"
             for p in results["sweep"]
         ]
+    for p in results.get("profiles", []):
+        parts = ", ".join(f"{part} {us / p['step_us']:.0%}" for part, us in p["parts_us"].items())
+        lines.append(f"  {p['model']}, {p['batch']} x {p['context']}, a decode step under the profiler: {parts}")
+    for model, s in results.get("start_up", {}).items():
+        lines.append(f"  {model}: first token of a new process after {s['cold_s']:.1f} s, then {s['warm_s']:.1f} s")
+    for name, wanted, found in targets(results):
+        verdict = "not measured" if found is None else f"{found:.3g}, {'reached' if found >= wanted else 'MISSED'}"
+        lines.append(f"  target {name}: at least {wanted:g}; {verdict}")
     return "\n".join(lines)
+
+
+def targets(results: dict[str, Any]) -> list[tuple[str, float, float | None]]:
+    """What the project wants of one H200, and what this run found: (what, at least, found). Empty on a CPU."""
+    if results["environment"]["device"] != "cuda" or results["configuration"]["quick"]:
+        return []
+    points = {(p["model"], p["batch"], p["context"], p["deterministic"]): p for p in results.get("sweep", [])}
+    profiles = {p["batch"]: p for p in results.get("profiles", [])}
+    starts = results.get("start_up", {}).get("llama-3.2-1b", {})
+    runs = {(r["model"]["name"], r["workload"]["name"]): r for r in results["rollouts"]}
+
+    def point(key: tuple[str, int, int, bool], field: str) -> float | None:
+        return points[key][field] if key in points else None
+
+    rows: list[tuple[str, float, float | None]] = [
+        ("1B, batch 1, context 512: tokens/s", 1000, point(("llama-3.2-1b", 1, 512, False), "tokens_per_s"))
+    ]
+    for model in ("llama-3.2-1b", "qwen2.5-7b"):
+        for batch in (64, 256, 512):
+            for context in (512, 2048):
+                share = point((model, batch, context, False), "of_ceiling")
+                rows.append((f"{model}, {batch} x {context}: of its ceiling", 0.70, share))
+    for batch in (64, 256):
+        fast, fixed = (point(("llama-3.2-1b", batch, 512, d), "tokens_per_s") for d in (False, True))
+        rows.append((f"deterministic over fast, {batch} x 512", 0.85, fixed / fast if fast and fixed else None))
+        rows.append(
+            (f"device at work, batch {batch}", 0.97, 1 - profiles[batch]["idle_share"] if batch in profiles else None)
+        )
+    long = runs.get(("llama-3.2-1b", "ii"), {}).get("engines", {})
+    rows.append(("GRPO workload ii: of its ceiling", 0.60, long["stoker"]["of_ceiling"] if long else None))
+    for peer, wanted in (("generate_batch", 5.0), ("generate_batch, tuned", 5.0), ("vllm", 1.0)):
+        rows.append((f"GRPO workload ii: times {peer}", wanted, long.get(peer, {}).get("times_stoker")))
+    for name, limit in (("cold_s", 15), ("warm_s", 3)):
+        rows.append((f"first token, {name}: {limit} s over it", 1.0, limit / starts[name] if name in starts else None))
+    captures = [ms for run in results["rollouts"] for ms in run["capture_ms"]]
+    rows.append(("graph capture: 100 ms over the slowest", 1.0, 100 / max(captures) if captures else None))
+    return rows
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -140,58 +189,3 @@ def summary(results: dict[str, Any]) -> str:
     ]
     seconds = round(results["seconds"])
     return json.dumps({"device": results["environment"]["device"], "seconds": seconds, "rollouts": runs})
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs, sweep = results["rollouts"], results.get("sweep", [])
-    swept = list(dict.fromkeys(point["model"] for point in sweep))
-    count = len(runs) + len(swept)
-    figure, panels = pyplot.subplots(1, count, figsize=(4.2 * count, 3.8), squeeze=False)
-    colours = {"stoker": "tab:blue", "generate": "tab:gray"}
-    for panel, run in zip(panels[0], runs, strict=False):
-        timed = {name: e for name, e in run["engines"].items() if "skipped" not in e}
-        tokens = run["workload"]["completion_tokens"]
-        middle = [e["tokens_per_s"] for e in timed.values()]
-        spread = [
-            [e["tokens_per_s"] - tokens / max(e["seconds"]) for e in timed.values()],
-            [tokens / min(e["seconds"]) - e["tokens_per_s"] for e in timed.values()],
-        ]
-        bars = panel.bar(
-            list(timed), middle, yerr=spread, capsize=4, color=[colours.get(name, "tab:olive") for name in timed]
-        )
-        labels = [f"{e['tokens_per_s']:.0f}\n{e['of_ceiling']:.0%} of ceiling" for e in timed.values()]
-        panel.bar_label(bars, labels, padding=3, fontsize=7)
-        panel.margins(y=0.2)
-        panel.set_title(f"{run['model']['name']}, workload {run['workload']['name']}", fontsize=9)
-        panel.set_ylabel("completion tokens / s")
-    for panel, model in zip(panels[0][len(runs) :], swept, strict=True):
-        _roofline(panel, [point for point in sweep if point["model"] == model])
-        panel.set_title(f"{model}, decode", fontsize=9)
-    env = results["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
-    figure.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _roofline(panel: Any, points: list[dict[str, Any]]) -> None:
-    """Tokens/s against batch, and what this run's ceiling allows."""
-    kinds = dict.fromkeys((p["context"], p["deterministic"]) for p in points)
-    for number, (context, deterministic) in enumerate(kinds):
-        mine = [p for p in points if (p["context"], p["deterministic"]) == (context, deterministic)]
-        batches, label = [p["batch"] for p in mine], f"context {context}{', deterministic' if deterministic else ''}"
-        panel.plot(batches, [p["tokens_per_s"] for p in mine], "o-", color=f"C{number}", label=label)
-        if not deterministic:
-            best = [p["batch"] / p["ceiling_ms"] * 1e3 for p in mine]
-            panel.plot(batches, best, "--", color=f"C{number}", alpha=0.6, label="its ceiling")
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.set_xlabel("sequences")
-    panel.set_ylabel("tokens / s")
-    panel.legend(fontsize=7)

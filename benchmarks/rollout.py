@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.benchmarks import ceilings, gate, overhead, report
+from stoker.benchmarks import ceilings, gate, overhead, phases, report, step_profile
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
@@ -64,9 +64,10 @@ SCENARIOS = {
         Scenario(spec=SMALL, workload=_QUICK, repeats=1),
     ),
     ("cuda", False): (
-        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=60, peer_limit_s=40),
-        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=2, budget_s=40, peer_limit_s=20),
-        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=3, budget_s=60, peer_limit_s=40),
+        # With what is measured besides, about 5 minutes in all.
+        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=40, peer_limit_s=20),
+        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=2, budget_s=30, peer_limit_s=20),
+        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=3, budget_s=40, peer_limit_s=20),
     ),
     ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, budget_s=30, peer_limit_s=30),),
 }
@@ -134,7 +135,9 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
         "capture_ms": capture_ms,
         "shuffled": _shuffled(stoker, scenario, device, median[stoker.name]),
         **_steps(stoker, work, vocab),
-        "maintenance": maintenance(stoker.engine, device),
+        "prefill": phases.prefill(stoker.engine, ceiling, work, vocab),
+        "cycle": phases.cycle(stoker.engine, work, vocab, device),
+        "maintenance": phases.maintenance(stoker.engine, device),
         "stats": asdict(stoker.engine.stats()),
     }
     stoker.close()
@@ -210,46 +213,10 @@ def _steps(stoker: Stoker, work: Workload, vocab: int) -> dict[str, Any]:
         stoker.rollout(prompts, [33] * len(prompts))
     return {
         "steps": overhead.step_percentiles(whole, work.slots),
+        "running": overhead.running(whole),
         "step_us_rows": len(prompts),
         "step_us": overhead.breakdown(full, len(prompts)),
     }
-
-
-def maintenance(engine: RolloutEngine, device: str, rounds: int = 50) -> dict[str, float]:
-    """What a trainer calls between rollouts: medians in milliseconds, and the memory that sleeping gives back."""
-
-    def milliseconds(call: Any) -> float:
-        ceilings.synchronize(device)
-        start = time.perf_counter()
-        call()
-        ceilings.synchronize(device)
-        return (time.perf_counter() - start) * 1e3
-
-    update = statistics.median(milliseconds(engine.update_weights) for _ in range(rounds))
-    kv_cache_bytes = engine.stats().kv_cache_bytes
-    # Only the first time: a cache that was woken and not used yet may hold no page of physical memory.
-    before = _used_memory(device)
-    sleeps = [milliseconds(engine.sleep)]
-    given_back = before - _used_memory(device)
-    wakes = [milliseconds(engine.wake_up)]
-    for _ in range(4):
-        sleeps.append(milliseconds(engine.sleep))
-        wakes.append(milliseconds(engine.wake_up))
-    return {
-        "update_weights_ms": update,
-        "kv_cache_bytes": kv_cache_bytes,
-        "sleep_ms": statistics.median(sleeps),
-        "wake_ms": statistics.median(wakes),
-        "given_back_bytes": given_back,
-    }
-
-
-def _used_memory(device: str) -> int:
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def growth(device: str, quick: bool) -> dict[str, Any]:
@@ -343,12 +310,25 @@ def main() -> int:
         return 1
     results["growth"] = growth(args.device, args.quick)
     if args.device == "cuda" and not args.quick:
-        batches, contexts = (1, 16, 64, 256, 512), (512, 2048)
+        batches, contexts = (1, 16, 64, 256, 512), (512, 2048, 8192)
         results["sweep"] = [
-            *sweep(LLAMA_1B, "cuda", batches, contexts, 45),
+            *sweep(LLAMA_1B, "cuda", batches, contexts, 35),
             *sweep(LLAMA_1B, "cuda", (64, 256), (512,), 15, deterministic=True),
-            *sweep(QWEN_7B, "cuda", batches, contexts, 60),
+            *sweep(QWEN_7B, "cuda", batches, contexts, 40),
         ]
+    if not args.quick:
+        profiled = (
+            ((LLAMA_1B, (1, 64, 256), 512),) if args.device == "cuda" else ((TOY, (64,), 128), (SMALL, (64,), 128))
+        )
+        results["profiles"] = [
+            step_profile.measure(spec.name, args.device, batch, context, steps=64)
+            for spec, batches, context in profiled
+            if args.only in spec.name
+            for batch in batches
+        ]
+        results["start_up"] = {
+            spec.name: phases.start_up(spec.name, args.device) for spec, _, _ in profiled if args.only in spec.name
+        }
     results["seconds"] = time.perf_counter() - start
     path = report.write(results, args.output)
     print(report.table(results))

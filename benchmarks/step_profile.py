@@ -1,7 +1,7 @@
 """Where a decode step's time goes: kernels by kind, gaps between them, host: ``python -m stoker.benchmarks.step_profile``.
 
-On CUDA the kernels of replayed graphs are attributed by their names, and what is left of the time is gaps: the device idle,
-within a step and between windows. On a CPU the operations themselves are attributed. Prints a table and one JSON line.
+On CUDA the kernels of replayed graphs are attributed by their names, and what is left of the time is the device idle: gaps
+between kernels within a window, and waits between windows. On a CPU the operations themselves are attributed. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(word in lower for word in words)), "other")
 
 
+_WAIT_US = 20.0  # a longer gap is no gap between kernels of a graph: the device had nothing to do
+
+
 def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Microseconds by kind, and of gaps, from (name, start, end) of work that does not overlap much."""
+    """Microseconds by kind, and of gaps and waits, from (name, start, end) of work that does not overlap much."""
     total: Counter[str] = Counter()
     end_of_last: float | None = None
     for name, start, end in sorted(spans, key=lambda span: span[1]):
         if end_of_last is not None and start > end_of_last:
-            total["gaps"] += start - end_of_last  # type: ignore[assignment]
+            gap = start - end_of_last
+            total["waits" if gap > _WAIT_US else "gaps"] += gap  # type: ignore[assignment]
         total[kind_of(name)] += end - start  # type: ignore[assignment]
         end_of_last = end if end_of_last is None else max(end, end_of_last)
     return dict(total)
@@ -84,7 +88,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
         parts = Counter[str]()
         for event in events:
             parts[kind_of(event.name)] += event.self_cpu_time_total
-        parts["gaps"] = max(0.0, wall * 1e6 - sum(parts.values()))  # Python
+        parts["host"] = max(0.0, wall * 1e6 - sum(parts.values()))  # Python
     best = ceiling.step_s(batch, batch * (context + steps // 2))
     return {
         "model": name,
@@ -96,7 +100,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
         "ceiling_us": best * 1e6,
         "of_ceiling": best * done / wall,
         "parts_us": {part: us / done for part, us in sorted(parts.items(), key=lambda p: -p[1])},
-        "idle_share": parts.get("gaps", 0.0) * 1e-6 / wall,
+        "idle_share": parts.get("waits" if device == "cuda" else "host", 0.0) * 1e-6 / wall,
         "kernels_per_step": len(events) / done,
     }
 
