@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights
@@ -75,7 +76,7 @@ class LoraLayers:
                 raise UnsupportedModelError(
                     f"adapter {name!r} targets {path}, which the model does not have: it is for another base"
                 )
-            if type(module) is not nn.Linear:
+            if type(module) not in (nn.Linear, QuantisedLinear):
                 raise UnsupportedModelError(
                     f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers take adapters, "
                     "leave it out of target_modules, or merge the adapter"
@@ -153,9 +154,12 @@ class LoraLayers:
 
     def _gain(self, path: str, weights: LoraWeights, magnitude: Tensor) -> Tensor:
         """DoRA's magnitude over the norm of the adapted rows; fp32 [N]. Holds until a weight changes."""
-        base: Any = self._modules[path].weight
-        adapted = base.float() + weights.scale * (weights.b.float() @ weights.a.float())
-        gain: Tensor = magnitude.detach().float().flatten() / adapted.norm(dim=1)
+        module: Any = self._modules[path]
+        if isinstance(module, QuantisedLinear):
+            norms = module.adapted_norms(weights.scale, weights.b, weights.a)
+        else:
+            norms = (module.weight.float() + weights.scale * (weights.b.float() @ weights.a.float())).norm(dim=1)
+        gain: Tensor = magnitude.detach().float().flatten() / norms
         return gain
 
     def _after_linear(self, table: LoraTable, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:

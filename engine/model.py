@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
+from stoker.engine.quantised import take_over_quantised
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
@@ -150,6 +151,7 @@ class ModelShell:
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
         which no name covers, are taken from ``modules``, the model's by name.
         """
+        take_over_quantised(self.module, modules)
         own = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         wanted = own | buffers

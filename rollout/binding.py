@@ -201,6 +201,11 @@ class ModelBinding:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
         if self.moved():
             self.refresh()
+        if getattr(self.source.module, "quantization_method", None) is not None:
+            raise UnsupportedModelError(
+                "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
+                "itself, and call update_weights() without an argument"
+            )
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
             weights = self._load(os.fspath(weights))
         return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)

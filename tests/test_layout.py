@@ -31,7 +31,8 @@ EXTRAS = [group for group in PROJECT["optional-dependencies"] if group not in ("
 EVERYTHING = CORE.union(*(import_names(PROJECT["optional-dependencies"][group]) for group in EXTRAS))
 OUTSIDE = {
     "kernels": {"torch", "triton"},
-    "engine": CORE | {"cuda"},  # cuda.bindings comes with torch's CUDA builds
+    "engine": CORE
+    | {"cuda", "bitsandbytes"},  # cuda.bindings comes with torch's CUDA builds, the other with a model's layers
     "weight_sync": CORE,
     "rollout": CORE,
     "integrations": EVERYTHING,

@@ -35,7 +35,8 @@ class AliasedSource:
         self._sums: list[int] | None = None
         sizes: dict[torch.dtype, int] = {}
         for parameter in self.module.parameters():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+            if parameter.is_floating_point():  # quantised weights say nothing of what they are computed in
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
             self.device = parameter.device
         self.dtype = max(sizes, key=lambda d: sizes[d])
 

@@ -73,8 +73,12 @@ def check_model(model: nn.Module) -> None:
     module: Any = unwrap(model)
     what = type(module).__name__
     check_adapters(module)
-    if getattr(module, "quantization_method", None) is not None:
-        raise UnsupportedModelError(f"{what} is quantised ({module.quantization_method}), which is not supported yet")
+    method = getattr(module, "quantization_method", None)
+    if method is not None and str(getattr(method, "value", method)) != "bitsandbytes":
+        raise UnsupportedModelError(
+            f"{what} is quantised by {getattr(method, 'value', method)}: the engine runs plain weights, and those of "
+            "bitsandbytes in 4 or 8 bits"
+        )
     named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
     units = any(is_unit(m) for _, m in walk(model))
     if not units and not any(isinstance(t, nn.Parameter) for _, t in named):
@@ -87,10 +91,10 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name} of {what} holds no data here (meta or offloaded): give a model with its parameters in "
                 "memory"
             )
-        if type(tensor.data) is not torch.Tensor:
+        if method is None and type(tensor.data) is not torch.Tensor:
             raise UnsupportedModelError(
-                f"parameter {name} of {what} is a {type(tensor.data).__name__}: quantised parameters are not supported "
-                "yet, give a model of plain parameters"
+                f"parameter {name} of {what} is a {type(tensor.data).__name__}: the engine runs plain weights, and those "
+                "of bitsandbytes in 4 or 8 bits"
             )
 
 
@@ -109,7 +113,12 @@ def source_for(
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """
     check_model(model)
+    quantised = getattr(unwrap(model), "quantization_method", None) is not None
     if is_sharded(model):
+        if quantised:
+            raise UnsupportedModelError(
+                f"{type(unwrap(model)).__name__} is quantised and sharded, which is not supported: keep it whole on each rank"
+            )
         return MirroredSource(model, dtype, device, check_finite=check_finite)
     parameters = {name: t for name, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)}
     own = {name: t.dtype for name, t in parameters.items()}
@@ -121,6 +130,11 @@ def source_for(
         )
     elsewhere = device is not None and all(d.type != device.type for d in devices) and _exists(device)
     if elsewhere or engine_dtypes(model, own, own.keys(), dtype) != own:
+        if quantised:
+            raise UnsupportedModelError(
+                f"{type(unwrap(model)).__name__} is quantised, and runs where it is as it is: leave dtype and device of "
+                "EngineConfig on 'auto'"
+            )
         return MirroredSource(model, dtype, device, check_finite=check_finite)
     return AliasedSource(model, check_finite=check_finite)
 

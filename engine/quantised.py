@@ -1,0 +1,75 @@
+"""Linear layers of a quantised base (bitsandbytes, 4 and 8 bits), run by the trainer's own modules on its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_KINDS = {"Linear4bit", "Linear8bitLt"}
+_COLUMNS = 1024  # of a weight made plain at a time
+
+
+def is_quantised(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "bitsandbytes" and type(module).__name__ in _KINDS
+
+
+class QuantisedLinear(nn.Module):
+    """Stands in for the trainer's layer in a shell, so that nothing is hung on the trainer's module itself.
+
+    It shares the trainer's parameters and state and computes what the trainer's layer does. In 4 bits by the function
+    beneath it, since on a CPU its forward packs the trainer's weights anew when it is not training.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._trainer = (module,)  # in a tuple: it is no child of this one
+        self.in_features: int = module.in_features
+        self.out_features: int = module.out_features
+        self._parameters.update(module._parameters)
+
+    @property
+    def weight(self) -> Tensor:
+        return self._trainer[0].weight  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._trainer[0].bias  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (layer,) = self._trainer
+        if type(layer).__name__ == "Linear8bitLt":
+            return layer.forward(x)  # type: ignore[no-any-return]
+        from bitsandbytes import matmul_4bit
+
+        dtype = layer.compute_dtype or x.dtype
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        out: Tensor = matmul_4bit(x.to(dtype), layer.weight.t(), bias=bias, quant_state=layer.weight.quant_state)
+        return out.to(x.dtype)
+
+    def adapted_norms(self, scale: float, b: Tensor, a: Tensor) -> Tensor:
+        """Norms of the rows of ``W + scale * b @ a``, fp32 [N], as DoRA takes them; ``W`` a few columns at a time.
+
+        The layer applied to unit vectors gives the columns, whatever the format is.
+        """
+        squares = torch.zeros(self.out_features, device=a.device)
+        for first in range(0, self.in_features, _COLUMNS):
+            count = min(_COLUMNS, self.in_features - first)
+            units = torch.zeros(count, self.in_features, device=a.device, dtype=a.dtype)
+            units[torch.arange(count), torch.arange(first, first + count)] = 1
+            columns = self.forward(units).float()
+            if self.bias is not None:
+                columns -= self.bias.float()
+            adapted = columns.T + scale * (b.float() @ a[:, first : first + count].float())
+            squares += adapted.square().sum(1)
+        return squares.sqrt()
+
+
+def take_over_quantised(shell: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Put a ``QuantisedLinear`` in place of every linear of the shell that is quantised in the model. modules: its own."""
+    for path, module in modules.items():
+        if is_quantised(module):
+            parent, _, name = path.rpartition(".")
+            setattr(shell.get_submodule(parent), name, QuantisedLinear(module))

@@ -1,0 +1,211 @@
+"""A base in 4 or 8 bits, by bitsandbytes, under adapters: the trainer's own layers on the trainer's own weights (QLoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from trl_setup import LOGPROB_TOLERANCE, build, logged
+
+from stoker.engine.quantised import QuantisedLinear
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+pytest.importorskip("peft", reason="PEFT is not installed")
+
+from peft import LoraConfig, get_peft_model
+
+FP32 = torch.float32
+KINDS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+PROMPTS = [[3, 4, 5, 6], [9, 8, 7], list(range(1, 40)), [5]]
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attention_bias=True,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+def quantised(folder: Path, kind: str) -> Any:
+    options: dict[str, Any] = dict(KINDS[kind])
+    if kind != "int8":
+        options["bnb_4bit_compute_dtype"] = FP32
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=BitsAndBytesConfig(**options), dtype=FP32
+    ).eval()
+    for module in model.modules():  # or, in evaluation on some CPUs, its forward would go over to bf16
+        module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options)
+    return get_peft_model(model, config).eval()
+
+
+def check(model: Any, batch: Any) -> None:
+    """Tokens of ``generate``, and log-probabilities of the forward, of the model as it is."""
+    for prompt, output in zip(PROMPTS, batch, strict=True):
+        (completion,) = output.completions
+        assert completion.token_ids == oracle.greedy(model, prompt, 10)
+        wanted = oracle.logprobs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def contents(model: Any) -> dict[str, tuple[int, torch.Tensor]]:
+    return {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+
+
+# In 8 bits without DoRA: on a CPU, PEFT's own second forward of it fails.
+DORA = {"use_dora": True, "use_rslora": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("nf4", {}), ("nf4", DORA), ("fp4", DORA), ("int8", {})],
+    ids=["nf4", "nf4-dora", "fp4-dora", "int8"],
+)
+def test_base_and_adapters_are_those_of_peft(folder: Path, kind: str, options: dict[str, Any]) -> None:
+    model = adapted(quantised(folder, kind), **options)
+    oracle.greedy(model, PROMPTS[0], 1)  # in 8 bits the first forward puts the weights in place
+    before = contents(model)
+    with RolloutEngine(model, config=EngineConfig(block_size=4, max_num_batched_tokens=16)) as engine:
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+        with model.disable_adapter():
+            check(model, engine.generate_batch(PROMPTS, GREEDY, adapter=None))
+        mixed = engine.generate_batch(PROMPTS * 2, GREEDY, adapter=["default", None] * 4)
+        for row, output in enumerate(mixed):
+            alone = engine.generate_batch(PROMPTS * 2, GREEDY, adapter="default" if row % 2 == 0 else None)[row]
+            assert output.completions[0].token_ids == alone.completions[0].token_ids
+        assert engine.verify_weights().ok and engine.stats().mirror_bytes == 0
+        shell = engine.core.runner.model.module
+        assert sum(isinstance(m, QuantisedLinear) for m in shell.modules()) == 14
+    for name, (address, content) in contents(model).items():
+        assert address == before[name][0] and torch.equal(content, before[name][1])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_an_optimizer_step_of_the_adapter_moves_no_byte(folder: Path, kind: str) -> None:
+    model = adapted(quantised(folder, kind), use_dora=kind == "nf4")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    with RolloutEngine(model) as engine:
+        first = engine.generate_batch(PROMPTS, GREEDY)
+        for announced in (True, False):
+            ids = torch.tensor([PROMPTS[2]])
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if announced:
+                engine.update_weights()
+                assert engine.stats().last_update_bytes == 0
+            check(model, engine.generate_batch(PROMPTS, GREEDY))
+        assert engine.weight_version == 2
+        after = engine.generate_batch(PROMPTS, GREEDY)
+        engine.sleep(level=2)
+        engine.wake_up()
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+    assert [o.completions[0].logprobs for o in first] != [o.completions[0].logprobs for o in after]
+
+
+def test_scores_are_those_of_the_forward(folder: Path) -> None:
+    model = adapted(quantised(folder, "nf4"))
+    with RolloutEngine(model) as engine:
+        batch = engine.generate_batch(PROMPTS, GREEDY)
+        for score, output in zip(engine.score(batch), batch, strict=True):
+            sampled = torch.tensor(output.completions[0].logprobs)
+            torch.testing.assert_close(score.logprobs, sampled, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:
+    model = quantised(folder, "fp4")
+    with RolloutEngine(model) as engine:
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+        weight = model.model.layers[0].mlp.up_proj.weight
+        weight.data = model.model.layers[1].mlp.up_proj.weight.data.clone()
+        weight.quant_state = model.model.layers[1].mlp.up_proj.weight.quant_state
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+        assert engine.weight_version == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"dtype": "bfloat16"}, "is quantised, and runs where it is as it is: leave dtype and device"),
+    ],
+)
+def test_what_a_quantised_base_cannot_do_is_refused(folder: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(quantised(folder, "nf4"), config=EngineConfig(**config))
+
+
+def test_weights_from_elsewhere_are_refused(folder: Path) -> None:
+    model = quantised(folder, "nf4")
+    with RolloutEngine(model) as engine:
+        before = engine.generate_batch(PROMPTS, GREEDY)
+        with pytest.raises(UnsupportedModelError, match="would have to be quantised anew"):
+            engine.update_weights(str(folder))
+        assert engine.weight_version == 0
+        after = engine.generate_batch(PROMPTS, GREEDY)
+    assert [o.completions[0].token_ids for o in before] == [o.completions[0].token_ids for o in after]
+
+
+def test_other_quantisation_is_refused_by_name(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.quantization_method = "gptq"
+    with pytest.raises(
+        UnsupportedModelError, match=r"quantised by gptq: the engine runs plain weights, and those of bitsandbytes"
+    ):
+        RolloutEngine(model)
+
+
+@pytest.fixture
+def detached() -> Iterator[list[Any]]:
+    from stoker.integrations.trl import detach
+
+    trainers: list[Any] = []
+    yield trainers
+    for trainer in trainers:
+        detach(trainer)
+
+
+def test_trl_trains_an_adapter_on_a_quantised_base(folder: Path, tmp_path: Path, detached: list[Any]) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    from stoker.integrations.trl import attach
+
+    model = quantised(folder, "nf4")
+    more = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
+    trainer = build("grpo", str(tmp_path), model=model, more=more, learning_rate=0.05)
+    detached.append(trainer)
+    attach(trainer)
+    trainer.train()
+    differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert len(differences) == 3 and max(differences) < LOGPROB_TOLERANCE
