@@ -58,9 +58,14 @@ class LoraLayers:
         widths, biases = [m.out_features for m in linears], [m.bias for m in linears]
         return Adapted(self, paths, LoraTable(widths, biases, self.num_slots, self.device))
 
-    def replaced(self, path: str, groups: Sequence[Adapted]) -> None:
-        """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these."""
-        self._fused |= {name for name in self._modules if name == path or name.startswith(f"{path}.")}
+    def replaced(self, path: str, groups: Sequence[Adapted], kept: str | None = None) -> None:
+        """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.
+
+        kept: one of them that is called as before, with all below it.
+        """
+        self._fused |= {
+            name for name in self._modules if _at_or_below(name, path) and not (kept and _at_or_below(name, kept))
+        }
         for group in groups:
             self._tables |= {linear: (group.table, index) for index, linear in enumerate(group.paths)}
 
@@ -182,6 +187,10 @@ class LoraLayers:
                 mine, functional_call(_Bare(module), {f"module.{n}": t for n, t in state.items()}, args), out
             )
         return out
+
+
+def _at_or_below(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")
 
 
 class _Bare(nn.Module):

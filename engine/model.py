@@ -23,6 +23,7 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.lora import AdapterRows
+from stoker.kernels.reference.norm_rotary import QKNorm
 
 _ATTENTION = "stoker_paged"
 _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -44,11 +45,22 @@ class StepContext:
         return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
 
     def attend_projected(
-        self, layer: int, qkv: Tensor, heads: int, kv_heads: int, norm: Any, cos_sin: Any, **options: Any
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norm: QKNorm | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        *,
+        interleaved: bool,
+        **options: Any,
     ) -> Tensor:
         """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
         caches = self.layers[layer]
-        query = self.ops.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots)
+        query = self.ops.qk_norm_rotary_write(
+            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved
+        )
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
 
@@ -139,7 +151,7 @@ class ModelShell:
         self.config: Any = self.module.config
         self.lora: LoraLayers
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
-        self.logits: Callable[[Tensor], Tensor] = self._module_logits
+        self.logits: Callable[[Tensor], Tensor] = self.module_logits
         self.refresh: Callable[[], None] = lambda: None  # brings up to date what was computed from weights or buffers
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
@@ -230,10 +242,18 @@ class ModelShell:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _module_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits of chosen rows. hidden: [R, D]. Returns [R, V] in the model's dtype."""
+    def module_logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of chosen rows, after the last norm. hidden: [R, D]. Returns [R, V] in the model's dtype."""
         logits: Tensor = self._tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
+
+    def logits_through(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """What the model's class makes of the logits of another head, ``project``: [R, D] to [R, V]."""
+        head = self.module.get_output_embeddings()
+        (name,) = (n for n, m in self.module.named_children() if m is head)
+        tail: Any = copy.copy(self._tail)
+        tail._modules = tail._modules | {name: _Head(project)}
+        return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 class _GivenHiddenStates(nn.Module):
@@ -243,6 +263,15 @@ class _GivenHiddenStates(nn.Module):
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         return self.output_type(last_hidden_state=inputs_embeds)
+
+
+class _Head(nn.Module):
+    def __init__(self, project: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.project = project
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.project(hidden[0])[None]
 
 
 def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stoker.kernels.norm_rotary import rms_norm, silu_mul, silu_times
+from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _SKINNY = 4
 _CPU_MULTIPROCESSORS = 132  # the interpreter plays the GPU these kernels are made for
@@ -32,7 +33,7 @@ def multiprocessors(device: torch.device) -> int:
 @triton.jit
 def weight_rows(columns, size, GATED: tl.constexpr):
     """The weight's row of each column of a tile. Gated: columns alternate between gate and up, which lie ``size`` apart."""
-    return (columns % 2) * size + columns // 2 if GATED else columns
+    return (columns % 2) * size + columns // 2 if GATED is not None else columns
 
 
 @triton.jit
@@ -45,6 +46,7 @@ def store_outputs(
     bias_ptr,
     residual_ptr,
     residual_stride,
+    scale,
     out_ptr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -52,20 +54,20 @@ def store_outputs(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Bias, activation and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store."""
+    """Bias, activation, scale and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store. GATED: activation, or None."""
     dtype = out_ptr.dtype.element_ty
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        inside = columns < (2 * width if GATED else width)
+        inside = columns < (2 * width if GATED is not None else width)
         total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
+    if GATED is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        total = silu_times(gate, up, dtype)
+        total = act_times(gate, up, dtype, GATED)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     inside = (rows < tokens)[:, None] & (columns < width)[None, :]
     if RESIDUAL:
         residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
-        total = total.to(dtype).to(tl.float32) + residual.to(tl.float32)
+        total = (total.to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32) + residual.to(tl.float32)
     tl.store(out_ptr + rows[:, None] * width + columns[None, :], total, mask=inside)
 
 
@@ -84,8 +86,10 @@ def _single_kernel(
     width,
     depth,
     eps,
+    scale,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -97,7 +101,7 @@ def _single_kernel(
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[:, None] * weight_stride
-    inside = (columns < (2 * width if GATED else width))[:, None]
+    inside = (columns < (2 * width if GATED is not None else width))[:, None]
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, depth, BLOCK_K):
@@ -109,7 +113,7 @@ def _single_kernel(
         x = tl.load(x_ptr + at, mask=deep, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)
+            x *= norm_factor(norm_ptr, at, deep, OFFSET)
         products += w * x[None, :]
     total = tl.sum(products, axis=1)
     if NORM:
@@ -123,6 +127,7 @@ def _single_kernel(
         bias_ptr,
         residual_ptr,
         residual_stride,
+        scale,
         out_ptr,
         BIAS,
         RESIDUAL,
@@ -147,8 +152,10 @@ def _skinny_kernel(
     width,
     depth,
     eps,
+    scale,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,7 +164,7 @@ def _skinny_kernel(
     """As ``_single_kernel`` for up to 16 tokens, the rows of one tensor-core product; the weight comes in stages."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
-    inside = (columns < (2 * width if GATED else width))[None, :]
+    inside = (columns < (2 * width if GATED is not None else width))[None, :]
     rows = tl.arange(0, 16)
     real = (rows < tokens)[:, None]
     total = tl.zeros((16, BLOCK_N), tl.float32)
@@ -170,7 +177,7 @@ def _skinny_kernel(
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            x = (wide * tl.load(norm_ptr + at, mask=deep, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+            x = (wide * norm_factor(norm_ptr, at, deep, OFFSET)[None, :]).to(x.dtype)
         total = tl.dot(x, w, total, input_precision="ieee")
     if NORM:
         total *= tl.rsqrt(tl.sum(squares, axis=1) / depth + eps)[:, None]
@@ -183,6 +190,7 @@ def _skinny_kernel(
         bias_ptr,
         residual_ptr,
         residual_stride,
+        scale,
         out_ptr,
         BIAS,
         RESIDUAL,
@@ -207,16 +215,17 @@ def _skinny(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
+    norm: Norm | None,
+    gated: Activation | None,
     residual: Tensor | None,
-    gated: bool,
+    scale: float,
 ) -> Tensor:
     tokens, depth = x.shape
     full_width = weight.shape[0]
-    width = full_width // 2 if gated else full_width
+    width = full_width if gated is None else full_width // 2
     rows, columns, stages = skinny_config(tokens, (full_width, depth), x.dtype.itemsize, multiprocessors(x.device))
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    norm_weight, eps = norm or (x, 0.0)
+    norm_weight, eps, offset = norm or (x, 0.0, False)
     kernel = _single_kernel if tokens == 1 else _skinny_kernel
     kernel[(triton.cdiv(full_width, rows),)](
         x,
@@ -232,8 +241,10 @@ def _skinny(
         width,
         depth,
         eps,
+        scale,
         BIAS=bias is not None,
         NORM=norm is not None,
+        OFFSET=offset,
         RESIDUAL=residual is not None,
         GATED=gated,
         BLOCK_N=rows,
@@ -249,21 +260,22 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
+    gated: Activation | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
-    """As the reference's: ``act(norm(x) @ weight.T + bias) + residual``. x: [T, D]; weight: [N, D]."""
+    """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
     rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
     skinny = x.shape[0] <= _SKINNY and rows_whole
     # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
     if norm is not None and (not skinny or (x.dtype == torch.float16 and x.shape[0] > 1)):
         x, norm = rms_norm(x, *norm), None
     if skinny:
-        return _skinny(x, weight, bias, norm, residual, gated)
-    if residual is not None and bias is None and not gated:
-        return torch.addmm(residual, x, weight.t())
+        return _skinny(x, weight, bias, norm, gated, residual, scale)
+    if residual is not None and bias is None and gated is None:
+        return torch.addmm(residual, x, weight.t(), alpha=scale)
     out = F.linear(x, weight, bias)
-    if gated:
-        out = silu_mul(out)
-    return out if residual is None else out.add_(residual)
+    if gated is not None:
+        out = act_mul(out, gated)
+    return out if residual is None else torch.add(residual, out, alpha=scale)

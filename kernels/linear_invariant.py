@@ -16,6 +16,7 @@ from torch import Tensor
 
 from stoker.kernels.linear import store_outputs, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 # Of the GPUs this is made for, one program on each multiprocessor or so. Constant, for what a segment is must not differ
 # from one GPU to another.
@@ -82,6 +83,7 @@ def _matmul_kernel(
     width,
     depth,
     segment_depth,
+    scale,
     SEGMENTS: tl.constexpr,
     PARALLEL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -93,7 +95,7 @@ def _matmul_kernel(
     GROUP: tl.constexpr,
 ):
     """One tile of the result, or with ``PARALLEL`` one segment of one, which goes to ``partial`` [SEGMENTS, T, N]."""
-    full_width = 2 * width if GATED else width
+    full_width = 2 * width if GATED is not None else width
     tiles_m = tl.cdiv(tokens, BLOCK_M)
     tiles_n = tl.cdiv(full_width, BLOCK_N)
     # Programs that run at the same time take GROUP tiles of rows by few tiles of columns: both are then in cache.
@@ -148,6 +150,7 @@ def _matmul_kernel(
             bias_ptr,
             residual_ptr,
             residual_stride,
+            scale,
             out_ptr,
             BIAS,
             RESIDUAL,
@@ -166,6 +169,7 @@ def _add_segments_kernel(
     residual_stride,
     tokens,
     width,
+    scale,
     SEGMENTS: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -173,7 +177,7 @@ def _add_segments_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One token and ``BLOCK_N`` columns: the segments in order, as a program that does them all would add them."""
-    full_width = 2 * width if GATED else width
+    full_width = 2 * width if GATED is not None else width
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((1, BLOCK_N), tl.float32)
@@ -189,6 +193,7 @@ def _add_segments_kernel(
         bias_ptr,
         residual_ptr,
         residual_stride,
+        scale,
         out_ptr,
         BIAS,
         RESIDUAL,
@@ -203,22 +208,29 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
+    gated: Activation | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
     config = matmul_config(weight.shape[0], weight.shape[1], x.dtype)
-    return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, residual, gated, config)
+    return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, gated, residual, scale, config)
 
 
 def _matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, c: MatmulConfig
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gated: Activation | None,
+    residual: Tensor | None,
+    scale: float,
+    c: MatmulConfig,
 ) -> Tensor:
     assert x.stride(1) == 1 and weight.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     tokens, depth = x.shape
     full_width = weight.shape[0]
-    width = full_width // 2 if gated else full_width
+    width = full_width if gated is None else full_width // 2
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(tokens, c.block_m) * triton.cdiv(full_width, c.block_n)
     parallel = c.segments > 1 and tiles < _FILLED
@@ -240,6 +252,7 @@ def _matmul(
         width,
         depth,
         c.depth,
+        scale,
         SEGMENTS=c.segments,
         PARALLEL=parallel,
         **epilogue,
@@ -260,6 +273,7 @@ def _matmul(
             residual_stride,
             tokens,
             width,
+            scale,
             SEGMENTS=c.segments,
             **epilogue,
             BLOCK_N=block,

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_SILU_BLOCK = 1024
+from stoker.kernels.reference.norm_rotary import Activation, QKNorm
+
+_ACT_BLOCK = 1024
 _HEADS_TILE = 1024  # elements of a program's heads: a 16-byte load for each thread
 
 
@@ -22,55 +24,106 @@ def _warps(elements: int) -> int:
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, dim, eps, BLOCK: tl.constexpr):
+def norm_factor(weight_ptr, at, mask, OFFSET: tl.constexpr):
+    """What a norm multiplies by, in fp32: the weight, or with ``OFFSET`` 1 + weight."""
+    weight = tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return weight + 1.0 if OFFSET else weight
+
+
+@triton.jit
+def _times_factor(normed, factor, dtype: tl.constexpr, OFFSET: tl.constexpr):
+    """Rounded to ``dtype`` before the product, or with ``OFFSET`` not; the product, in fp32, is not."""
+    return normed * factor if OFFSET else normed.to(dtype).to(tl.float32) * factor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    dim,
+    eps,
+    OFFSET: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < dim
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    normed = (x * inverse).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * dim + at, normed * weight, mask=inside)
+    dtype = out_ptr.dtype.element_ty
+    out = _times_factor(x * inverse, norm_factor(weight_ptr, at, inside, OFFSET), dtype, OFFSET)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + at, mask=inside, other=0.0)
+        out = out.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + row * dim + at, out, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference's: x [..., D], weight [D]; the weight multiplies after the cast back to the dtype of ``x``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None) -> Tensor:
+    """As the reference's. x: [..., D]; weight: [D]; residual: as ``x``."""
     dim = x.shape[-1]
-    rows = x.reshape(-1, dim)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = _rows(x)
+    residual_rows = rows if residual is None else _rows(residual)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, weight, out, rows.stride(0), dim, eps, BLOCK=triton.next_power_of_2(dim), num_warps=_warps(dim)
+        rows,
+        weight,
+        residual_rows,
+        out,
+        rows.stride(0),
+        residual_rows.stride(0),
+        dim,
+        eps,
+        OFFSET=offset,
+        RESIDUAL=residual is not None,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=_warps(dim),
     )
     return out
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[..., D] as [rows, D], each of them contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 @triton.jit
-def silu_times(gate, up, dtype: tl.constexpr):
-    """``silu(gate) * up`` in fp32, rounded to ``dtype`` where separate operations would round; the product is not."""
+def act_times(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
+    """``act(gate) * up`` in fp32, rounded to ``dtype`` where separate operations would round; the product is not."""
     gate = gate.to(dtype).to(tl.float32)
-    return (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    if ACT == "silu":
+        gate *= tl.sigmoid(gate)
+    elif ACT == "gelu_tanh":  # (1 + tanh(y)) / 2 is sigmoid(2 * y)
+        gate *= tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        tl.static_assert(ACT == "gelu")
+        gate *= 0.5 * (1.0 + tl.erf(0.7071067811865476 * gate))
+    return gate.to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, BLOCK: tl.constexpr):
+def _act_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate_ptr = gate_up_ptr + row * row_stride + at
     gate = tl.load(gate_ptr, mask=inside, other=0.0)
     up = tl.load(gate_ptr + size, mask=inside, other=0.0)
-    tl.store(out_ptr + row * size + at, silu_times(gate, up, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * size + at, act_times(gate, up, out_ptr.dtype.element_ty, ACT), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``silu(gate) * up``, [T, I]."""
+def act_mul(gate_up: Tensor, act: Activation) -> Tensor:
+    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(gate) * up``, [T, I]."""
     assert gate_up.ndim == 2 and gate_up.stride(1) == 1
     size = gate_up.shape[1] // 2
     out = torch.empty(gate_up.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _SILU_BLOCK))](
-        gate_up, out, gate_up.stride(0), size, BLOCK=_SILU_BLOCK, num_warps=4
+    _act_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _ACT_BLOCK))](
+        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=_ACT_BLOCK, num_warps=4
     )
     return out
 
@@ -102,7 +155,9 @@ def _qk_norm_rotary_write_kernel(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):
     """One token and ``HEADS`` of its heads: queries come first, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
@@ -124,21 +179,33 @@ def _qk_norm_rotary_write_kernel(
     wide = x.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
-        weight = tl.load(query_weight_ptr + at, mask=inside & is_query, other=0.0).to(tl.float32)
-        weight += tl.load(key_weight_ptr + at, mask=inside & is_key, other=0.0).to(tl.float32)
-        wide = ((wide * inverse).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        factor = tl.where(
+            is_query,
+            norm_factor(query_weight_ptr, at, inside & is_query, OFFSET),
+            norm_factor(key_weight_ptr, at, inside & is_key, OFFSET),
+        )
+        wide = _times_factor(wide * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
     if ROTARY:
         # The other half of a pair, which another thread holds, is read and normalised again: it is in cache.
         turns = at < rotated
-        low = at < rotated // 2
-        other_at = tl.where(low, at + rotated // 2, at - rotated // 2)
+        if INTERLEAVED:
+            low = at % 2 == 0
+            other_at = at ^ 1
+            angle_at = at // 2
+        else:
+            low = at < rotated // 2
+            other_at = tl.where(low, at + rotated // 2, at - rotated // 2)
+            angle_at = at
         other = tl.load(row_ptr + other_at, mask=both & turns, other=0.0).to(tl.float32)
         if NORM:
-            weight = tl.load(query_weight_ptr + other_at, mask=turns & is_query, other=0.0).to(tl.float32)
-            weight += tl.load(key_weight_ptr + other_at, mask=turns & is_key, other=0.0).to(tl.float32)
-            other = ((other * inverse).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        cos = tl.load(cos_ptr + token * cos_stride + at, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + token * sin_stride + at, mask=turns, other=0.0).to(tl.float32)
+            factor = tl.where(
+                is_query,
+                norm_factor(query_weight_ptr, other_at, turns & is_query, OFFSET),
+                norm_factor(key_weight_ptr, other_at, turns & is_key, OFFSET),
+            )
+            other = _times_factor(other * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
+        cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
         wide = wide * cos + tl.where(low, -other, other) * sin
 
     tl.store(query_ptr + (token * heads + head) * dim + at, wide, mask=is_query & inside)
@@ -150,11 +217,13 @@ def qk_norm_rotary_write(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
-    norm: tuple[Tensor, Tensor, float] | None,
+    norm: QKNorm | None,
     cos_sin: tuple[Tensor, Tensor] | None,
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """As the reference's, in one pass over the projected heads.
 
@@ -165,7 +234,7 @@ def qk_norm_rotary_write(
     assert qkv.stride(2) == 1
     assert all(c.stride(3) == 1 and c.stride(0) == c.shape[1] * c.stride(1) for c in caches)
     query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    query_weight, key_weight, eps = norm or (qkv, qkv, 0.0)
+    query_weight, key_weight, eps, offset = norm or (qkv, qkv, 0.0, False)
     cos, sin = cos_sin or (qkv, qkv)
     assert cos.stride(-1) == sin.stride(-1) == 1
     padded = triton.next_power_of_2(dim)
@@ -193,7 +262,9 @@ def qk_norm_rotary_write(
         HEADS=tile,
         DIM=padded,
         NORM=norm is not None,
+        OFFSET=offset,
         ROTARY=cos_sin is not None,
+        INTERLEAVED=interleaved,
         num_warps=4,
     )
     return query

@@ -14,6 +14,7 @@ from stoker.kernels import cpu_attention
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import attention, linear, lora, moe, norm_rotary, sampling
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
+from stoker.kernels.reference.norm_rotary import Activation
 
 _log = logging.getLogger("stoker")
 
@@ -22,8 +23,8 @@ _log = logging.getLogger("stoker")
 class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    silu_mul: Callable[[Tensor], Tensor]
+    rms_norm: Callable[..., Tensor]
+    act_mul: Callable[[Tensor, Activation], Tensor]
     linear: Callable[..., Tensor]
     lora: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
@@ -43,7 +44,7 @@ class Ops:
 
 REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
-    silu_mul=norm_rotary.silu_mul,
+    act_mul=norm_rotary.act_mul,
     linear=linear.linear,
     lora=lora.lora,
     experts=moe.experts,

@@ -14,7 +14,7 @@ __all__ = ["DETERMINISTIC", "TRITON", "unsupported"]
 TRITON = replace(
     REFERENCE,
     rms_norm=norm_rotary.rms_norm,
-    silu_mul=norm_rotary.silu_mul,
+    act_mul=norm_rotary.act_mul,
     linear=linear.linear,
     lora=lora.lora,
     experts=moe.experts,

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP, Gemma2RMSNorm
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rotary
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from stoker.kernels.reference import attention
 from stoker.kernels.reference.attention import Visibility, paged_attention, plan_attention, write_kv
-from stoker.kernels.reference.norm_rotary import qk_norm_rotary, rms_norm, rotary, silu_mul
+from stoker.kernels.reference.norm_rotary import Norm, QKNorm, act_mul, qk_norm_rotary, rms_norm, rotary
 
 # For values of about one and scores of up to ten, each a few times rounded.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -265,14 +266,20 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [(5, 48), (5, 3, 16)])
-def test_rms_norm_is_that_of_llama(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = (torch.randn(size) * 3).to(dtype)
-    module = LlamaRMSNorm(size[-1], eps=1e-5).to(dtype)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+def test_rms_norm_is_that_of_llama_and_of_gemma(kind: Any, size: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(size) * 3).to(dtype), torch.randn(size).to(dtype)
+    module = kind(size[-1], eps=1e-5).to(dtype).requires_grad_(False)
     module.weight.data = torch.randn(size[-1]).to(dtype)
-    out = rms_norm(x, module.weight, 1e-5)
+    norm = Norm(module.weight, 1e-5, offset=kind is Gemma2RMSNorm)
+    out = rms_norm(x, *norm)
     assert out.dtype == dtype
-    torch.testing.assert_close(out, module(x), rtol=1e-6, atol=0)
-    tiny = rms_norm(x * 1e-3, module.weight, 1e-2)
+    torch.testing.assert_close(out, module(x), rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 0)
+    before = residual.clone()
+    added = rms_norm(x, *norm, residual=residual)
+    torch.testing.assert_close(added, before + module(x), rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 0)
+    assert torch.equal(residual, before)
+    tiny = rms_norm(x * 1e-3, *norm._replace(eps=1e-2))
     assert tiny.abs().max() < 0.2, "eps counts"
 
 
@@ -297,19 +304,30 @@ def test_only_the_first_dimensions_rotate_where_cos_is_short() -> None:
         assert torch.equal(out[..., 6:], x[..., 6:])
 
 
+@pytest.mark.parametrize("rotated", [16, 6])
+def test_neighbours_rotate_where_pairs_are_interleaved(rotated: int) -> None:
+    q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
+    angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(rotated // 2)
+    cos, sin = (f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin))
+    wanted = interleaved_rotary(*(t.transpose(0, 1)[None] for t in (q, k)), cos[None], sin[None])
+    for x, w in zip((q, k), wanted, strict=True):
+        torch.testing.assert_close(rotary(x, cos, sin, interleaved=True), w[0].transpose(0, 1), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("normed", "rotated"), [(True, 16), (True, 6), (True, 0), (False, 16), (False, 0)])
-def test_query_and_key_are_normalised_then_rotated(normed: bool, rotated: int, dtype: torch.dtype) -> None:
-    """As Qwen3 does; with only some dimensions rotated, as GPT-NeoX does."""
+@pytest.mark.parametrize("rotated", [16, 6, 0])
+@pytest.mark.parametrize("kind", [None, LlamaRMSNorm, Gemma2RMSNorm])
+def test_query_and_key_are_normalised_then_rotated(kind: Any, rotated: int, dtype: torch.dtype) -> None:
+    """As Qwen3 and Gemma 3 do; with only some dimensions rotated, as GPT-NeoX does."""
     qkv = torch.randn(7, 4 + 2 + 2, 16, dtype=dtype) * 2
     before = qkv.clone()
     q, k, value = (t.transpose(0, 1)[None] for t in qkv.split([4, 2, 2], dim=1))
     norm = cos_sin = None
-    if normed:
-        modules = [LlamaRMSNorm(16, eps=1e-5).to(dtype) for _ in range(2)]
+    if kind is not None:
+        modules = [kind(16, eps=1e-5).to(dtype) for _ in range(2)]
         for module in modules:
             module.weight.data = torch.randn(16).to(dtype)
-        norm = (modules[0].weight, modules[1].weight, 1e-5)
+        norm = QKNorm(modules[0].weight, modules[1].weight, 1e-5, offset=kind is Gemma2RMSNorm)
         q, k = (module(t) for module, t in zip(modules, (q, k), strict=True))
     if rotated:
         angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(rotated // 2)
@@ -323,9 +341,12 @@ def test_query_and_key_are_normalised_then_rotated(normed: bool, rotated: int, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_silu_mul_is_the_middle_of_llamas_mlp(dtype: torch.dtype) -> None:
-    mlp = LlamaMLP(LlamaConfig(hidden_size=12, num_attention_heads=2, intermediate_size=20)).to(dtype)
+@pytest.mark.parametrize(("act", "name"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh")])
+def test_act_mul_is_the_middle_of_gemmas_mlp(act: Any, name: str, dtype: torch.dtype) -> None:
+    mlp = Gemma2MLP(
+        Gemma2Config(hidden_size=12, num_attention_heads=2, intermediate_size=20, hidden_activation=name)
+    ).to(dtype)
     mlp.down_proj = nn.Identity()
-    x = torch.randn(5, 12, dtype=dtype)
+    x = 3 * torch.randn(5, 12, dtype=dtype)
     gate_up = torch.cat((mlp.gate_proj(x), mlp.up_proj(x)), dim=-1)
-    torch.testing.assert_close(silu_mul(gate_up), mlp(x), rtol=1e-6, atol=0)
+    torch.testing.assert_close(act_mul(gate_up, act), mlp(x), rtol=1e-6, atol=2e-6)  # vectorised otherwise in a tail

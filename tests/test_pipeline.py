@@ -139,7 +139,7 @@ def close(a: RolloutBatch, b: RolloutBatch) -> None:
                 assert x == pytest.approx(y, abs=2e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("memory", ["4MiB", None])
 def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:
     several = (prompts(25), params(25))
@@ -325,12 +325,26 @@ def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: py
     assert [[c[0] for c in row] for row in together[:2]] == [[c[0] for c in row] for row in alone]
 
 
+def test_a_gemma_is_deterministic_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms after the projections, GeGLU, and softcaps."""
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
+    several, settings = few(3)
+    with build("gemma2", ops=DETERMINISTIC, num_layers=1, max_num_batched_tokens=8) as engine:
+        together = bits(engine.generate_batch(several, settings))
+        assert together[1] == bits(engine.generate_batch(several[1:2], settings[1:2]))[0]
+    with build("gemma2", runtime=CpuRuntime, num_layers=1) as plain:
+        expected = plain.generate_batch(several, settings)
+    assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
+
+
 def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
         RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
-    with pytest.raises(UnsupportedModelError, match="Gemma2ForCausalLM has layers that run their own matmuls"):
-        RolloutEngine(make_model("gemma2"), config=EngineConfig(deterministic=True))
+    # No layer of the one is fused, and of the other's layers all but the experts.
+    for family, name in (("cohere2", "Cohere2ForCausalLM"), ("mixtral", "MixtralForCausalLM")):
+        with pytest.raises(UnsupportedModelError, match=f"{name} has layers that run their own matmuls"):
+            RolloutEngine(make_model(family), config=EngineConfig(deterministic=True))
 
 
 def test_a_layer_that_the_kernels_cannot_run_has_torch_attention(caplog: pytest.LogCaptureFixture) -> None:

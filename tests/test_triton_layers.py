@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from families import VOCAB, make_model
 from torch import Tensor
+from transformers.activations import ACT2FN
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP, Gemma2RMSNorm
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
@@ -18,43 +21,97 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 from stoker.kernels import linear as triton_linear
 from stoker.kernels import linear_invariant
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
 EPS = 1e-5
+HF_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 TABLES = [TRITON, DETERMINISTIC]
 names = {id(TRITON): "triton", id(DETERMINISTIC): "deterministic"}
 tables = pytest.mark.parametrize("ops", TABLES, ids=lambda ops: names[id(ops)])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def expected_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: bool = False) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double() + offset, eps)
+
+
 @dtypes
+@pytest.mark.parametrize("offset", [False, True], ids=["", "offset"])
+@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("shape", [(1, 64), (3, 80), (5, 2304), (2, 3, 96), (1, 4097)], ids=str)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm(shape: tuple[int, ...], with_residual: bool, offset: bool, dtype: torch.dtype) -> None:
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    out = TRITON.rms_norm(x, weight, EPS)
-    assert_close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS), dtype)
+    residual = randn(*shape, dtype=dtype) if with_residual else None
+    out = TRITON.rms_norm(x, weight, EPS, offset, residual)
+    expected = expected_norm(x, weight, offset=offset)
+    assert_close(out, expected if residual is None else expected + residual.double(), dtype)
     if dtype != torch.float32:
-        module = LlamaRMSNorm(shape[-1], EPS).to(DEVICE, dtype)
+        module = (Gemma2RMSNorm if offset else LlamaRMSNorm)(shape[-1], EPS).to(DEVICE, dtype)
         module.weight.data.copy_(weight)
-        # It rounds twice, where they do: a kernel that rounded once would differ in a quarter of the numbers.
-        assert (out == module(x)).float().mean() > 0.99
+        wanted = module(x) if residual is None else residual + module(x)
+        # It rounds as often as they do, where they do: one rounding more or less would show in a quarter of the numbers.
+        assert (out == wanted).float().mean() > 0.99
 
 
 def test_rms_norm_of_rows_that_lie_apart() -> None:
-    x, weight = randn(4, 3, 96), randn(32)
-    for rows in (x[:, 1, 32:64], x.transpose(1, 2)[:, 32:64].transpose(1, 2), x[..., ::3]):
-        assert_close(
-            TRITON.rms_norm(rows, weight, EPS), F.rms_norm(rows.double(), (32,), weight.double(), EPS), x.dtype
-        )
+    x, weight, other = randn(4, 3, 96), randn(32), randn(4, 3, 96)
+    for take in (
+        lambda t: t[:, 1, 32:64],
+        lambda t: t.transpose(1, 2)[:, 32:64].transpose(1, 2),
+        lambda t: t[..., ::3],
+    ):
+        rows, residual = take(x), take(other)
+        expected = expected_norm(rows, weight)
+        assert_close(TRITON.rms_norm(rows, weight, EPS), expected, x.dtype)
+        for beside in (residual, residual.contiguous()):
+            out = TRITON.rms_norm(rows, weight, EPS, residual=beside)
+            assert_close(out, expected + residual.double(), x.dtype)
+        assert torch.equal(residual, take(other))
+
+
+def gemma_mlp(act: str, hidden: int, size: int) -> Gemma2MLP:
+    config = Gemma2Config(
+        hidden_size=hidden, num_attention_heads=1, intermediate_size=size, hidden_activation=HF_NAMES[act]
+    )
+    return Gemma2MLP(config).to(DEVICE).requires_grad_(False)
 
 
 @dtypes
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1024), (2, 1500)])
-def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_act_mul(tokens: int, size: int, act: Activation, dtype: torch.dtype) -> None:
     gate_up = randn(tokens, 2 * size, dtype=dtype, scale=3.0)
-    gate, up = gate_up.double().chunk(2, -1)
-    assert_close(TRITON.silu_mul(gate_up), F.silu(gate) * up, dtype)
+    out = TRITON.act_mul(gate_up, act)
+    mlp = gemma_mlp(act, 2 * size, size)
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = Half(0), Half(1), torch.nn.Identity()
+    assert_close(out, mlp(gate_up.double()), dtype)
+    if dtype != torch.float32:  # it rounds where they do; further down 1 + erf(x) is a small difference
+        assert (out == mlp(gate_up))[gate_up[:, :size] > -2].float().mean() > 0.99
+
+
+class Half(torch.nn.Module):
+    """One half of the columns, in place of a projection."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.chunk(2, dim=-1)[self.index]
+
+
+def test_the_activations_are_told_apart() -> None:
+    """Far from 0, where their limits are, and near, where the two forms of GELU differ by 5e-4 at most."""
+    gate = torch.tensor([[-60.0, -8.0, -3.0, -1.0, -0.1, 0.0, 0.1, 1.0, 3.0, 8.0, 60.0]], device=DEVICE)
+    gate_up = torch.cat((gate, torch.ones_like(gate)), dim=-1)
+    out = {act: TRITON.act_mul(gate_up, act) for act in ACTIVATIONS}
+    wanted = {act: ACT2FN[name](gate.double()) for act, name in HF_NAMES.items()}
+    for act, other in itertools.product(ACTIVATIONS, repeat=2):
+        error = (out[act].double() - wanted[other]).abs().max()
+        assert error < 1e-6 if act == other else error > 1e-4
+    assert set(HF_NAMES) == set(ACTIVATIONS)
 
 
 # heads, kv heads, head size, rotated dimensions of it (0: no rotation), norm: as llama, qwen3, phi3, glm4, smollm3's
@@ -72,26 +129,34 @@ HEADS = [
 
 
 @dtypes
+@pytest.mark.parametrize("interleaved", [False, True], ids=["", "interleaved"])
+@pytest.mark.parametrize("offset", [False, True], ids=["", "offset"])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
-def test_qk_norm_rotary_write(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
+def test_qk_norm_rotary_write(
+    shape: tuple[int, int, int, int, bool], offset: bool, interleaved: bool, dtype: torch.dtype
+) -> None:
     heads, kv_heads, dim, rotated, normed = shape
+    if (offset and not normed) or (interleaved and not rotated):
+        pytest.skip("another case is the same")
     tokens, block = 5, 4
     wide = randn(tokens, 2, heads + 2 * kv_heads, dim, dtype=dtype)
     qkv = wide[:, 1]  # its tokens lie apart
-    norm = (randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS) if normed else None
+    norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS, offset) if normed else None
     angles = randn(tokens, rotated, scale=3.0)  # unlike in both halves, so that a mixed-up one shows
-    cos_sin = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotated else None
+    table_dtype = torch.float32 if offset else dtype  # some families keep their angles in fp32
+    cos_sin = (angles.cos().to(table_dtype), angles.sin().to(table_dtype)) if rotated else None
     caches = [torch.full((6, block, kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     slots = torch.tensor([7, 4, 23, 0, 12], device=DEVICE)
-    query = TRITON.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, slots)
+    query = TRITON.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, slots, interleaved=interleaved)
 
     q, k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
     if norm is not None:
-        q, k = (F.rms_norm(t, (dim,), w.double(), EPS) for t, w in ((q, norm[0]), (k, norm[1])))
+        q, k = (expected_norm(t, w, offset=offset) for t, w in ((q, norm.query), (k, norm.key)))
     if cos_sin is not None:
         cos, sin = (t.double() for t in cos_sin)
+        rotate = interleaved_rotary if interleaved else apply_rotary_pos_emb
         q, k = (t.transpose(0, 1)[None] for t in (q, k))
-        q, k = (t[0].transpose(0, 1) for t in apply_rotary_pos_emb(q, k, cos[None], sin[None]))
+        q, k = (t[0].transpose(0, 1) for t in rotate(q, k, cos[None], sin[None]))
     assert_close(query, q, dtype)
     for cache, expected in zip(caches, (k, v), strict=True):
         flat = cache.flatten(0, 1)
@@ -112,28 +177,33 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
         assert torch.equal(cache[-1, -1], qkv[0, first : first + 8])
 
 
-def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, residual: Tensor | None, gated: bool):
-    out = x.double()
-    if norm is not None:
-        out = F.rms_norm(out, (x.shape[1],), norm[0].double(), norm[1])
+def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
+    out = x.double() if norm is None else expected_norm(x, *norm)
     out = F.linear(out, weight.double(), None if bias is None else bias.double())
-    if gated:
+    if gated is not None:
         gate, up = out.chunk(2, -1)
-        out = F.silu(gate) * up
-    return out if residual is None else out + residual.double()
+        out = ACT2FN[HF_NAMES[gated]](gate) * up
+    return out if residual is None else scale * out + residual.double()
+
+
+GATED: dict[str, Activation] = {"g": "silu", "t": "gelu_tanh", "e": "gelu"}
 
 
 def make_linear(tokens: int, width: int, depth: int, options: str, dtype: torch.dtype):
-    """options: letters of bias, norm, residual, gated."""
+    """options: letters of bias, norm, or norm with Offset, residual, scaled residual, gated by SiLU, Tanh GELU, or Erf GELU."""
+    gated = next((act for letter, act in GATED.items() if letter in options), None)
+    scaled = "s" in options
+    has_residual = scaled or "r" in options
     wide = randn(tokens, depth + 3, dtype=dtype)
-    x = wide[:, :depth] if "r" in options else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
+    x = wide[:, :depth] if has_residual else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
     return {
         "x": x,
         "weight": randn(width, depth, dtype=dtype, scale=depth**-0.5),
         "bias": randn(width, dtype=dtype) if "b" in options else None,
-        "norm": (randn(depth, dtype=dtype), EPS) if "n" in options else None,
-        "residual": randn(tokens, width // 2 if "g" in options else width, dtype=dtype) if "r" in options else None,
-        "gated": "g" in options,
+        "norm": Norm(randn(depth, dtype=dtype), EPS, "o" in options) if set("no") & set(options) else None,
+        "gated": gated,
+        "residual": randn(tokens, width // 2 if gated else width, dtype=dtype) if has_residual else None,
+        "scale": 0.3 if scaled else 1.0,
     }
 
 
@@ -149,6 +219,15 @@ LINEARS = [
     (17, 66, 80, "bnrg"),
     (9, 37, 300, "r"),
     (6, 40, 33, "br"),
+    # As Gemma's gate and up, and its q, k, v; as granite's out and down; all at once.
+    (1, 70, 96, "ot"),
+    (3, 64, 80, "o"),
+    (1, 37, 129, "s"),
+    (4, 62, 64, "boe"),
+    (2, 62, 64, "boes"),
+    (5, 48, 96, "ot"),
+    (17, 66, 80, "bots"),
+    (9, 37, 96, "s"),
 ]
 
 
@@ -163,7 +242,7 @@ def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-@pytest.mark.parametrize("options", ["n", "bnrg"])
+@pytest.mark.parametrize("options", ["n", "bnrg", "bots"])
 def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a wide weight, and with a depth of several tiles."""
     monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)
@@ -199,7 +278,7 @@ def test_the_skinny_kernels_fit_the_chip_and_fill_it() -> None:
             assert rows == 16 or width // rows >= 2 * 132
 
 
-INVARIANT = [(200, 300, "nb"), (130, 700, "rg"), (96, 80, "bnrg")]
+INVARIANT = [(200, 300, "nb"), (130, 700, "rg"), (96, 80, "bnrg"), (140, 600, "bots")]
 
 
 @dtypes
@@ -230,7 +309,7 @@ def test_another_cut_of_the_depth_gives_other_bits() -> None:
     config = linear_invariant.matmul_config(*weight.shape, x.dtype)
     assert config.segments > 1
     whole = replace(config, segments=1, depth=704)
-    cut, uncut = (linear_invariant._matmul(x, weight, None, None, False, c) for c in (config, whole))
+    cut, uncut = (linear_invariant._matmul(x, weight, None, None, None, 1.0, c) for c in (config, whole))
     assert_close(uncut, x.double() @ weight.double().T, x.dtype)
     assert not torch.equal(cut, uncut)
 
@@ -253,7 +332,7 @@ def test_the_invariant_configuration_covers_the_depth_and_fits_the_chip() -> Non
 def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dtype) -> None:
     x, weight, gate_up = randn(64, 96, dtype=dtype), randn(96, dtype=dtype), randn(64, 160, dtype=dtype)
     qkv, angles = randn(64, 4, 24, dtype=dtype), randn(64, 24)
-    norm = (randn(24, dtype=dtype), randn(24, dtype=dtype), EPS)
+    norm = QKNorm(randn(24, dtype=dtype), randn(24, dtype=dtype), EPS)
 
     def run(rows: slice) -> list[Tensor]:
         slots = torch.arange(64, device=DEVICE)[rows]
@@ -261,7 +340,11 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
         cos_sin = tuple(t.to(dtype)[rows] for t in (angles.cos(), angles.sin()))
         query = DETERMINISTIC.qk_norm_rotary_write(qkv[rows], 2, 1, norm, cos_sin, *caches, slots)
         cached = [cache.flatten(0, 1)[slots] for cache in caches]
-        return [DETERMINISTIC.rms_norm(x[rows], weight, EPS), DETERMINISTIC.silu_mul(gate_up[rows]), query, *cached]
+        normed = [
+            DETERMINISTIC.rms_norm(x[rows], weight, EPS, offset, residual)
+            for offset, residual in ((False, None), (True, x[rows]))
+        ]
+        return [*normed, *(DETERMINISTIC.act_mul(gate_up[rows], act) for act in ACTIVATIONS), query, *cached]
 
     together = run(slice(None))
     for tokens in (1, 3, 17):
@@ -275,6 +358,9 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
         ("qwen3", 1, {"num_hidden_layers": 1}),
         ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
         ("gpt_oss", 0, {"num_hidden_layers": 2, "layer_types": None}),
+        ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("glm4", 1, {"num_hidden_layers": 1}),
+        ("granite", 1, {"num_hidden_layers": 1}),
     ],
 )
 def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +375,8 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
         return call
 
     mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
+    if family in ("gemma3", "glm4"):
+        mine.add("rms_norm")  # after attention and after the MLP
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
     model = make_model(family, **sizes)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+from stoker.kernels.reference.norm_rotary import QKNorm, qk_norm_rotary
 
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
@@ -171,17 +171,19 @@ def qk_norm_rotary_write(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
-    norm: tuple[Tensor, Tensor, float] | None,
+    norm: QKNorm | None,
     cos_sin: tuple[Tensor, Tensor] | None,
     key_cache: Tensor,
     value_cache: Tensor,
     slots: Tensor,
+    *,
+    interleaved: bool = False,
 ) -> Tensor:
     """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
 
     ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. qkv: [T, heads + 2 * kv_heads, D].
     """
-    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin)
+    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved)
     write_kv(key, value, key_cache, value_cache, slots)
     return query
 

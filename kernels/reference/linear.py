@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.norm_rotary import rms_norm, silu_mul
+from stoker.kernels.reference.norm_rotary import Activation, Norm, act_mul, rms_norm
 
 
 def linear(
@@ -13,16 +14,17 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
+    gated: Activation | None = None,
     residual: Tensor | None = None,
-    gated: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
-    """``act(norm(x) @ weight.T + bias) + residual``, where norm, act and residual are each optional.
+    """``residual + scale * act(norm(x) @ weight.T + bias)``, where norm, act and residual are each optional.
 
-    x: [T, D]; weight: [N, D]; bias: [N]; norm: weight [D] and epsilon of an RMS norm over ``x``; gated: SwiGLU over the
-    halves of the result, which is then [T, N / 2]; residual: as the result. Returns [T, N] in the dtype of ``x``.
+    x: [T, D]; weight: [N, D]; bias: [N]; norm: an RMS norm over ``x``; gated: ``act_mul`` over the halves of the result,
+    which is then [T, N / 2]; residual: as the result; scale: of what is added to it. Returns [T, N] in the dtype of ``x``.
     """
     out = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
-    if gated:
-        out = silu_mul(out)
-    return out if residual is None else out.add_(residual)
+    if gated is not None:
+        out = act_mul(out, gated)
+    return out if residual is None else torch.add(residual, out, alpha=scale)

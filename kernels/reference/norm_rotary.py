@@ -2,32 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), accumulated in fp32.
 
-    x: [..., D]; weight: [D]. The result has the dtype of ``x``; the weight multiplies after the cast back, as
-    transformers' Llama does.
+class Norm(NamedTuple):
+    """What an RMS norm is but for its input.
+
+    offset: the factor is 1 + weight, and the cast back to the input's dtype comes after it, as in Gemma; else the factor
+    is the weight, and the cast comes before it, as in Llama.
+    """
+
+    weight: Tensor  # [D]
+    eps: float
+    offset: bool = False
+
+
+class QKNorm(NamedTuple):
+    """The norms of query and key heads, each as ``Norm``."""
+
+    query: Tensor  # [D]
+    key: Tensor  # [D]
+    eps: float
+    offset: bool = False
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), accumulated in fp32; plus ``residual``.
+
+    x: [..., D]; weight, eps and offset: see ``Norm``; residual: as ``x``. The result has the dtype of ``x``.
     """
     if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+        out = F.rms_norm(x, weight.shape, weight + 1.0 if offset else weight, eps)
+    else:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        out = (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+    return out if residual is None else out.add_(residual)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding in the half-split convention (Su et al., 2021).
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary position embedding (Su et al., 2021).
 
-    x: [T, H, D]; cos, sin: [T, R] with R <= D: only the first R dimensions of a head are rotated.
+    x: [T, H, D]; cos, sin: [T, R], of the dtype of ``x`` or fp32, with R <= D: only the first R dimensions of a head are
+    rotated. A pair is i and i + R / 2, or 2 * i and 2 * i + 1 where ``interleaved``; its angle is the tables' i either way.
     """
     rotated = cos.shape[-1]
     part = x if rotated == x.shape[-1] else x[..., :rotated]
-    a, b = part.chunk(2, dim=-1)
-    out = torch.addcmul(part * cos.unsqueeze(1), torch.cat((-b, a), dim=-1), sin.unsqueeze(1))
+    if interleaved:
+        cos, sin = (t[..., : rotated // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        turned = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+    else:
+        a, b = part.chunk(2, dim=-1)
+        turned = torch.cat((-b, a), dim=-1)
+    out = torch.addcmul(part * cos.unsqueeze(1), turned, sin.unsqueeze(1)).to(x.dtype)
     return out if part is x else torch.cat((out, x[..., rotated:]), dim=-1)
 
 
@@ -35,27 +75,32 @@ def qk_norm_rotary(
     qkv: Tensor,
     heads: int,
     kv_heads: int,
-    norm: tuple[Tensor, Tensor, float] | None,
+    norm: QKNorm | None,
     cos_sin: tuple[Tensor, Tensor] | None,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From projected heads to what attention takes: query and key normalised by head and rotated, either or neither.
 
-    qkv: [T, heads + 2 * kv_heads, D]; norm: query weight [D], key weight [D] and epsilon; cos_sin: [T, R] each.
-    Returns query [T, heads, D], key and value [T, kv_heads, D].
+    qkv: [T, heads + 2 * kv_heads, D]; cos_sin: [T, R] each; interleaved: see ``rotary``. Returns query [T, heads, D], key
+    and value [T, kv_heads, D].
     """
     both = qkv[:, : heads + kv_heads]
     if norm is not None:
-        query_weight, key_weight, eps = norm
         wide = both.float()
-        both = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(both.dtype)
-        both[:, :heads].mul_(query_weight)
-        both[:, heads:].mul_(key_weight)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        both = normed if norm.offset else normed.to(both.dtype)
+        for part, weight in ((both[:, :heads], norm.query), (both[:, heads:], norm.key)):
+            part.mul_(1.0 + weight.float() if norm.offset else weight)
+        both = both.to(qkv.dtype)
     if cos_sin is not None:
-        both = rotary(both, *cos_sin)
+        both = rotary(both, *cos_sin, interleaved)
     return both[:, :heads], both[:, heads:], qkv[:, heads + kv_heads :]
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU's ``silu(gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I]."""
+def act_mul(gate_up: Tensor, act: Activation) -> Tensor:
+    """SwiGLU's and GeGLU's ``act(gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I].
+
+    act: "gelu_tanh" is GELU's approximation by a tanh (Hendrycks and Gimpel, 2016), as in Gemma.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return ACTIVATIONS[act](gate) * up

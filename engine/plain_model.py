@@ -1,0 +1,130 @@
+"""A decoder of fused layers without the layers of convenience around it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.engine.layer_structure import norm_of
+from stoker.engine.model import ModelShell
+from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
+from stoker.kernels.ops import Ops
+
+_KEPT_POSITIONS = 16384
+_LARGE = 1e3
+
+
+def rotary_kinds(shell: ModelShell) -> list[str | None]:
+    """Of each layer, which of its model's rotary embeddings it takes; None where there is but one."""
+    rotary = shell.module.base_model.rotary_emb
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        return list(shell.config.layer_types)
+    return [None] * shell.num_layers
+
+
+def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [1, T, R], in the dtype of ``x``. positions: int64 [1, T]."""
+    named = {} if kind is None else {"layer_type": kind}
+    cos, sin = shell.module.base_model.rotary_emb(x, position_ids=positions, **named)
+    return cos, sin
+
+
+class PlainModel:
+    """Embedding, fused layers, norm, head: the forward of most decoders.
+
+    The rotary embeddings depend on their frequencies alone, so up to ``_KEPT_POSITIONS`` they are looked up, not computed.
+    """
+
+    def __init__(self, shell: ModelShell, ops: Ops) -> None:
+        """shell: one of which ``is_plain`` is true."""
+        body: Any = shell.module.base_model
+        norm = norm_of(body.norm)
+        assert norm is not None
+        self.shell, self.ops, self.norm = shell, ops, norm
+        self.embed, self.last_norm = body.embed_tokens, body.norm
+        self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
+        self.layers = list(zip(body.layers, rotary_kinds(shell), strict=True))
+        self.kinds = {kind for _, kind in self.layers}
+        self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
+        if shell.max_model_len <= _KEPT_POSITIONS:
+            self.kept, self.of = self._tables(), self._frequencies()
+        self.head: nn.Linear = shell.module.get_output_embeddings()
+        self.project = self._project if self._head_is_last() else shell.logits_through(self._project)
+
+    @staticmethod
+    def is_plain(shell: ModelShell) -> bool:
+        """Whether a model has the parts. That it has no more, ``agrees`` tells."""
+        body = shell.module.base_model
+        return (
+            all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers"))
+            and norm_of(body.norm) is not None
+            and type(shell.module.get_output_embeddings()) is nn.Linear
+        )
+
+    def _head_is_last(self) -> bool:
+        """Whether the model returns what its head does. Large numbers, for a softcap leaves small ones what they are."""
+        weight = self.head.weight
+        x = _LARGE * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        expected, actual = self.shell.module_logits(x).float(), self.head(x).float()
+        return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
+
+    def _tables(self) -> dict[str | None, tuple[Tensor, ...]]:
+        device = self.embed.weight.device
+        positions = torch.arange(max(self.shell.max_model_len, int(POSITIONS.max()) + 1), device=device)[None]
+        x = self.embed(torch.zeros(1, dtype=torch.long, device=device))[None]
+        return {
+            kind: tuple(t[0].contiguous() for t in rotary_embedding(self.shell, x, positions, kind))
+            for kind in self.kinds
+        }
+
+    def _frequencies(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.shell.module.base_model.rotary_emb.buffers()]
+
+    def refresh(self) -> None:
+        """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
+        rotary = self.shell.module.base_model.rotary_emb
+        if self.kept is None or all(map(torch.equal, self.of, rotary.buffers())):
+            return
+        with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
+            for kind, tables in self._tables().items():
+                for table, new in zip(self.kept[kind], tables, strict=True):
+                    table.copy_(new)
+        self.of = self._frequencies()
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
+        """Before the last norm, which only rows that are projected need."""
+        x = self.embed(token_ids)[None]
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
+        rotary: dict[str | None, tuple[Tensor, ...]]
+        if self.kept is None:
+            rotary = {kind: rotary_embedding(self.shell, x, positions[None], kind) for kind in self.kinds}
+        else:
+            rotary = {
+                kind: tuple(table.index_select(0, positions)[None] for table in tables)
+                for kind, tables in self.kept.items()
+            }
+        for layer, kind in self.layers:
+            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context)
+        return x[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        lora = self.shell.lora
+        if lora.rows is not None and lora.has_hooks:
+            return self.shell.module_logits(self.last_norm(hidden))
+        return self.project(hidden)
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
+
+    def agrees(self) -> bool:
+        """Whether the logits are those of the model's own forward."""
+        shell, device = self.shell, self.shell.device
+        tokens = torch.arange(POSITIONS.numel(), device=device) % shell.vocab
+        arguments = (tokens, POSITIONS.to(device), Recorder())
+        expected, actual = (m.logits(m.hidden(*arguments)).float() for m in (shell, self))
+        tolerance = TOLERANCE.get(shell.module.dtype, 0.0)
+        return bool((expected - actual).abs().max() <= tolerance * expected.abs().max())

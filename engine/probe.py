@@ -1,0 +1,42 @@
+"""What a probe of a model's parts has in common: positions, tolerances, and an attention that shows faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+
+# Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
+
+
+class Recorder:
+    """Stands in for a step's context: mixes query, key and value so that a fault in any shows, and notes its options."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.options.append(options)
+        group = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
+        weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
+        return torch.einsum("hts,shd->thd", weights, value)
+
+    def attend_projected(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norm: Any,
+        cos_sin: Any,
+        *,
+        interleaved: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        return self.attend(layer, *qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved), **options)

@@ -1,0 +1,158 @@
+"""Which layers are replaced by their fused form, that they follow the weights, and what keeps a layer as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import FAMILIES, VOCAB, make_model, randomise
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.engine.layer_structure import norm_of
+from stoker.engine.plain_model import PlainModel
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+# Families whose layers all keep their own forward: LayerNorms, latent attention, experts or rotations of other kinds.
+OWN = {"cohere2", "starcoder2", "gpt_oss", "deepseek_v2", "deepseek_v3", "gpt_neox", "llama4", "olmoe"}
+# Layers that keep a mixture of experts, in the models of ``families.py``.
+OWN_MLP = {"qwen3_moe": [0, 2], "mixtral": [0, 1, 2], "glm4_moe": [1, 2]}
+
+CONFIG = EngineConfig(block_size=4, kv_cache_memory="1MiB", max_num_batched_tokens=16)
+PROMPTS = [
+    torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (17, 5, 26)
+]
+
+
+def fused_layers(engine: RolloutEngine) -> list[FusedDecoderLayer]:
+    layers = [m for m in engine._binding.shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+    assert len(layers) == engine.stats().fused_layers
+    return layers
+
+
+def plain_model(engine: RolloutEngine) -> PlainModel | None:
+    """What runs in place of the model's own forward."""
+    owner = getattr(engine._binding.shell.hidden, "__self__", None)
+    return owner if isinstance(owner, PlainModel) else None
+
+
+def assert_like_hugging_face(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    batch = engine.generate_batch(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
+    for prompt, output in zip(PROMPTS, batch, strict=True):
+        (completion,) = output.completions
+        assert completion.token_ids == oracle.greedy(model, prompt, 12)
+        expected = oracle.logprobs(model, prompt, completion.token_ids).double()
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_that_are_fused(family: str) -> None:
+    with RolloutEngine(make_model(family), config=CONFIG) as engine:
+        layers = fused_layers(engine)
+        assert len(layers) == (0 if family in OWN else engine.stats().num_layers)
+        assert [layer.layer_idx for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
+        assert (plain_model(engine) is None) == (family in OWN)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - OWN))
+def test_fused_layers_follow_the_weights(family: str) -> None:
+    """Every parameter in place, to numbers that no probe has seen."""
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            randomise(model)
+        engine.update_weights()
+        assert fused_layers(engine)
+        assert_like_hugging_face(engine, model)
+
+
+def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
+    model = make_model("gemma2", final_logit_softcapping=40.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.01)  # the embeddings too: they are tied
+        with RolloutEngine(model, config=CONFIG) as engine:
+            assert plain_model(engine) is not None
+            model.lm_head.weight.mul_(1e4)
+            engine.update_weights()
+            assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "fused", "complete"),
+    [
+        ("gemma2", {"hidden_activation": "gelu"}, True, True),
+        ("gemma2", {"hidden_activation": "relu"}, True, False),
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, True, True),
+        ("llama", {"hidden_act": "quick_gelu"}, True, False),
+        ("gemma3", {"attention_bias": True, "attn_logit_softcapping": 3.0}, True, True),
+        ("olmoe", {"clip_qkv": None}, True, False),
+        ("olmoe", {"clip_qkv": 100.0}, False, False),  # beyond what a probe reaches
+        ("granite", {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}, True, True),
+        ("glm4", {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": False}, True, True),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, True, True),
+    ],
+)
+def test_variants(family: str, fields: dict[str, Any], fused: bool, complete: bool) -> None:
+    model = make_model(family, **fields)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        layers = fused_layers(engine)
+        assert len(layers) == (engine.stats().num_layers if fused else 0)
+        assert all(layer.complete == complete for layer in layers)
+        assert_like_hugging_face(engine, model)
+
+
+def test_a_layer_that_does_something_else_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a class that says nothing of it, as one from a model's own repository might."""
+    model = make_model("gemma3")
+    layer = type(model.model.layers[0])
+    forward = layer.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        return out * 1.01 if self.self_attn.layer_idx == 1 else out
+
+    monkeypatch.setattr(layer, "forward", scaled)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert [fused.layer_idx for fused in fused_layers(engine)] == [0, 2]
+        assert plain_model(engine) is None
+        assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [
+        (LlamaRMSNorm, False),
+        (Olmo2RMSNorm, False),
+        (Gemma3RMSNorm, True),
+        (Cohere2LayerNorm, None),
+        (nn.LayerNorm, None),
+        (nn.Identity, None),
+    ],
+)
+def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype: torch.dtype) -> None:
+    module = kind(48, eps=1e-4).to(dtype).requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.add_(0.25 * torch.randn_like(parameter))
+    norm = norm_of(module)
+    if offset is None:
+        assert norm is None
+    else:
+        assert norm is not None and norm.weight is module.weight and norm[1:] == (1e-4, offset)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "glm4", "granite", "phi3"])
+def test_in_bf16_the_probes_pass(family: str) -> None:
+    model = make_model(family).bfloat16()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert len(fused_layers(engine)) == engine.stats().num_layers
+        assert plain_model(engine) is not None
