@@ -58,7 +58,7 @@ class _Linears:
         else:
             out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
         if rows is not None:
-            self.ops.lora(x, out, self.lora.table, rows)
+            self.lora.apply(x, out, rows)
         out = self.ops.silu_mul(out) if gated else out
         return out if residual is None else out.add_(residual)
 
@@ -79,20 +79,26 @@ class FusedDecoderLayer(nn.Module):
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self.visibility = Visibility(window=window)
         self.use_rope = bool(getattr(attention, "use_rope", True))
+        self.adapted: dict[tuple[str, ...], Adapted] = {}
+
+        def adapted(*names: str) -> Adapted:
+            paths = tuple(f"{prefix}.{name}" for name in names)
+            self.adapted[paths] = lora.group(paths)
+            return self.adapted[paths]
+
         qkv, gate_up = (
             _Linears(
                 ops,
                 [m for _, m in group],
-                lora.group([f"{prefix}.{name}" for name, _ in group]),
+                adapted(*(name for name, _ in group)),
                 *(_find(fused, prefix, group, kind) for kind in ("weight", "bias")),
             )
             for group in _groups(layer)
         )
         out, down = (
-            _Linears(ops, [m], lora.group([f"{prefix}.{name}"]), m.weight, m.bias)
+            _Linears(ops, [m], adapted(name), m.weight, m.bias)
             for name, m in (("self_attn.o_proj", attention.o_proj), ("mlp.down_proj", mlp.down_proj))
         )
-        self.adapted = [part.lora for part in (qkv, out, gate_up, down)]
         self.parts = _Parts(
             qkv,
             out,
@@ -254,7 +260,7 @@ class _PlainModel:
     def _tables(self) -> tuple[Tensor, ...]:
         device = self.embed.weight.device
         count = max(self.max_model_len, int(_PROBE_POSITIONS.max()) + 1)
-        x = self.embed(torch.zeros(1, dtype=torch.long, device=device))[None]
+        x = self.embed.weight[None, :1]  # as an example of its dtype
         return tuple(t[0].contiguous() for t in self.rotary(x, position_ids=torch.arange(count, device=device)[None]))
 
     def _frequencies(self) -> list[Tensor]:

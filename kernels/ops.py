@@ -26,6 +26,7 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     linear: Callable[..., Tensor]
     lora: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
+    lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
@@ -46,6 +47,7 @@ REFERENCE = Ops(
     silu_mul=norm_rotary.silu_mul,
     linear=linear.linear,
     lora=lora.lora,
+    lora_embedding=lora.lora_embedding,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,

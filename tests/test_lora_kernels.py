@@ -41,7 +41,7 @@ def dense(x: Tensor, out: Tensor, table: LoraTable, slots: Tensor) -> Tensor:
         start += width
         for token, slot in enumerate(slots.tolist()):
             if slot in by_slot:
-                a, b, scale, gain = by_slot[slot]
+                a, b, scale, gain, _ = by_slot[slot]
                 y = expected[token, columns]
                 delta = scale * (b.double() @ (a.double() @ x[token].double()))
                 shift = 0 if bias is None else bias.double()

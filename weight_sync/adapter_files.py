@@ -6,23 +6,49 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
-from stoker.weight_sync.adapters import check_adapters, check_config, live_adapters
+from stoker.weight_sync.adapters import (
+    active_adapters,
+    biases_of,
+    by_expert,
+    check_adapters,
+    check_config,
+    live_adapters,
+    sum_of,
+)
 from stoker.weight_sync.naming import unwrap
 
-_PART = re.compile(r"(?P<path>.+)\.lora_(?P<kind>A|B|magnitude_vector)(\.(?!weight$)[^.]+)?(\.weight)?")
+_PART = re.compile(
+    r"(?P<path>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?"
+    r"(\.(?P<leaf>weight|bias))?"
+)
+_TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
 _SAVED = re.compile(r"(?P<path>.+?)(\.modules_to_save\.[^.]+)?\.(?P<leaf>[^.]+)")
+_BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
 # These change the base's weights too, which a file of the adapter alone does not have.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_DEFAULTS = {  # of what the configs that older versions saved do not have
+    "bias": "none",
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "alpha_pattern": None,
+    "rank_pattern": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_rslora": False,
+}
+_EXPERTS = ("gate_up_proj", "down_proj")  # as their modules have them, and PEFT wraps them
 
 
 def adapter_reader(name: str, source: Any) -> tuple[Callable[[], AdapterWeights], bool]:
@@ -48,16 +74,21 @@ def adapter_reader(name: str, source: Any) -> tuple[Callable[[], AdapterWeights]
 
 
 def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], AdapterWeights]:
-    wanted = theirs if theirs is not None else model.active_adapter
-
     def read() -> AdapterWeights:
         module = unwrap(model)
         check_adapters(module)
         found = live_adapters(module)
-        if wanted not in found:
-            raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")
-        return found[wanted]
+        for wanted in names:
+            if wanted not in found:
+                raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")
+        adapter = sum_of(names, found)
+        for wanted in names:  # PEFT lets no two adapters have biases
+            adapter.biases.update(biases_of(module, getattr(model.peft_config[wanted], "bias", "none")))
+        return adapter
 
+    names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
+    if not names:
+        raise UnsupportedModelError(f"adapter {name!r}: the model has none that is active: name one")
     read()
     return read
 
@@ -77,57 +108,101 @@ def _from_folder(name: str, folder: str) -> AdapterWeights:
 
 def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any) -> AdapterWeights:
     """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
-    config = SimpleNamespace(**config) if isinstance(config, Mapping) else config
+    config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
-    init = getattr(config, "init_lora_weights", True)
+    init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(_OTHER_BASE):
         raise UnsupportedModelError(
             f"adapter {name!r} was made by {init}, which changes the base's weights too: save it with "
             "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     parts: dict[str, dict[str, Tensor]] = {}
-    saved: dict[str, dict[str, Tensor]] = {}
+    adapter = AdapterWeights()
     for key, tensor in tensors.items():
         plain = key.removeprefix("base_model.model.")
-        copy = tensor.detach().clone()
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not bool(copy.isfinite().all()):
             raise UnsupportedModelError(
                 f"adapter {name!r} has NaN or Inf in {key}: it was not trained to an end, or is damaged"
             )
         if match := _PART.fullmatch(plain):
-            parts.setdefault(match["path"], {})[match["kind"]] = copy
-        elif "lora_" not in plain and (match := _SAVED.fullmatch(plain)) and _is_saved(match["path"], config):
-            saved.setdefault(match["path"], {})[match["leaf"]] = copy
+            kind = match["kind"].removeprefix("embedding_")
+            parts.setdefault(match["path"], {})["offset" if match["leaf"] == "bias" else kind] = copy
+        elif match := _TOKENS.fullmatch(plain):
+            ids = _token_indices(match["path"], config)
+            if len(ids) != len(copy):
+                raise UnsupportedModelError(
+                    f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
+                    "trainable_token_indices: give its own config"
+                )
+            adapter.tokens[match["path"]] = torch.tensor(ids), copy
+        elif (match := _SAVED.fullmatch(plain)) and _is_named(match["path"], config.modules_to_save):
+            adapter.saved.setdefault(match["path"], {})[match["leaf"]] = copy
+        elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
+            (adapter.bases if match["leaf"] == "weight" else adapter.biases)[match["path"]] = copy
         else:
             raise UnsupportedModelError(
-                f"adapter {name!r} has {key}, which is neither LoRA of a linear layer nor in modules_to_save: leave its "
-                "module out of target_modules"
+                f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
+                "that its config names: give the tensors and the config of one adapter"
             )
-    if not parts and not saved:
+    if not parts and not adapter.saved and not adapter.tokens:
         raise UnsupportedModelError(f"adapter {name!r} is empty: give the tensors of get_peft_model_state_dict")
-    linears, magnitudes = {}, {}
+    if unknown := sorted(path for path in adapter.bases if path not in parts):
+        raise UnsupportedModelError(
+            f"adapter {name!r} has a weight of {unknown[0]}, which is neither LoRA of a layer nor in modules_to_save: give the "
+            "tensors and the config of one adapter"
+        )
     for path, part in parts.items():
-        if "A" not in part or "B" not in part:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete"
-            )
-        if getattr(config, "use_dora", False) != ("magnitude_vector" in part):
-            raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
-        rank = int(_pattern(getattr(config, "rank_pattern", None), path, config.r))
-        if part["A"].shape[0] != rank:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has rank {part['A'].shape[0]} for {path}, and its config says {rank}: give its own config"
-            )
-        alpha = _pattern(getattr(config, "alpha_pattern", None), path, config.lora_alpha)
-        scale = alpha / math.sqrt(rank) if getattr(config, "use_rslora", False) else alpha / rank
-        linears[path] = LoraWeights(part["A"], part["B"], float(scale))
-        if "magnitude_vector" in part:
-            magnitudes[path] = part["magnitude_vector"]
-    return AdapterWeights(linears, magnitudes, saved)
+        _take(adapter, name, path, part, config)
+    return adapter
 
 
-def _is_saved(path: str, config: Any) -> bool:
-    return any(path == m or path.endswith(f".{m}") for m in getattr(config, "modules_to_save", None) or ())
+def _take(adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any) -> None:
+    """One layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
+    path, *around = key.split(".base_layer")
+    if "A" not in part or "B" not in part:
+        raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
+    if config.use_dora != ("magnitude_vector" in part):
+        raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
+    leaf = _targeted_parameter(path, len(around), config)
+    pattern_path = path if leaf is None else f"{path}.{leaf}"
+    rank = int(_pattern(config.rank_pattern, pattern_path, config.r))
+    found = part["A"].shape[0]
+    if found % rank if leaf else found != rank:
+        raise UnsupportedModelError(
+            f"adapter {name!r} has rank {found} for {path}, and its config says {rank}: give its own config"
+        )
+    alpha = _pattern(config.alpha_pattern, pattern_path, config.lora_alpha)
+    scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    weights = LoraWeights(part["A"], part["B"], float(scale))
+    if leaf:
+        adapter.experts[pattern_path] = by_expert(weights, found // rank)
+    else:
+        adapter.linears[path] = weights
+    if "offset" in part:
+        adapter.offsets[path] = part["offset"]
+    if "magnitude_vector" in part:
+        adapter.magnitudes[path] = part["magnitude_vector"]
+
+
+def _targeted_parameter(path: str, around: int, config: Any) -> str | None:
+    """Which of a module's 3-D parameters a layer targets that has so many others around it. None: its weight."""
+    targets = [target.rpartition(".") for target in config.target_parameters or ()]
+    leaves = {leaf for module, _, leaf in targets if not module or _is_named(path, [module])}
+    outermost_last = [leaf for leaf in _EXPERTS if leaf in leaves]
+    return outermost_last[-1 - around] if around < len(outermost_last) else None
+
+
+def _token_indices(path: str, config: Any) -> list[int]:
+    """Those of the tokens that are trained of an embedding; none where the config does not name it."""
+    indices = config.trainable_token_indices or {}
+    if not isinstance(indices, Mapping):
+        return list(indices)
+    return next((list(ids) for module, ids in indices.items() if _is_named(path, [module])), [])
+
+
+def _is_named(path: str, names: Iterable[str] | None) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names or ())
 
 
 def _pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
