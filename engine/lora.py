@@ -171,7 +171,9 @@ class LoraLayers:
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
-        parts = (p for link in adapter.links for p in (link.linears, link.biases, link.experts, link.tokens, link.saved))
+        parts = (
+            p for link in adapter.links for p in (link.linears, link.biases, link.experts, link.tokens, link.saved)
+        )
         return [path for part in parts for path in part if path not in self._fused]
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -203,9 +205,10 @@ class LoraLayers:
     def _captured(self) -> object:
         """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
         places = [
-            {path: {slot: [t.data_ptr() for t in tensors(value)] for slot, value in by_slot.items()}}
-            for known, tensors in ((self._saved, Mapping.values), (self._tokens, tuple))
+            (path, slot, [t.data_ptr() for t in (value.values() if isinstance(value, Mapping) else value)])
+            for known in (self._saved, self._tokens)
             for path, by_slot in known.items()
+            for slot, value in by_slot.items()
         ]
         groups = {id(group): group for group, _ in self._adapted.values()}
         tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
@@ -240,14 +243,16 @@ class LoraLayers:
         found = dict(tokens)
         for path, rows in tokens.items():
             weight = self._modules[path].weight
-            found |= {p: rows for p, m in self._modules.items() if getattr(m, "weight", None) is weight and p not in found}
+            found |= {
+                p: rows for p, m in self._modules.items() if getattr(m, "weight", None) is weight and p not in found
+            }
         return found
 
     def _adapt(self, path: str) -> None:
         """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""
         module = self._modules.get(path)
         if module is None:
-            path, _, leaf = path.rpartition(".")
+            path = path.rpartition(".")[0]
             module = self._modules[path]
             groups = {
                 name: Adapted(self, [width], [None], experts)
@@ -350,7 +355,7 @@ def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[in
 def _norms(base: Tensor, weights: LoraWeights, offset: Tensor | None) -> Tensor:
     """Of the adapted rows of a weight [N, D], fp32 [N]."""
     squares = torch.zeros(base.shape[0], device=base.device)
-    for columns, a in zip(base.split(_NORM_COLUMNS, dim=1), weights.a.split(_NORM_COLUMNS, dim=1), strict=True):
+    for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
         delta = weights.b.float() @ a.float()
         if offset is not None:  # as PEFT takes the delta, by sending the identity through both
             delta += offset.float()[:, None]

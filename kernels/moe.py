@@ -171,7 +171,9 @@ def experts(
     # Narrow tiles while few pairs are there, so that all multiprocessors read.
     tiles = _max_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
     columns = 64 if tiles < 2 * multiprocessors(x.device) else 128
-    return _experts(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns)
+    return _experts(
+        x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns
+    )
 
 
 def experts_invariant(

@@ -66,7 +66,9 @@ class ModelBinding:
         self.fused_layers = 0
         self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
         self._adapters_seen: object = None
-        self._sums: dict[str, tuple[str, ...]] = {}  # adapters of the model that were active at once, by the name of that
+        self._sums: dict[
+            str, tuple[str, ...]
+        ] = {}  # adapters of the model that were active at once, by the name of that
         self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
         self._copies: dict[str, AdapterWeights] = {}  # those of none
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
@@ -178,7 +180,8 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
-        read, changes = adapter_reader(name, source)
+        experts = [n for n, tensor in self.source.tensors().items() if tensor.dim() == 3]
+        read, changes = adapter_reader(name, source, experts)
         adapter = read()
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -67,20 +67,25 @@ def running(model: PeftModel, adapter: str | None) -> Iterator[None]:
 
 
 def assert_like_peft(
-    engine: RolloutEngine, model: PeftModel, adapters: list[Any], prompts: Any = PROMPTS, theirs: str | None = None
+    engine: RolloutEngine,
+    model: PeftModel,
+    adapters: list[Any],
+    prompts: Any = PROMPTS,
+    others: Mapping[str, PeftModel] | None = None,
 ) -> None:
     """Tokens, and log-probabilities while sampling and while scoring.
 
-    adapters: of each prompt, none of them LIVE. theirs: the model's name for all of them.
+    adapters: of each prompt, none of them LIVE. others: by the names of adapters that are not the model's, whose they are.
     """
     batch = engine.generate_batch(prompts, GREEDY, adapter=adapters)
     sequences = [o.prompt_token_ids + o.completions[0].token_ids for o in batch]
     scores = engine.score(sequences, start=[len(p) for p in prompts], adapter=adapters)
     for prompt, adapter, output, score in zip(prompts, adapters, batch, scores, strict=True):
         (completion,) = output.completions
-        with running(model, theirs or adapter):
-            assert completion.token_ids == oracle.greedy(model, prompt, GREEDY.max_tokens)
-            expected = oracle.logprobs(model, prompt, completion.token_ids).float()
+        owner = (others or {}).get(adapter)
+        with running(owner or model, "default" if owner else adapter):
+            assert completion.token_ids == oracle.greedy(owner or model, prompt, GREEDY.max_tokens)
+            expected = oracle.logprobs(owner or model, prompt, completion.token_ids).float()
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(score.logprobs, expected, atol=1e-4, rtol=0)
 

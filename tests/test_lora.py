@@ -38,6 +38,7 @@ from stoker.rollout import (
     binding,
 )
 
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -229,7 +230,7 @@ def test_what_is_refused(make: Any, message: str) -> None:
     del places
 
 
-def test_merged_or_several_at_once_is_refused_until_it_is_not() -> None:
+def test_merged_is_refused_until_it_is_not() -> None:
     model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine:
         before = tokens(engine)
@@ -238,10 +239,6 @@ def test_merged_or_several_at_once_is_refused_until_it_is_not() -> None:
             with pytest.raises(UnsupportedModelError, match=r"'default' is merged into .*unmerge_adapter"):
                 call()
         model.unmerge_adapter()
-        model.base_model.set_adapter(["default", "other"])
-        with pytest.raises(UnsupportedModelError, match=r"several adapters are active at once \(default, other\)"):
-            tokens(engine)
-        model.set_adapter("default")
         assert tokens(engine) == expected_tokens(model)
         assert tokens(engine) == before
 

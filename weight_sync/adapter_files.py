@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,25 +48,25 @@ _DEFAULTS = {  # of what the configs that older versions saved do not have
     "use_dora": False,
     "use_rslora": False,
 }
-_EXPERTS = ("gate_up_proj", "down_proj")  # as their modules have them, and PEFT wraps them
 
 
-def adapter_reader(name: str, source: Any) -> tuple[Callable[[], AdapterWeights], bool]:
+def adapter_reader(name: str, source: Any, parameters: Sequence[str]) -> tuple[Callable[[], AdapterWeights], bool]:
     """What reads an adapter as it is now, and whether it may read another one later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state dict and
-    its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are copied.
+    its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are copied. parameters: names of the
+    base's 3-D parameters, the experts', which files do not tell from linears.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
     if isinstance(source, str | os.PathLike):
-        adapter = _from_folder(name, os.fspath(source))
+        adapter = _from_folder(name, os.fspath(source), parameters)
         return lambda: adapter, False
     first, second = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if isinstance(first, nn.Module) and hasattr(first, "peft_config"):
         return _reader_of_live(name, first, second), True
     if isinstance(first, Mapping) and second is not None:
-        adapter = from_state_dict(name, first, second)
+        adapter = from_state_dict(name, first, second, parameters)
         return lambda: adapter, False
     raise UnsupportedModelError(
         f"adapter {name!r}: give a PeftModel, (PeftModel, adapter name), (state dict, LoraConfig) or a folder"
@@ -93,12 +93,12 @@ def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], A
     return read
 
 
-def _from_folder(name: str, folder: str) -> AdapterWeights:
+def _from_folder(name: str, folder: str, parameters: Sequence[str]) -> AdapterWeights:
     file = os.path.join(folder, "adapter_model.safetensors")
     try:
         with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as text:
             config = SimpleNamespace(**json.load(text))
-        return from_state_dict(name, load_file(file), config)
+        return from_state_dict(name, load_file(file), config, parameters)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise UnsupportedModelError(
             f"adapter {name!r} cannot be loaded from {folder}: {error}. Give a folder that save_pretrained wrote, with "
@@ -106,7 +106,7 @@ def _from_folder(name: str, folder: str) -> AdapterWeights:
         ) from error
 
 
-def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any) -> AdapterWeights:
+def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any, parameters: Sequence[str]) -> AdapterWeights:
     """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
     config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
@@ -153,30 +153,31 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any) -> Ad
             "tensors and the config of one adapter"
         )
     for path, part in parts.items():
-        _take(adapter, name, path, part, config)
+        _take(adapter, name, path, part, config, parameters)
     return adapter
 
 
-def _take(adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any) -> None:
+def _take(
+    adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Sequence[str]
+) -> None:
     """One layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
     path, *around = key.split(".base_layer")
     if "A" not in part or "B" not in part:
         raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
     if config.use_dora != ("magnitude_vector" in part):
         raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
-    leaf = _targeted_parameter(path, len(around), config)
-    pattern_path = path if leaf is None else f"{path}.{leaf}"
-    rank = int(_pattern(config.rank_pattern, pattern_path, config.r))
+    parameter = _targeted_parameter(path, len(around), config, parameters)
+    rank = int(_pattern(config.rank_pattern, parameter or path, config.r))
     found = part["A"].shape[0]
-    if found % rank if leaf else found != rank:
+    if found % rank if parameter else found != rank:
         raise UnsupportedModelError(
             f"adapter {name!r} has rank {found} for {path}, and its config says {rank}: give its own config"
         )
-    alpha = _pattern(config.alpha_pattern, pattern_path, config.lora_alpha)
+    alpha = _pattern(config.alpha_pattern, parameter or path, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     weights = LoraWeights(part["A"], part["B"], float(scale))
-    if leaf:
-        adapter.experts[pattern_path] = by_expert(weights, found // rank)
+    if parameter:
+        adapter.experts[parameter] = by_expert(weights, found // rank)
     else:
         adapter.linears[path] = weights
     if "offset" in part:
@@ -185,12 +186,11 @@ def _take(adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tenso
         adapter.magnitudes[path] = part["magnitude_vector"]
 
 
-def _targeted_parameter(path: str, around: int, config: Any) -> str | None:
-    """Which of a module's 3-D parameters a layer targets that has so many others around it. None: its weight."""
-    targets = [target.rpartition(".") for target in config.target_parameters or ()]
-    leaves = {leaf for module, _, leaf in targets if not module or _is_named(path, [module])}
-    outermost_last = [leaf for leaf in _EXPERTS if leaf in leaves]
-    return outermost_last[-1 - around] if around < len(outermost_last) else None
+def _targeted_parameter(path: str, around: int, config: Any, parameters: Sequence[str]) -> str | None:
+    """Which of a module's 3-D parameters a layer targets that has so many others around it. None: it is over a linear."""
+    targets = config.target_parameters or ()
+    own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
+    return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
 
 
 def _token_indices(path: str, config: Any) -> list[int]:

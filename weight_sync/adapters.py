@@ -119,11 +119,12 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
     Raises ``UnsupportedModelError`` where layers differ in that.
     """
     seen = []
+    order: Sequence[str] = ()  # modules that are saved whole know only those of theirs
     for name, module, kind in _wrapped(model):
-        held = _held(module, kind)
-        on = () if module.disable_adapters else tuple(n for n in module.active_adapters if n in held)
-        seen.append((name, held, on))
-    active = tuple(dict.fromkeys(n for _, _, on in seen for n in on))
+        names, held = () if module.disable_adapters else tuple(module.active_adapters), _held(module, kind)
+        order = max(order, names, key=len)
+        seen.append((name, held, tuple(n for n in names if n in held)))
+    active = tuple(n for n in order if any(n in on for _, _, on in seen))
     for name, held, on in seen:
         if on != tuple(n for n in active if n in held):
             raise UnsupportedModelError(

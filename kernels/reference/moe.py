@@ -75,8 +75,9 @@ def experts(
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
         if bias is not None:
             out = out + bias[ids]
-        for table in tables if rows is not None else ():
-            lora(x, out, table, rows)
+        if rows is not None:
+            for table in tables:
+                lora(x, out, table, rows)
         return out
 
     tables = ((), ()) if adapters is None else (adapters.gate_up, adapters.down)
