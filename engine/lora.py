@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from stoker.engine.experts import adapt_experts, expert_tables
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, TokenRows
 from stoker.kernels.reference.moe import ExpertAdapters
 
 _NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
@@ -71,7 +72,9 @@ class LoraLayers:
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
-        self._tokens: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._tokens: dict[str, dict[int, TokenRows]] = {}
+        self._ids: dict[tuple[int, ...], Tensor] = {}
+        self._merged: dict[tuple[str, int], Tensor] = {}
         self._last: object = None
 
     def group(self, paths: Sequence[str]) -> Adapted:
@@ -96,12 +99,12 @@ class LoraLayers:
         for link in adapter.links:
             for path, weights in link.linears.items():
                 module = self._module(name, path)
-                if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+                if type(module) is not nn.Linear and not isinstance(module, nn.Embedding) and not _is_router(module):
                     raise UnsupportedModelError(
-                        f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers, embeddings and "
-                        "experts take adapters, leave it out of target_modules, or merge the adapter"
+                        f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers, embeddings, "
+                        "routers and experts take adapters, leave it out of target_modules, or merge the adapter"
                     )
-                wanted = module.weight.shape if type(module) is nn.Linear else module.weight.shape[::-1]
+                wanted = module.weight.shape[::-1] if isinstance(module, nn.Embedding) else module.weight.shape
                 _check_matrices(name, path, weights, tuple(wanted), dtype)
                 for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
                     if path in tensors and tensors[path].numel() != wanted[0]:
@@ -127,6 +130,12 @@ class LoraLayers:
         return self._modules[path]
 
     def _check_states(self, name: str, link: AdapterWeights) -> None:
+        for path, bias in link.biases.items():
+            own_bias = getattr(self._module(name, path), "bias", None)
+            if own_bias is None or own_bias.shape != bias.shape:
+                raise UnsupportedModelError(
+                    f"adapter {name!r} has a bias of {path}, whose own has another shape: it is for another base"
+                )
         for path, state in self._states(link).items():
             module = self._modules.get(path)
             if module is None or path in self._fused:
@@ -140,12 +149,6 @@ class LoraLayers:
                 raise UnsupportedModelError(
                     f"adapter {name!r} saves {path} with {wrong[:3]} of another shape than the base"
                 )
-        for path, bias in link.biases.items():
-            own_bias = getattr(self._module(name, path), "bias", None)
-            if own_bias is None or own_bias.shape != bias.shape:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has a bias of {path}, whose own has another shape: it is for another base"
-                )
         for path, weight in link.bases.items():
             own_weight = self._module(name, path).weight
             if own_weight.shape != weight.shape or not torch.equal(weight.to(own_weight), own_weight):
@@ -155,19 +158,32 @@ class LoraLayers:
                 )
         for path, (ids, rows) in link.tokens.items():
             weight = self._module(name, path).weight
-            if rows.shape[1] != weight.shape[1] or int(ids.max()) >= weight.shape[0]:
+            if rows.shape[1] != weight.shape[1] or max(ids, default=0) >= weight.shape[0]:
                 raise UnsupportedModelError(
                     f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
                     "another base"
                 )
 
-    def _states(self, link: AdapterWeights) -> dict[str, Mapping[str, Tensor]]:
+    def _states(self, link: AdapterWeights) -> dict[str, dict[str, Tensor]]:
         """Modules that run with a state of the adapter's: those saved whole, and those with a bias that are no linears."""
-        states: dict[str, Mapping[str, Tensor]] = dict(link.saved)
+        states = {path: dict(state) for path, state in link.saved.items()}
         for path, bias in link.biases.items():
-            if type(self._modules.get(path)) is not nn.Linear and path not in states:
-                states[path] = {"bias": bias}
+            if type(self._modules.get(path)) is not nn.Linear:
+                states.setdefault(path, {}).setdefault("bias", bias)
         return states
+
+    def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
+        """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
+        weights: dict[str, dict[str, Tensor]] = {}
+        for link in links:
+            for path, (a, b, scale, *_) in link.linears.items():
+                if _is_router(module := self._modules[path]):
+                    if (path, slot) not in self._merged:
+                        self._merged[path, slot] = torch.empty_like(module.weight)
+                    merged = self._merged[path, slot]
+                    before = merged if path in weights else module.weight
+                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
+        return weights
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
@@ -178,20 +194,25 @@ class LoraLayers:
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def put(self, slot: int, adapter: AdapterWeights | None) -> None:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
         links = [] if adapter is None else list(adapter.links)
         chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
-        states: dict[str, Mapping[str, Tensor]] = {}
-        tokens: dict[str, tuple[Tensor, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
+        tokens: dict[str, TokenRows] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
-                if path in link.linears or type(self._modules[path]) is nn.Linear:
+                if isinstance(self._modules[path], nn.Linear | nn.Embedding):
                     chains.setdefault(path, []).append(self._complete(path, link))
             for key, weights in link.experts.items():
                 chains.setdefault(key, []).append(weights)
             states |= self._states(link)
             tokens |= self._with_tied(link.tokens)
+        self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}
+        for path, state in self._routers(slot, links).items():
+            states.setdefault(path, {}).update(state)
         for path, chain in chains.items():
             if path not in self._adapted:
                 self._adapt(path)
@@ -205,10 +226,13 @@ class LoraLayers:
     def _captured(self) -> object:
         """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
         places = [
-            (path, slot, [t.data_ptr() for t in (value.values() if isinstance(value, Mapping) else value)])
-            for known in (self._saved, self._tokens)
-            for path, by_slot in known.items()
-            for slot, value in by_slot.items()
+            (path, slot, [t.data_ptr() for t in state.values()])
+            for path, by_slot in self._saved.items()
+            for slot, state in by_slot.items()
+        ] + [
+            (path, slot, ids, rows.data_ptr())
+            for path, by_slot in self._tokens.items()
+            for slot, (ids, rows) in by_slot.items()
         ]
         groups = {id(group): group for group, _ in self._adapted.values()}
         tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
@@ -228,9 +252,9 @@ class LoraLayers:
         gain, shift = None, None
         offset, bias = link.offsets.get(path), link.biases.get(path)
         if path in link.magnitudes:
-            gain = link.magnitudes[path].detach().float().flatten() / _norms(base, weights, offset)
+            gain = link.magnitudes[path].float().flatten() / _norms(base, weights)
         if offset is not None:
-            shift = weights.scale * offset.float() * (1 if gain is None else gain)
+            shift = weights.scale * offset.float()
         if bias is not None:
             shift = bias.float() - module.bias.float() + (0 if shift is None else shift)
         scale = weights.scale
@@ -238,7 +262,7 @@ class LoraLayers:
             scale *= float(factor)
         return weights._replace(scale=scale, gain=gain, shift=shift)
 
-    def _with_tied(self, tokens: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _with_tied(self, tokens: Mapping[str, TokenRows]) -> dict[str, TokenRows]:
         """Of every module that has the same weight too: PEFT keeps tied ones tied."""
         found = dict(tokens)
         for path, rows in tokens.items():
@@ -320,14 +344,14 @@ class LoraLayers:
         return out
 
     def _after_tokens(
-        self, by_slot: dict[int, tuple[Tensor, Tensor]], module: Any, args: tuple[Tensor, ...], out: Tensor
+        self, by_slot: dict[int, TokenRows], module: Any, args: tuple[Tensor, ...], out: Tensor
     ) -> Tensor:
         """Put the adapters' rows of an embedding, or their logits where it is the head, in place of the base's."""
         if self.rows is None:
             return out
         (x,) = args
-        for slot, (ids, rows) in by_slot.items():
-            rows, mine = rows.to(out.dtype), self._rows_of(slot, out)
+        for slot, (numbers, rows) in by_slot.items():
+            ids, rows, mine = self._ids[numbers], rows.to(out.dtype), self._rows_of(slot, out)
             if isinstance(module, nn.Embedding):
                 found = x[..., None] == ids
                 other = rows[found.int().argmax(-1)] * getattr(module, "embed_scale", 1)
@@ -335,6 +359,13 @@ class LoraLayers:
             else:
                 out = out.index_copy(-1, ids, torch.where(mine, x @ rows.T, out.index_select(-1, ids)))
         return out
+
+
+def _is_router(module: Any) -> bool:
+    """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
+    weight = getattr(module, "weight", None)
+    other = isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+    return not other and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -352,14 +383,11 @@ def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[in
         )
 
 
-def _norms(base: Tensor, weights: LoraWeights, offset: Tensor | None) -> Tensor:
+def _norms(base: Tensor, weights: LoraWeights) -> Tensor:
     """Of the adapted rows of a weight [N, D], fp32 [N]."""
     squares = torch.zeros(base.shape[0], device=base.device)
     for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
-        delta = weights.b.float() @ a.float()
-        if offset is not None:  # as PEFT takes the delta, by sending the identity through both
-            delta += offset.float()[:, None]
-        squares += (columns.float() + weights.scale * delta).square().sum(1)
+        squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)
     return squares.sqrt()
 
 

@@ -149,8 +149,8 @@ class ModelBinding:
 
         Raises ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
         """
+        check_adapters(self.model)
         model = unwrap(self.model)
-        check_adapters(model)
         adapters = live_adapters(model)
         if len(active := active_adapters(model)) > 1:
             self._sums["+".join(active)] = active

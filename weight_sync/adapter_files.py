@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.adapters import (
     active_adapters,
     biases_of,
@@ -75,8 +75,8 @@ def adapter_reader(name: str, source: Any, parameters: Sequence[str]) -> tuple[C
 
 def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], AdapterWeights]:
     def read() -> AdapterWeights:
+        check_adapters(model)
         module = unwrap(model)
-        check_adapters(module)
         found = live_adapters(module)
         for wanted in names:
             if wanted not in found:
@@ -135,7 +135,7 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any, param
                     f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
                     "trainable_token_indices: give its own config"
                 )
-            adapter.tokens[match["path"]] = torch.tensor(ids), copy
+            adapter.tokens[match["path"]] = TokenRows(ids, copy)
         elif (match := _SAVED.fullmatch(plain)) and _is_named(match["path"], config.modules_to_save):
             adapter.saved.setdefault(match["path"], {})[match["leaf"]] = copy
         elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
@@ -193,12 +193,12 @@ def _targeted_parameter(path: str, around: int, config: Any, parameters: Sequenc
     return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
 
 
-def _token_indices(path: str, config: Any) -> list[int]:
+def _token_indices(path: str, config: Any) -> tuple[int, ...]:
     """Those of the tokens that are trained of an embedding; none where the config does not name it."""
     indices = config.trainable_token_indices or {}
     if not isinstance(indices, Mapping):
-        return list(indices)
-    return next((list(ids) for module, ids in indices.items() if _is_named(path, [module])), [])
+        return tuple(indices)
+    return next((tuple(ids) for module, ids in indices.items() if _is_named(path, [module])), ())
 
 
 def _is_named(path: str, names: Iterable[str] | None) -> bool:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.naming import unwrap, walk
+from stoker.weight_sync.naming import inside, unwrap, walk
 
-_VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant"}
+# MiCA trains A alone, and runs as any other.
+_VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant", "MiCALinearVariant", "MiCAEmbeddingVariant"}
 _REFUSED = (
     ("layer_replication", "replicate the layers in the base model itself"),
     ("alora_invocation_tokens", "train plain LoRA, which is on for every token"),
@@ -62,7 +63,8 @@ def check_config(config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
         raise UnsupportedModelError(
-            f"a PEFT adapter of type {kind}: the engine runs LoRA; train that, or merge_and_unload() this one"
+            f"a PEFT adapter of type {kind}: the engine runs LoRA; train that, or merge this one where PEFT can, by "
+            "merge_and_unload()"
         )
     for option, remedy in _REFUSED:
         if getattr(config, option, None):
@@ -70,9 +72,15 @@ def check_config(config: Any) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run."""
-    for config in getattr(model, "peft_config", {}).values():
-        check_config(config)
+    """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run.
+
+    model: with all its wrappers.
+    """
+    wrapper: nn.Module | None = model
+    while wrapper is not None:  # prompts and prefixes are known to PEFT's own wrapper alone
+        for config in getattr(wrapper, "peft_config", {}).values():
+            check_config(config)
+        wrapper = inside(wrapper)
     for name, module, kind in _wrapped(model):
         if kind == "other":
             raise UnsupportedModelError(f"{name} is a {type(module).__name__} of PEFT: the engine runs LoRA, merge it")
@@ -156,7 +164,7 @@ def live_adapters(model: nn.Module) -> dict[str, AdapterWeights]:
             elif kind == "tokens":
                 layer = module.token_adapter
                 rows = layer.trainable_tokens_delta[name].detach()
-                adapter.tokens[path] = torch.tensor(layer.token_indices[name], device=rows.device), rows
+                adapter.tokens[path] = TokenRows(tuple(layer.token_indices[name]), rows)
             else:
                 _take_lora(adapter, path, module, kind, name)
     return found
@@ -211,5 +219,6 @@ def signature(adapters: Mapping[str, AdapterWeights], device: torch.device) -> o
         for name, adapter in adapters.items()
         for path, weights in (*adapter.linears.items(), *adapter.experts.items())
     }
+    ids = {(name, path): rows.ids for name, adapter in adapters.items() for path, rows in adapter.tokens.items()}
     places = {key: (t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items()}
-    return places, scales, checksums(tensors.values(), device) if tensors else []
+    return places, scales, ids, checksums(tensors.values(), device) if tensors else []

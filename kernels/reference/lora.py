@@ -37,6 +37,13 @@ class LoraWeights(NamedTuple):
         return self if self.a.dim() == 2 else self._replace(a=self.a[expert], b=self.b[expert])
 
 
+class TokenRows(NamedTuple):
+    """Rows of an embedding's weight."""
+
+    ids: tuple[int, ...]
+    rows: Tensor  # [n, D]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterWeights:
     """One adapter, its tensors wherever they are. Names are those of the base model's modules."""
@@ -46,7 +53,7 @@ class AdapterWeights:
     offsets: dict[str, Tensor] = field(default_factory=dict)  # bias of b, [N]
     biases: dict[str, Tensor] = field(default_factory=dict)  # in place of a module's own, [N]
     experts: dict[str, LoraWeights] = field(default_factory=dict)  # by the name of the 3-D parameter
-    tokens: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of an embedding: ids [n], rows [n, D]
+    tokens: dict[str, TokenRows] = field(default_factory=dict)  # of an embedding or a head, in place of its own
     saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # state of modules that are replaced whole
     bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
     then: AdapterWeights | None = None  # another one on top
@@ -82,9 +89,7 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value.to(device)
     if isinstance(value, Mapping):
         return {key: _moved(v, device) for key, v in value.items()}
-    if isinstance(value, LoraWeights):
-        return LoraWeights(*(_moved(v, device) for v in value))
-    return tuple(_moved(v, device) for v in value) if isinstance(value, tuple) else value
+    return type(value)(*(_moved(v, device) for v in value)) if isinstance(value, LoraWeights | TokenRows) else value
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -92,7 +97,7 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, value
     elif isinstance(value, AdapterWeights):
         yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_tensors())
-    elif isinstance(value, Mapping | tuple):
+    elif isinstance(value, Mapping | LoraWeights | TokenRows):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _named(f"{name}.{key}", inner)
 
