@@ -6,6 +6,8 @@ on a few numbers. Any other runs as transformers runs it by default, which does 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,24 +15,31 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.moe import Gate
+from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
 EXPERTS = "stoker_experts"
 _DEFAULT = "grouped_mm"
-_STATE = "stoker_experts"  # (operations, gate) on a module that was taken over
+_STATE = "stoker_experts"  # of a module that was taken over
+
+
+@dataclass(slots=True)
+class _State:
+    ops: Ops
+    gate: Gate
+    adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
 
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Called by transformers. hidden_states: [T, D]; top_k_index, top_k_weights: [T, K]; returns [T, D]."""
-    state: tuple[Ops, Gate] | None = getattr(module, _STATE, None)
+    state: _State | None = getattr(module, _STATE, None)
     if state is None:
         return ALL_EXPERTS_FUNCTIONS[_DEFAULT](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-    ops, gate = state
     gate_up, down = module.gate_up_proj, module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    return ops.experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, gate=gate)
+    options = {"gate": state.gate, "adapters": state.adapters()}
+    return state.ops.experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, **options)
 
 
 ExpertsInterface.register(EXPERTS, _experts_interface)
@@ -42,9 +51,22 @@ def take_over_experts(model: nn.Module, ops: Ops) -> int:
     for module in model.modules():
         gate = _gate_of(module) if hasattr(type(module), "_apply_gate") else None
         if gate is not None:
-            setattr(module, _STATE, (ops, gate))
+            setattr(module, _STATE, _State(ops, gate))
             count += 1
     return count
+
+
+def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
+    """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
+    if not hasattr(module, _STATE):
+        return {}
+    shapes = {name: getattr(module, name).shape for name in ("gate_up_proj", "down_proj")}
+    return {n: (s[0], s[2], s[1]) if module.is_transposed else tuple(s) for n, s in shapes.items()}
+
+
+def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) -> None:
+    """Let experts that were taken over have adapters."""
+    getattr(module, _STATE).adapters = adapters
 
 
 def _gate_of(module: Any) -> Gate | None:

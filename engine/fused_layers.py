@@ -26,9 +26,16 @@ class _Linears:
     """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
 
     def __init__(
-        self, ops: Ops, linears: Sequence[Any], lora: Adapted, weight: Tensor | None, bias: Tensor | None
+        self,
+        ops: Ops,
+        paths: tuple[str, ...],
+        linears: Sequence[Any],
+        lora: Adapted,
+        weight: Tensor | None,
+        bias: Tensor | None,
     ) -> None:
         self.ops = ops
+        self.paths = paths
         self.lora = lora
         self.linears = linears
         self.weight = weight
@@ -53,7 +60,7 @@ class _Linears:
         else:
             out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
         if rows is not None:
-            self.ops.lora(x, out, self.lora.table, rows)
+            self.lora.apply(x, out, rows)
         out = out if gated is None else self.ops.act_mul(out, gated)
         return out if residual is None else torch.add(residual, out, alpha=scale)
 
@@ -97,10 +104,10 @@ class FusedDecoderLayer(nn.Module):
         return self.parts.gate_up is not None
 
     @property
-    def adapted(self) -> list[Adapted]:
+    def adapted(self) -> dict[tuple[str, ...], Adapted]:
         """The groups of linears that it runs."""
         w = self.parts
-        return [linears.lora for linears in (w.qkv, w.out, w.gate_up, w.down) if linears is not None]
+        return {linears.paths: linears.lora for linears in (w.qkv, w.out, w.gate_up, w.down) if linears is not None}
 
     def forward(
         self,
@@ -258,7 +265,8 @@ def _parts(
             weight, bias = modules[0].weight, modules[0].bias
         else:
             weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
-        return _Linears(ops, modules, shell.lora.group([f"{path}.{name}" for name in names]), weight, bias)
+        paths = tuple(f"{path}.{name}" for name in names)
+        return _Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
 
     norms = [None if name is None else norm_of(layer.get_submodule(name)) for name in structure.norms]
     if any(name is not None and norm is None for name, norm in zip(structure.norms, norms, strict=True)):

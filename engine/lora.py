@@ -1,7 +1,8 @@
-"""Adapters in a shell: which of its linears have them, and what each slot does to them.
+"""Adapters in a shell: which of its modules have them, and what each slot does to them.
 
-Fused layers ask for a table of each of their groups; any other module that an adapter changes gets a forward hook. Both
-read ``rows``, which the runner sets for every step; without it nothing but that test is added to a step.
+Fused layers ask for the tables of each of their groups; any other module that an adapter changes gets a forward hook, and
+experts ask when they run. All read ``rows``, which the runner sets for every step; without it nothing but that test is
+added to a step.
 """
 
 from __future__ import annotations
@@ -13,25 +14,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
+from stoker.engine.experts import adapt_experts, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, TokenRows
+from stoker.kernels.reference.moe import ExpertAdapters
+
+_NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
 
 
 class Adapted:
-    """Linears that a fused layer runs together, and the table of their adapters."""
+    """Linears that run together, or one other module, and the tables of their adapters.
 
-    def __init__(self, layers: LoraLayers, paths: Sequence[str], table: LoraTable) -> None:
+    There is one table, and one more for every adapter that a slot has on top of another.
+    """
+
+    def __init__(
+        self, layers: LoraLayers, widths: Sequence[int], biases: Sequence[Tensor | None], experts: int = 1
+    ) -> None:
         self.layers = layers
-        self.paths = paths
-        self.table = table
+        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts)
+        self.tables = [self._empty()]
 
     @property
     def rows(self) -> AdapterRows | None:
-        """Of the step that runs, where it has adapters and they change any of these linears."""
-        return None if self.table.empty else self.layers.rows
+        """Of the step that runs, where it has adapters and they change any of these modules."""
+        return None if all(table.empty for table in self.tables) else self.layers.rows
+
+    def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
+        """What a slot does to one of the linears, in that order."""
+        while len(self.tables) < len(chain):
+            self.tables.append(self._empty())
+        for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
+            table.put(index, slot, weights)
+
+    def apply(self, x: Tensor, out: Tensor, rows: AdapterRows) -> None:
+        """Change what the linears made of ``x``, in place. x: [T, D]; out: [T, N]."""
+        for table in self.tables:
+            self.layers.ops.lora(x, out, table, rows)
 
 
 class LoraLayers:
@@ -46,19 +69,21 @@ class LoraLayers:
         self.rows: AdapterRows | None = None  # of the step that runs; None where no token has an adapter
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
         self.layout = 0  # a captured step holds as long as this stays
-        self._modules: dict[str, nn.Module] = dict(module.named_modules())
+        self._modules: dict[str, Any] = dict(module.named_modules())
         self._fused: set[str] = set()
-        self._tables: dict[str, tuple[LoraTable, int]] = {}
+        self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
+        self._tokens: dict[str, dict[int, TokenRows]] = {}
+        self._ids: dict[tuple[int, ...], Tensor] = {}
+        self._merged: dict[tuple[str, int], Tensor] = {}
         self._last: object = None
 
     def group(self, paths: Sequence[str]) -> Adapted:
         """Linears that would be run together."""
-        linears: list[Any] = [self._modules[path] for path in paths]
-        widths, biases = [m.out_features for m in linears], [m.bias for m in linears]
-        return Adapted(self, paths, LoraTable(widths, biases, self.num_slots, self.device))
+        linears = [self._modules[path] for path in paths]
+        return Adapted(self, [m.out_features for m in linears], [m.bias for m in linears])
 
-    def replaced(self, path: str, groups: Sequence[Adapted], kept: str | None = None) -> None:
+    def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: str | None = None) -> None:
         """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.
 
         kept: one of them that is called as before, with all below it.
@@ -66,8 +91,10 @@ class LoraLayers:
         self._fused |= {
             name for name in self._modules if _at_or_below(name, path) and not (kept and _at_or_below(name, kept))
         }
-        for group in groups:
-            self._tables |= {linear: (group.table, index) for index, linear in enumerate(group.paths)}
+        for paths, group in groups.items():
+            self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
+
+    # -- what fits -------------------------------------------------------------------------------------------------
 
     def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
         """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
@@ -75,34 +102,47 @@ class LoraLayers:
             raise UnsupportedModelError(
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
             )
-        for path, weights in adapter.linears.items():
-            module = self._modules.get(path)
-            if module is None:
+        for link in adapter.links:
+            for path, weights in link.linears.items():
+                module = self._module(name, path)
+                if not _is_linear(module) and not isinstance(module, nn.Embedding) and not _is_router(module):
+                    raise UnsupportedModelError(
+                        f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers, embeddings, "
+                        "routers and experts take adapters, leave it out of target_modules, or merge the adapter"
+                    )
+                wanted = _shape(module)
+                _check_matrices(name, path, weights, wanted, dtype)
+                for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
+                    if path in tensors and tensors[path].numel() != wanted[0]:
+                        raise UnsupportedModelError(
+                            f"adapter {name!r} has {tensors[path].numel()} {what} for {path}'s {wanted[0]} rows"
+                        )
+            for key, weights in link.experts.items():
+                path, _, leaf = key.rpartition(".")
+                tables = expert_tables(self._module(name, path))
+                if leaf not in tables:
+                    raise UnsupportedModelError(
+                        f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
+                        "of target_parameters"
+                    )
+                _check_matrices(name, key, weights, tables[leaf], dtype)
+            self._check_states(name, link)
+
+    def _module(self, name: str, path: str) -> Any:
+        if path not in self._modules:
+            raise UnsupportedModelError(
+                f"adapter {name!r} targets {path}, which the model does not have: it is for another base"
+            )
+        return self._modules[path]
+
+    def _check_states(self, name: str, link: AdapterWeights) -> None:
+        for path, bias in link.biases.items():
+            own_bias = getattr(self._module(name, path), "bias", None)
+            if own_bias is None or own_bias.shape != bias.shape:
                 raise UnsupportedModelError(
-                    f"adapter {name!r} targets {path}, which the model does not have: it is for another base"
+                    f"adapter {name!r} has a bias of {path}, whose own has another shape: it is for another base"
                 )
-            if type(module) not in (nn.Linear, QuantisedLinear):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers take adapters, "
-                    "leave it out of target_modules, or merge the adapter"
-                )
-            if not weights.a.dtype == weights.b.dtype == dtype:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
-                    f"are in {dtype}: cast it to that"
-                )
-            rank, wanted = weights.a.shape[0], (module.out_features, module.in_features)
-            if weights.a.shape != (rank, wanted[1]) or weights.b.shape != (wanted[0], rank):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has A {tuple(weights.a.shape)} and B {tuple(weights.b.shape)} for {path}, whose "
-                    f"weight is {wanted}: it is for another base, or its file is damaged"
-                )
-            magnitude = adapter.magnitudes.get(path)
-            if magnitude is not None and magnitude.numel() != wanted[0]:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has {magnitude.numel()} magnitudes for {path}'s {wanted[0]} rows"
-                )
-        for path, state in adapter.saved.items():
+        for path, state in self._states(link).items():
             module = self._modules.get(path)
             if module is None or path in self._fused:
                 raise UnsupportedModelError(
@@ -115,78 +155,260 @@ class LoraLayers:
                 raise UnsupportedModelError(
                     f"adapter {name!r} saves {path} with {wrong[:3]} of another shape than the base"
                 )
+        for path, weight in link.bases.items():
+            own_weight = self._module(name, path).weight
+            if own_weight.shape != weight.shape or not torch.equal(weight.to(own_weight), own_weight):
+                raise UnsupportedModelError(
+                    f"adapter {name!r} comes with other weights of {path} than the base has: save it with "
+                    "save_embedding_layers=False, or name the module in modules_to_save"
+                )
+        for path, (ids, rows) in link.tokens.items():
+            weight = self._module(name, path).weight
+            if rows.shape[1] != weight.shape[1] or max(ids, default=0) >= weight.shape[0]:
+                raise UnsupportedModelError(
+                    f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
+                    "another base"
+                )
+
+    def _states(self, link: AdapterWeights) -> dict[str, dict[str, Tensor]]:
+        """Modules that run with a state of the adapter's: those saved whole, and those with a bias that are no linears."""
+        states = {path: dict(state) for path, state in link.saved.items()}
+        for path, bias in link.biases.items():
+            if not _is_linear(self._modules.get(path)):
+                states.setdefault(path, {}).setdefault("bias", bias)
+        return states
+
+    def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
+        """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
+        weights: dict[str, dict[str, Tensor]] = {}
+        for link in links:
+            for path, (a, b, scale, *_) in link.linears.items():
+                if _is_router(module := self._modules[path]):
+                    if (path, slot) not in self._merged:
+                        self._merged[path, slot] = torch.empty_like(module.weight)
+                    merged = self._merged[path, slot]
+                    before = merged if path in weights else module.weight
+                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
+        return weights
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
-        return [path for path in (*adapter.linears, *adapter.saved) if path not in self._fused]
+        parts = (
+            p for link in adapter.links for p in (link.linears, link.biases, link.experts, link.tokens, link.saved)
+        )
+        return [path for part in parts for path in part if path not in self._fused]
 
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def put(self, slot: int, adapter: AdapterWeights | None) -> None:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
-        linears = adapter.linears if adapter is not None else {}
-        saved = adapter.saved if adapter is not None else {}
-        for path, (table, index) in self._tables.items():
-            if path not in linears:
-                table.put(index, slot, None)
-        for path, weights in linears.items():
-            if path not in self._tables:
-                self._tables[path] = self.group([path]).table, 0
-                self.has_hooks = True
-                self._modules[path].register_forward_hook(partial(self._after_linear, self._tables[path][0]))
-            assert adapter is not None
-            if path in adapter.magnitudes:
-                weights = weights._replace(gain=self._gain(path, weights, adapter.magnitudes[path]))
-            table, index = self._tables[path]
-            table.put(index, slot, weights)
-        for path, by_slot in self._saved.items():
-            if path not in saved:
-                by_slot.pop(slot, None)
-        for path, state in saved.items():
-            if path not in self._saved:
-                self._saved[path] = {}
-                self.has_hooks = True
-                self._modules[path].register_forward_hook(partial(self._after_saved, self._saved[path]))
-            self._saved[path][slot] = state
+        links = [] if adapter is None else list(adapter.links)
+        chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
+        states: dict[str, dict[str, Tensor]] = {}
+        tokens: dict[str, TokenRows] = {}
+        for link in links:
+            for path in dict.fromkeys((*link.linears, *link.biases)):
+                if isinstance(self._modules[path], nn.Linear | QuantisedLinear | nn.Embedding):
+                    chains.setdefault(path, []).append(self._complete(path, link))
+            for key, weights in link.experts.items():
+                chains.setdefault(key, []).append(weights)
+            states |= self._states(link)
+            tokens |= self._with_tied(link.tokens)
+        self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}
+        for path, state in self._routers(slot, links).items():
+            states.setdefault(path, {}).update(state)
+        for path, chain in chains.items():
+            if path not in self._adapted:
+                self._adapt(path)
+            group, index = self._adapted[path]
+            group.put(index, slot, chain)
+        self._fill(self._saved, slot, states, self._after_saved)
+        self._fill(self._tokens, slot, tokens, self._after_tokens)
         before, self._last = self._last, self._captured()
         self.layout += before != self._last
 
     def _captured(self) -> object:
         """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
-        saved = {
-            path: {slot: [t.data_ptr() for t in state.values()] for slot, state in by_slot.items()}
+        places = [
+            (path, slot, [t.data_ptr() for t in state.values()])
             for path, by_slot in self._saved.items()
-        }
-        return [(t.max_rank, t.dtype, t.empty) for t, _ in self._tables.values()], saved
+            for slot, state in by_slot.items()
+        ] + [
+            (path, slot, ids, rows.data_ptr())
+            for path, by_slot in self._tokens.items()
+            for slot, (ids, rows) in by_slot.items()
+        ]
+        groups = {id(group): group for group, _ in self._adapted.values()}
+        tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
+        return tables, places
 
-    def _gain(self, path: str, weights: LoraWeights, magnitude: Tensor) -> Tensor:
-        """DoRA's magnitude over the norm of the adapted rows; fp32 [N]. Holds until a weight changes."""
-        module: Any = self._modules[path]
-        if isinstance(module, QuantisedLinear):
-            norms = module.adapted_norms(weights.scale, weights.b, weights.a)
+    def _complete(self, path: str, link: AdapterWeights) -> LoraWeights:
+        """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
+
+        That holds until a weight changes.
+        """
+        module = self._modules[path]
+        if (weights := link.linears.get(path)) is None:  # of a linear with a bias alone
+            rows, columns = _shape(module)
+            empty = partial(torch.empty, device=self.device)
+            weights = LoraWeights(empty(0, columns), empty(rows, 0), 1.0)
+        gain, shift = None, None
+        offset, bias = link.offsets.get(path), link.biases.get(path)
+        if path in link.magnitudes:
+            gain = link.magnitudes[path].float().flatten() / _norms(module, weights)
+        if offset is not None:
+            shift = weights.scale * offset.float()
+        if bias is not None:
+            shift = bias.float() - module.bias.float() + (0 if shift is None else shift)
+        scale = weights.scale
+        if (factor := getattr(module, "embed_scale", None)) is not None:
+            scale *= float(factor)
+        return weights._replace(scale=scale, gain=gain, shift=shift)
+
+    def _with_tied(self, tokens: Mapping[str, TokenRows]) -> dict[str, TokenRows]:
+        """Of every module that has the same weight too: PEFT keeps tied ones tied."""
+        found = dict(tokens)
+        for path, rows in tokens.items():
+            weight = self._modules[path].weight
+            found |= {
+                p: rows for p, m in self._modules.items() if getattr(m, "weight", None) is weight and p not in found
+            }
+        return found
+
+    def _adapt(self, path: str) -> None:
+        """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""
+        module = self._modules.get(path)
+        if module is None:
+            path = path.rpartition(".")[0]
+            module = self._modules[path]
+            groups = {
+                name: Adapted(self, [width], [None], experts)
+                for name, (experts, width, _) in expert_tables(module).items()
+            }
+            self._adapted |= {f"{path}.{name}": (group, 0) for name, group in groups.items()}
+            adapt_experts(module, partial(self._expert_adapters, **groups))
+            return
+        if isinstance(module, nn.Embedding):
+            group = Adapted(self, [module.embedding_dim], [None])
+            hook = self._after_embedding
         else:
-            norms = (module.weight.float() + weights.scale * (weights.b.float() @ weights.a.float())).norm(dim=1)
-        gain: Tensor = magnitude.detach().float().flatten() / norms
-        return gain
+            group, hook = self.group([path]), self._after_linear
+        self._adapted[path] = group, 0
+        self.has_hooks = True
+        module.register_forward_hook(partial(hook, group))
 
-    def _after_linear(self, table: LoraTable, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        if self.rows is None or table.empty:
-            return out
-        x = args[0]
-        self.ops.lora(x.flatten(0, -2), out.view(-1, out.shape[-1]), table, self.rows)
+    def _expert_adapters(self, gate_up_proj: Adapted, down_proj: Adapted) -> ExpertAdapters | None:
+        rows = gate_up_proj.rows or down_proj.rows
+        return None if rows is None else ExpertAdapters(gate_up_proj.tables, down_proj.tables, rows.slots)
+
+    def _after_linear(self, group: Adapted, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if (rows := group.rows) is not None:
+            group.apply(args[0].flatten(0, -2), out.view(-1, out.shape[-1]), rows)
         return out
 
+    def _after_embedding(self, group: Adapted, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if (rows := group.rows) is not None:
+            for table in group.tables:
+                self.ops.lora_embedding(args[0].flatten(), out.view(-1, out.shape[-1]), table, rows)
+        return out
+
+    def _fill(self, known: dict[str, Any], slot: int, values: Mapping[str, Any], hook: Any) -> None:
+        """known: what hooks of one kind do, by module and slot."""
+        for path, by_slot in known.items():
+            if path not in values:
+                by_slot.pop(slot, None)
+        for path, value in values.items():
+            if path not in known:
+                known[path] = {}
+                self.has_hooks = True
+                # Before LoRA, which comes on top.
+                self._modules[path].register_forward_hook(partial(hook, known[path]), prepend=True)
+            known[path][slot] = value
+
+    def _rows_of(self, slot: int, out: Tensor) -> Tensor:
+        assert self.rows is not None
+        return (self.rows.slots == slot).view(*(1 for _ in range(out.dim() - 2)), -1, 1)
+
     def _after_saved(
-        self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Tensor
-    ) -> Tensor:
+        self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Any
+    ) -> Any:
         """Run the module with each adapter's own weights too, and take the rows that have the adapter."""
         if self.rows is None:
             return out
         for slot, state in by_slot.items():
-            mine = (self.rows.slots == slot).view(*(1 for _ in range(out.dim() - 2)), -1, 1)
             # The forward itself: the hooks would run this again.
-            out = torch.where(
-                mine, functional_call(_Bare(module), {f"module.{n}": t for n, t in state.items()}, args), out
-            )
+            other = functional_call(_Bare(module), {f"module.{n}": t for n, t in state.items()}, args)
+            if isinstance(out, tuple):  # of a router
+                out = tuple(
+                    torch.where(self._rows_of(slot, one), mine, one) for one, mine in zip(out, other, strict=True)
+                )
+            else:
+                out = torch.where(self._rows_of(slot, out), other, out)
         return out
+
+    def _after_tokens(
+        self, by_slot: dict[int, TokenRows], module: Any, args: tuple[Tensor, ...], out: Tensor
+    ) -> Tensor:
+        """Put the adapters' rows of an embedding, or their logits where it is the head, in place of the base's."""
+        if self.rows is None:
+            return out
+        (x,) = args
+        for slot, (numbers, rows) in by_slot.items():
+            ids, rows, mine = self._ids[numbers], rows.to(out.dtype), self._rows_of(slot, out)
+            if isinstance(module, nn.Embedding):
+                found = x[..., None] == ids
+                other = rows[found.int().argmax(-1)] * getattr(module, "embed_scale", 1)
+                out = torch.where(mine & found.any(-1, keepdim=True), other, out)
+            else:
+                out = out.index_copy(-1, ids, torch.where(mine, x @ rows.T, out.index_select(-1, ids)))
+        return out
+
+
+def _is_router(module: Any) -> bool:
+    """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
+    weight = getattr(module, "weight", None)
+    other = isinstance(module, nn.Linear | QuantisedLinear | nn.Embedding | Conv1D)
+    return not other and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
+    """wanted: shape of the weight, with the number of experts before it where there are any."""
+    if not weights.a.dtype == weights.b.dtype == dtype:
+        raise UnsupportedModelError(
+            f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
+            f"are in {dtype}: cast it to that"
+        )
+    *experts, rows, columns = wanted
+    if weights.a.shape != (*experts, weights.rank, columns) or weights.b.shape != (*experts, rows, weights.rank):
+        raise UnsupportedModelError(
+            f"adapter {name!r} has A {tuple(weights.a.shape)} and B {tuple(weights.b.shape)} for {path}, whose "
+            f"weight is {wanted}: it is for another base, or its file is damaged"
+        )
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) in (nn.Linear, QuantisedLinear)
+
+
+def _shape(module: Any) -> tuple[int, int]:
+    """Rows and columns of the matrix that an adapter changes."""
+    if isinstance(module, QuantisedLinear):
+        return module.out_features, module.in_features
+    rows, columns = module.weight.shape
+    return (columns, rows) if isinstance(module, nn.Embedding) else (rows, columns)
+
+
+def _norms(module: Any, weights: LoraWeights) -> Tensor:
+    """Of the adapted rows of a module's matrix [N, D], fp32 [N]."""
+    if isinstance(module, QuantisedLinear):
+        return module.adapted_norms(weights.scale, weights.b, weights.a)
+    base = module.weight.T if isinstance(module, nn.Embedding) else module.weight
+    squares = torch.zeros(base.shape[0], device=base.device)
+    for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
+        squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)
+    return squares.sqrt()
 
 
 def _at_or_below(name: str, path: str) -> bool:

@@ -74,7 +74,7 @@ class PlainModel:
     def _tables(self) -> dict[str | None, tuple[Tensor, ...]]:
         device = self.embed.weight.device
         positions = torch.arange(max(self.shell.max_model_len, int(POSITIONS.max()) + 1), device=device)[None]
-        x = self.embed(torch.zeros(1, dtype=torch.long, device=device))[None]
+        x = self.embed.weight[None, :1]  # as an example of its dtype
         return {
             kind: tuple(t[0].contiguous() for t in rotary_embedding(self.shell, x, positions, kind))
             for kind in self.kinds

@@ -3,6 +3,7 @@
 After Punica (Chen et al. 2023, arXiv:2310.18547) and S-LoRA (Sheng et al. 2023, arXiv:2311.03285), but the matrices stay where
 their owner keeps them: a slot is a row of addresses, so that a change of slots is a change of a few numbers, which a
 captured graph reads too. Linears of one input share both launches. Tokens without an adapter cost a look at their slot.
+The shrink of an embedding is a look-up.
 
 A tile of tokens runs once for each adapter in it. Few tokens are tiles of one, as they may all differ and what counts is
 that every multiprocessor reads; many are tiles for the tensor cores, most of them within one sequence.
@@ -33,10 +34,11 @@ def _shrink_kernel(
     tokens,
     depth,
     span,
-    num_slots,
+    entries,
     linears,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
+    STRIDED: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -52,10 +54,14 @@ def _shrink_kernel(
     slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=0)
     slot = tl.max(slots, axis=0)
     while slot > 0:
-        entry = pointers_ptr + (linear * (num_slots + 1) + slot) * FIELDS
-        rank = tl.load(entry + 3)
+        entry = pointers_ptr + (linear * entries + slot) * FIELDS
+        rank = tl.load(entry + 4)
         if tl.min(ranks, axis=0) < rank:
             a_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+            if STRIDED:
+                rank_stride, depth_stride = tl.load(entry + 6), tl.load(entry + 7)
+            else:
+                rank_stride, depth_stride = depth, 1
             mine = slots == slot
             total = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
             for start in range(first, last, BLOCK_K):
@@ -67,7 +73,7 @@ def _shrink_kernel(
                     other=0.0,
                 ).to(DTYPE)
                 a = tl.load(
-                    a_ptr + ranks[:, None] * depth + at[None, :],
+                    a_ptr + ranks[:, None] * rank_stride + at[None, :] * depth_stride,
                     mask=(ranks < rank)[:, None] & inside[None, :],
                     other=0.0,
                 )
@@ -90,17 +96,18 @@ def _expand_kernel(
     out_ptr,
     out_stride,
     tokens,
-    num_slots,
+    entries,
     linears,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
+    STRIDED: tl.constexpr,
     SPLITS: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = out + scale * hidden @ b.T of each token's adapter; with a gain g, bias + g * (out - bias + the same)."""
+    """out = out + scale * hidden @ b.T of each token's adapter; with a gain g, bias + g * (out - bias + the same); plus shift."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     tile = tl.program_id(1)
     linear = 0
@@ -114,12 +121,17 @@ def _expand_kernel(
     slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=0)
     slot = tl.max(slots, axis=0)
     while slot > 0:
-        entry = pointers_ptr + (linear * (num_slots + 1) + slot) * FIELDS
-        rank = tl.load(entry + 3)
-        if rank > 0:
+        entry = pointers_ptr + (linear * entries + slot) * FIELDS
+        shift_address = tl.load(entry + 3)
+        rank = tl.load(entry + 4)
+        if (rank > 0) | (shift_address != 0):
             b_ptr = tl.load(entry + 1).to(tl.pointer_type(DTYPE))
             gain_address = tl.load(entry + 2)
-            scale = tl.load(entry + 4).to(tl.float64, bitcast=True).to(tl.float32)
+            scale = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
+            if STRIDED:
+                width_stride, rank_stride = tl.load(entry + 8), tl.load(entry + 9)
+            else:
+                width_stride, rank_stride = rank, 1
             mine = slots == slot
             total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
             for start in range(0, rank, BLOCK_R):
@@ -130,7 +142,7 @@ def _expand_kernel(
                     source = hidden_ptr + ((split * linears + linear) * tokens + rows.to(tl.int64)[:, None]) * RANK
                     hidden += tl.load(source + ranks[None, :], mask=known, other=0.0)
                 b = tl.load(
-                    b_ptr + columns.to(tl.int64)[:, None] * rank + ranks[None, :],
+                    b_ptr + columns.to(tl.int64)[:, None] * width_stride + ranks[None, :] * rank_stride,
                     mask=(columns < width)[:, None] & (ranks < rank)[None, :],
                     other=0.0,
                 )
@@ -150,9 +162,32 @@ def _expand_kernel(
                     bias_ptr = bias_address.to(tl.pointer_type(out_ptr.dtype.element_ty))
                     plain -= tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
                 total = (gain - 1) * plain + gain * total
+            if shift_address != 0:
+                shift_ptr = shift_address.to(tl.pointer_type(tl.float32))
+                total += tl.load(shift_ptr + columns, mask=columns < width, other=0.0)[None, :]
             tl.store(target, before + total, mask=inside)
         slots = tl.where(slots == slot, 0, slots)
         slot = tl.max(slots, axis=0)
+
+
+@triton.jit
+def _look_up_kernel(
+    ids_ptr,
+    slots_ptr,
+    pointers_ptr,
+    hidden_ptr,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+):
+    """hidden[token, rank] = a[rank, id of the token], where the token's adapter has that rank."""
+    token = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, RANK)
+    entry = pointers_ptr + tl.load(slots_ptr + token) * FIELDS
+    known = ranks < tl.load(entry + 4)
+    a_ptr = tl.load(entry).to(tl.pointer_type(DTYPE))
+    at = ranks * tl.load(entry + 6) + tl.load(ids_ptr + token) * tl.load(entry + 7)
+    tl.store(hidden_ptr + token * RANK + ranks, tl.load(a_ptr + at, mask=known, other=0.0).to(tl.float32), mask=known)
 
 
 _BLOCK_N = 64
@@ -163,9 +198,9 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, *, determi
     if table.empty:
         return out
     tokens, depth = x.shape
-    rank = max(16, triton.next_power_of_2(table.max_rank))
+    rank = _padded_rank(table)
     block_r = min(rank, 64)
-    block_t = 1 if tokens <= _FEW and not deterministic else 16
+    block_t = _tokens_per_tile(tokens, deterministic)
     linears, tiles = len(table.widths), triton.cdiv(tokens, block_t)
     block_k, splits = 128, 1
     programs = 1 if deterministic else tiles * linears * (rank // block_r)
@@ -173,8 +208,6 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, *, determi
         splits *= 2
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
-    dtype = _TYPES[table.dtype]
-    columns = table.columns(_BLOCK_N)
     _shrink_kernel[(tiles, linears * (rank // block_r), splits)](
         x,
         rows.slots,
@@ -184,31 +217,68 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, *, determi
         tokens,
         depth,
         span,
-        table.num_slots,
+        table.pointers.shape[1],
         linears,
         FIELDS=POINTER_FIELDS,
-        DTYPE=dtype,
+        DTYPE=_TYPES[table.dtype],
+        STRIDED=table.strided,
         RANK=rank,
         BLOCK_T=block_t,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
     )
-    _expand_kernel[(tiles, sum(triton.cdiv(width, _BLOCK_N) for width in table.widths))](
+    return _expand(hidden, out, table, rows, block_t)
+
+
+def lora_embedding(
+    token_ids: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, *, deterministic: bool = False
+) -> Tensor:
+    """As the reference. deterministic: as for ``lora``."""
+    if table.empty:
+        return out
+    tokens, rank = len(token_ids), _padded_rank(table)
+    hidden = torch.empty(1, 1, tokens, rank, dtype=torch.float32, device=out.device)
+    _look_up_kernel[(tokens,)](
+        token_ids,
+        rows.slots,
+        table.pointers,
+        hidden,
+        FIELDS=POINTER_FIELDS,
+        DTYPE=_TYPES[table.dtype],
+        RANK=rank,
+    )
+    return _expand(hidden, out, table, rows, _tokens_per_tile(tokens, deterministic))
+
+
+def _padded_rank(table: LoraTable) -> int:
+    return int(max(16, triton.next_power_of_2(table.max_rank)))
+
+
+def _tokens_per_tile(tokens: int, deterministic: bool) -> int:
+    return 1 if tokens <= _FEW and not deterministic else 16
+
+
+def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, block_t: int) -> Tensor:
+    """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
+    splits, linears, tokens, rank = hidden.shape
+    tiles = sum(triton.cdiv(width, _BLOCK_N) for width in table.widths)
+    _expand_kernel[(triton.cdiv(tokens, block_t), tiles)](
         hidden,
         rows.slots,
         table.pointers,
-        columns,
+        table.columns(_BLOCK_N),
         out,
         out.stride(0),
         tokens,
-        table.num_slots,
+        table.pointers.shape[1],
         linears,
         FIELDS=POINTER_FIELDS,
-        DTYPE=dtype,
+        DTYPE=_TYPES[table.dtype],
+        STRIDED=table.strided,
         SPLITS=splits,
         RANK=rank,
         BLOCK_T=block_t,
-        BLOCK_R=block_r,
+        BLOCK_R=min(rank, 64),
         BLOCK_N=_BLOCK_N,
     )
     return out

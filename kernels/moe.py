@@ -2,7 +2,7 @@
 
 Pairs of token and expert are put in the order of the experts on the device, in a number of programs that depends on the
 number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, gate and up with
-activation, down, and the weighted sum.
+activation, down, and the weighted sum. With adapters the activation comes after theirs, as an operation of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels.linear import multiprocessors
-from stoker.kernels.reference.moe import Gate
+from stoker.kernels.lora import lora
+from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
 _MAX_SCAN = 4096  # expert ids that a program looks at together
 _INVARIANT_ROWS = 64
@@ -66,6 +67,7 @@ def _grouped_kernel(
     limit,
     offset,
     GATED: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -77,7 +79,7 @@ def _grouped_kernel(
     """A tile of one expert's pairs by columns of its weight.
 
     GATED: rows of ``x`` are tokens, those of the result pairs in order, [S, width], of a weight twice as wide. Else
-    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places.
+    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with IN_ORDER.
     """
     dtype = out_ptr.dtype.element_ty
     # Which expert this tile of pairs is of: each has as many tiles as its pairs fill.
@@ -128,7 +130,7 @@ def _grouped_kernel(
         columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         out_rows = places.to(tl.int64)
     else:
-        out_rows = pairs
+        out_rows = places.to(tl.int64) if IN_ORDER else pairs
     out_at = out_rows[:, None] * width + columns[None, :]
     tl.store(out_ptr + out_at, total, mask=real[:, None] & (columns < width)[None, :])
 
@@ -162,13 +164,16 @@ def experts(
     down_bias: Tensor | None = None,
     *,
     gate: Gate,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I]."""
     rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
     # Narrow tiles while few pairs are there, so that all multiprocessors read.
     tiles = _max_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
     columns = 64 if tiles < 2 * multiprocessors(x.device) else 128
-    return _experts(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, rows, columns)
+    return _experts(
+        x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns
+    )
 
 
 def experts_invariant(
@@ -181,9 +186,11 @@ def experts_invariant(
     down_bias: Tensor | None = None,
     *,
     gate: Gate,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """``experts`` in tiles of one shape always: a token has the same bits alone and among any others."""
-    return _experts(x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, _INVARIANT_ROWS, 128)
+    """``experts`` in tiles of one shape always: a token without an adapter has the same bits alone and among any others."""
+    biases = gate_up_bias, down_bias
+    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, gate, adapters, _INVARIANT_ROWS, 128)
 
 
 def _max_tiles(pairs: int, num_experts: int, rows: int) -> int:
@@ -200,6 +207,7 @@ def _experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Gate,
+    adapters: ExpertAdapters | None,
     rows: int,
     columns: int,
 ) -> Tensor:
@@ -213,7 +221,7 @@ def _experts(
     block = min(max(triton.next_power_of_2(pairs), 16), _MAX_SCAN)
     _order_kernel[(num_experts + 1,)](expert_ids, order, starts, pairs, BLOCK=block, num_warps=4)
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, in_order: bool = False) -> Tensor:
         full_width, depth = weight.shape[1:]
         width = full_width // 2 if gated else full_width
         out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -234,6 +242,7 @@ def _experts(
             gate.limit,
             gate.offset,
             GATED=gated,
+            IN_ORDER=in_order,
             INTERLEAVED=gate.interleaved,
             CLAMPED=gate.limit != float("inf"),
             BIAS=bias is not None,
@@ -246,7 +255,17 @@ def _experts(
         )
         return out
 
-    chosen = multiply(multiply(x, gate_up, gate_up_bias, True), down, down_bias, False)
+    if adapters is None:
+        chosen = multiply(multiply(x, gate_up, gate_up_bias, True), down, down_bias, False)
+    else:  # pairs stay in order, where those of one expert and slot are near each other
+        of_pairs = adapters.rows(order, expert_ids, num_experts)
+        hidden = x.index_select(0, order // per_token)
+        for weight, bias, tables in ((gate_up, gate_up_bias, adapters.gate_up), (down, down_bias, adapters.down)):
+            projected = multiply(hidden, weight, bias, False, in_order=True)
+            for table in tables:
+                lora(hidden, projected, table, of_pairs)
+            hidden = gate(projected).contiguous() if weight is gate_up else projected
+        chosen = torch.empty_like(hidden).index_copy_(0, order.long(), hidden)
     out = torch.empty_like(x)
     _weighted_sum_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
         chosen, expert_weights, out, expert_weights.stride(0), x.shape[1], PER_TOKEN=per_token, BLOCK=1024, num_warps=4

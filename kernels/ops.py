@@ -27,6 +27,7 @@ class Ops:
     act_mul: Callable[[Tensor, Activation], Tensor]
     linear: Callable[..., Tensor]
     lora: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
+    lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
     plan_attention: Callable[..., Any]
@@ -47,6 +48,7 @@ REFERENCE = Ops(
     act_mul=norm_rotary.act_mul,
     linear=linear.linear,
     lora=lora.lora,
+    lora_embedding=lora.lora_embedding,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,

@@ -17,6 +17,7 @@ TRITON = replace(
     act_mul=norm_rotary.act_mul,
     linear=linear.linear,
     lora=lora.lora,
+    lora_embedding=lora.lora_embedding,
     experts=moe.experts,
     qk_norm_rotary_write=norm_rotary.qk_norm_rotary_write,
     plan_attention=attention.plan_attention,
@@ -35,6 +36,7 @@ DETERMINISTIC = replace(
     TRITON,
     linear=linear_invariant.linear,
     lora=partial(lora.lora, deterministic=True),
+    lora_embedding=partial(lora.lora_embedding, deterministic=True),
     experts=moe.experts_invariant,
     plan_attention=partial(attention.plan_attention, deterministic=True),
 )

@@ -25,7 +25,7 @@ from stoker.kernels.errors import (
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import adapter_reader
-from stoker.weight_sync.adapters import active_adapter, check_adapters, live_adapters, signature
+from stoker.weight_sync.adapters import active_adapters, check_adapters, live_adapters, signature, sum_of
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import named_tensors, unwrap, walk
@@ -66,6 +66,9 @@ class ModelBinding:
         self.fused_layers = 0
         self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
         self._adapters_seen: object = None
+        self._sums: dict[
+            str, tuple[str, ...]
+        ] = {}  # adapters of the model that were active at once, by the name of that
         self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
         self._copies: dict[str, AdapterWeights] = {}  # those of none
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
@@ -146,9 +149,13 @@ class ModelBinding:
 
         Raises ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
         """
+        check_adapters(self.model)
         model = unwrap(self.model)
-        check_adapters(model)
         adapters = live_adapters(model)
+        if len(active := active_adapters(model)) > 1:
+            self._sums["+".join(active)] = active
+        sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
+        adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}
         for name in adapters.keys() & (self.loaded.keys() | self._copies.keys()):
             raise UnsupportedModelError(
                 f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
@@ -173,11 +180,13 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
-        read, changes = adapter_reader(name, source)
+        experts = [n for n, tensor in self.source.tensors().items() if tensor.dim() == 3]
+        read, changes = adapter_reader(name, source, experts)
         adapter = read()
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
+        adapter.bases.clear()  # they are those of the model
         self.unload_adapter(name)
         if changes:
             self.loaded[name] = read
@@ -194,8 +203,8 @@ class ModelBinding:
         return name in self.loaded or name in self._copies
 
     def active_adapter(self) -> str | None:
-        """The one that the trainer would run now; None for the bare base. Raises ``UnsupportedModelError`` for several."""
-        return active_adapter(unwrap(self.model))
+        """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
+        return "+".join(active_adapters(unwrap(self.model))) or None
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
@@ -305,7 +314,8 @@ class ModelBinding:
 
 def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
     """That of the first one, which is a live one where there is any: kernels take one for all."""
-    dtypes = (w.a.dtype for adapter in adapters.values() for w in adapter.linears.values())
+    all_weights = ((*a.linears.values(), *a.experts.values()) for a in adapters.values())
+    dtypes = (w.a.dtype for weights in all_weights for w in weights)
     return next(dtypes, torch.float32)
 
 

@@ -17,7 +17,8 @@ from stoker.engine import experts as interface
 from stoker.engine.model import ModelShell
 from stoker.kernels import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference.moe import Gate
+from stoker.kernels.reference.lora import LoraTable, LoraWeights
+from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
 SWIGLU = Gate()
@@ -98,6 +99,29 @@ CASES = [
 def test_experts(case: tuple[int, int, int, int, int, str], ops: Ops, dtype: torch.dtype) -> None:
     arguments = make_experts(*case, dtype)
     assert_close(ops.experts(**arguments), expected_experts(**arguments), dtype)
+
+
+@all_ops
+@pytest.mark.parametrize("options", ["", "btc"])
+def test_adapters_of_experts(options: str, ops: Ops) -> None:
+    """Adapters of some tokens, of different ranks, two of them one after the other, are other weights."""
+    experts, depth, width = 6, 48, 32
+    arguments = make_experts(9, 2, experts, depth, width, options, torch.float32)
+    slots = torch.tensor([0, 2, 1, 1, 0, 3, 2, 2, 1], device=DEVICE)
+    expected = expected_experts(**arguments)
+    tables: dict[str, list[LoraTable]] = {}
+    adapted = {slot: dict(arguments) for slot in (1, 2)}
+    for name, rows, columns in (("gate_up", 2 * width, depth), ("down", depth, width)):
+        tables[name] = [LoraTable([rows], [None], 4, DEVICE, experts) for _ in range(2)]
+        for slot, rank, links in ((1, 3, 1), (2, 7, 2)):
+            for table in tables[name][:links]:
+                weights = LoraWeights(randn(experts, rank, columns, scale=0.2), randn(experts, rows, rank), 0.3)
+                table.put(0, slot, weights)
+                adapted[slot][name] = adapted[slot][name] + 0.3 * weights.b @ weights.a
+    for slot in adapted:
+        expected[slots == slot] = expected_experts(**adapted[slot])[slots == slot]
+    out = ops.experts(**arguments, adapters=ExpertAdapters(tables["gate_up"], tables["down"], slots))
+    assert_close(out, expected, torch.float32)
 
 
 @pytest.mark.parametrize("options", ["b", "btc"])

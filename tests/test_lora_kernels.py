@@ -7,27 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
-from stoker.kernels.ops import REFERENCE
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+from stoker.weight_sync.adapters import by_expert
 
 NUM_SLOTS = 5
 OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
 
 
 def make_table(
-    widths: list[int], depth: int, ranks: dict[int, int], dtype: torch.dtype, *, biased: bool = False, gains: Any = ()
+    widths: list[int],
+    depth: int,
+    ranks: dict[int, int],
+    dtype: torch.dtype,
+    *,
+    biased: bool = False,
+    gains: Any = (),
+    shifts: Any = (),
+    columns: bool = False,
 ) -> LoraTable:
-    """ranks: of each slot's adapter. The first linear has nothing of the last slot. gains: slots with DoRA."""
+    """ranks: of each slot's adapter. The first linear has nothing of the last slot.
+
+    gains: slots with DoRA; shifts: those with biases; columns: matrices lie column after column in every other slot.
+    """
     table = LoraTable(widths, [randn(w, dtype=dtype) if biased else None for w in widths], NUM_SLOTS, DEVICE)
     for slot, rank in ranks.items():
         for index, width in enumerate(widths):
             a, b = randn(rank, depth, dtype=dtype, scale=depth**-0.5), randn(width, rank, dtype=dtype)
+            if columns and slot % 2:
+                a, b = (t.T.contiguous().T for t in (a, b))
             gain = 1 + 0.3 * randn(width) if slot in gains else None
-            table.put(index, slot, LoraWeights(a, b, 0.3 * slot, gain))
+            shift = randn(width) if slot in shifts else None
+            table.put(index, slot, LoraWeights(a, b, 0.3 * slot, gain, shift))
     if len(widths) > 1:
         table.put(0, max(ranks), None)
     return table
@@ -41,11 +57,12 @@ def dense(x: Tensor, out: Tensor, table: LoraTable, slots: Tensor) -> Tensor:
         start += width
         for token, slot in enumerate(slots.tolist()):
             if slot in by_slot:
-                a, b, scale, gain = by_slot[slot]
+                a, b, scale, gain, constant = by_slot[slot]
                 y = expected[token, columns]
                 delta = scale * (b.double() @ (a.double() @ x[token].double()))
                 shift = 0 if bias is None else bias.double()
                 expected[token, columns] = (1 if gain is None else gain.double()) * (y - shift + delta) + shift
+                expected[token, columns] += 0 if constant is None else constant.double()
     return expected
 
 
@@ -71,6 +88,57 @@ def test_mixed_ranks_in_a_ragged_batch(ops: str, dtype: torch.dtype) -> None:
 def test_magnitudes_and_biases(ops: str) -> None:
     table = make_table([24, 70], 33, {1: 3, 2: 8, 3: 2}, torch.float32, biased=True, gains=(1, 3))
     check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 1], device=DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_biases_of_adapters(ops: str) -> None:
+    """With DoRA and without, and of a linear that has nothing but a bias."""
+    table = make_table([24, 70], 33, {1: 3, 2: 8, 3: 0, 5: 2}, torch.float32, biased=True, gains=(1,), shifts=(1, 2, 3))
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 5, 3], device=DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_matrices_that_lie_column_after_column(ops: str, dtype: torch.dtype) -> None:
+    """As those of a head that is tied to an embedding; and beside some that do not."""
+    table = make_table([24, 40], 33, {1: 3, 2: 8, 3: 20}, dtype, columns=True)
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 1], device=DEVICE), dtype)
+
+
+@pytest.mark.parametrize("tokens", [5, 300])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+def test_an_embedding_is_a_linear_of_one_hot_rows(ops: Ops, columns: bool, tokens: int) -> None:
+    table = make_table([72], 19, {1: 4, 2: 17, 3: 2}, torch.float32, gains=(2,), shifts=(3,), columns=columns)
+    slots = torch.tensor([1, 0, 2, 4, 3], device=DEVICE).repeat(tokens // 5)
+    ids, out = torch.randint(19, (tokens,), device=DEVICE), randn(tokens, 72)
+    expected = dense(F.one_hot(ids, 19), out, table, slots)
+    assert ops.lora_embedding(ids, out, table, AdapterRows(slots)) is out
+    assert_close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_a_table_of_experts(ops: str) -> None:
+    """As PEFT lays them side by side, of which every expert has a part that is neither rows nor columns."""
+    experts, slots = 3, torch.tensor([2, 0, 1, 2, 5, 1], device=DEVICE)
+    chosen = torch.tensor([2, 1, 0, 0, 1, 2], device=DEVICE)
+    table, weights = LoraTable([20], [None], NUM_SLOTS, DEVICE, experts), {}
+    for slot, rank in ((1, 2), (2, 5)):
+        side_by_side = LoraWeights(randn(experts * rank, 9), randn(20, experts * rank), 0.3 * slot)
+        weights[slot] = by_expert(side_by_side, experts)
+        table.put(0, slot, weights[slot])
+    x, out = randn(6, 9), randn(6, 20)
+    expected = out.double()
+    for row, (slot, expert) in enumerate(zip(slots.tolist(), chosen.tolist(), strict=True)):
+        if slot in weights:
+            a, b = weights[slot].a[expert].double(), weights[slot].b[expert].double()
+            expected[row] += 0.3 * slot * (b @ (a @ x[row].double()))
+    rows = AdapterRows(expert_slots(slots, chosen, experts))
+    OPS[ops].lora(x, out, table, rows)
+    assert_close(out, expected, torch.float32)
+    table.put(0, 2, None)
+    changed = OPS[ops].lora(x, out.clone(), table, rows)
+    assert (changed != out).any(1).tolist() == (slots == 1).tolist()
 
 
 @pytest.mark.parametrize("ops", OPS)

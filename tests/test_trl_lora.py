@@ -93,7 +93,7 @@ def test_a_peft_model_of_the_users(make_trainer: MakeTrainer) -> None:
 
 
 def test_an_adapter_the_engine_does_not_run_is_refused(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer("grpo", more={"peft_config": adapter(bias="all")})
-    with pytest.raises((UnsupportedModelError, InvalidConfigError), match="bias='none'"):
+    trainer = make_trainer("grpo", more={"peft_config": adapter(alora_invocation_tokens=[1])})
+    with pytest.raises((UnsupportedModelError, InvalidConfigError), match="alora_invocation_tokens"):
         attach(trainer)
     assert not trainer.use_vllm

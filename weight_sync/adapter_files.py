@@ -6,41 +6,67 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
-from stoker.weight_sync.adapters import check_adapters, check_config, live_adapters
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.weight_sync.adapters import (
+    active_adapters,
+    biases_of,
+    by_expert,
+    check_adapters,
+    check_config,
+    live_adapters,
+    sum_of,
+)
 from stoker.weight_sync.naming import unwrap
 
-_PART = re.compile(r"(?P<path>.+)\.lora_(?P<kind>A|B|magnitude_vector)(\.(?!weight$)[^.]+)?(\.weight)?")
+_PART = re.compile(
+    r"(?P<path>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?"
+    r"(\.(?P<leaf>weight|bias))?"
+)
+_TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
 _SAVED = re.compile(r"(?P<path>.+?)(\.modules_to_save\.[^.]+)?\.(?P<leaf>[^.]+)")
+_BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
 # These change the base's weights too, which a file of the adapter alone does not have.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_DEFAULTS = {  # of what the configs that older versions saved do not have
+    "bias": "none",
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "alpha_pattern": None,
+    "rank_pattern": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_dora": False,
+    "use_rslora": False,
+}
 
 
-def adapter_reader(name: str, source: Any) -> tuple[Callable[[], AdapterWeights], bool]:
+def adapter_reader(name: str, source: Any, parameters: Sequence[str]) -> tuple[Callable[[], AdapterWeights], bool]:
     """What reads an adapter as it is now, and whether it may read another one later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state dict and
-    its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are copied.
+    its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are copied. parameters: names of the
+    base's 3-D parameters, the experts', which files do not tell from linears.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
     if isinstance(source, str | os.PathLike):
-        adapter = _from_folder(name, os.fspath(source))
+        adapter = _from_folder(name, os.fspath(source), parameters)
         return lambda: adapter, False
     first, second = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if isinstance(first, nn.Module) and hasattr(first, "peft_config"):
         return _reader_of_live(name, first, second), True
     if isinstance(first, Mapping) and second is not None:
-        adapter = from_state_dict(name, first, second)
+        adapter = from_state_dict(name, first, second, parameters)
         return lambda: adapter, False
     raise UnsupportedModelError(
         f"adapter {name!r}: give a PeftModel, (PeftModel, adapter name), (state dict, LoraConfig) or a folder"
@@ -48,26 +74,31 @@ def adapter_reader(name: str, source: Any) -> tuple[Callable[[], AdapterWeights]
 
 
 def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], AdapterWeights]:
-    wanted = theirs if theirs is not None else model.active_adapter
-
     def read() -> AdapterWeights:
+        check_adapters(model)
         module = unwrap(model)
-        check_adapters(module)
         found = live_adapters(module)
-        if wanted not in found:
-            raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")
-        return found[wanted]
+        for wanted in names:
+            if wanted not in found:
+                raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")
+        adapter = sum_of(names, found)
+        for wanted in names:  # PEFT lets no two adapters have biases
+            adapter.biases.update(biases_of(module, getattr(model.peft_config[wanted], "bias", "none")))
+        return adapter
 
+    names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
+    if not names:
+        raise UnsupportedModelError(f"adapter {name!r}: the model has none that is active: name one")
     read()
     return read
 
 
-def _from_folder(name: str, folder: str) -> AdapterWeights:
+def _from_folder(name: str, folder: str, parameters: Sequence[str]) -> AdapterWeights:
     file = os.path.join(folder, "adapter_model.safetensors")
     try:
         with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as text:
             config = SimpleNamespace(**json.load(text))
-        return from_state_dict(name, load_file(file), config)
+        return from_state_dict(name, load_file(file), config, parameters)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise UnsupportedModelError(
             f"adapter {name!r} cannot be loaded from {folder}: {error}. Give a folder that save_pretrained wrote, with "
@@ -75,59 +106,103 @@ def _from_folder(name: str, folder: str) -> AdapterWeights:
         ) from error
 
 
-def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any) -> AdapterWeights:
+def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any, parameters: Sequence[str]) -> AdapterWeights:
     """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
-    config = SimpleNamespace(**config) if isinstance(config, Mapping) else config
+    config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
-    init = getattr(config, "init_lora_weights", True)
+    init = config.init_lora_weights
     if isinstance(init, str) and init.lower().startswith(_OTHER_BASE):
         raise UnsupportedModelError(
             f"adapter {name!r} was made by {init}, which changes the base's weights too: save it with "
             "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     parts: dict[str, dict[str, Tensor]] = {}
-    saved: dict[str, dict[str, Tensor]] = {}
+    adapter = AdapterWeights()
     for key, tensor in tensors.items():
         plain = key.removeprefix("base_model.model.")
-        copy = tensor.detach().clone()
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not bool(copy.isfinite().all()):
             raise UnsupportedModelError(
                 f"adapter {name!r} has NaN or Inf in {key}: it was not trained to an end, or is damaged"
             )
         if match := _PART.fullmatch(plain):
-            parts.setdefault(match["path"], {})[match["kind"]] = copy
-        elif "lora_" not in plain and (match := _SAVED.fullmatch(plain)) and _is_saved(match["path"], config):
-            saved.setdefault(match["path"], {})[match["leaf"]] = copy
+            kind = match["kind"].removeprefix("embedding_")
+            parts.setdefault(match["path"], {})["offset" if match["leaf"] == "bias" else kind] = copy
+        elif match := _TOKENS.fullmatch(plain):
+            ids = _token_indices(match["path"], config)
+            if len(ids) != len(copy):
+                raise UnsupportedModelError(
+                    f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
+                    "trainable_token_indices: give its own config"
+                )
+            adapter.tokens[match["path"]] = TokenRows(ids, copy)
+        elif (match := _SAVED.fullmatch(plain)) and _is_named(match["path"], config.modules_to_save):
+            adapter.saved.setdefault(match["path"], {})[match["leaf"]] = copy
+        elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
+            (adapter.bases if match["leaf"] == "weight" else adapter.biases)[match["path"]] = copy
         else:
             raise UnsupportedModelError(
-                f"adapter {name!r} has {key}, which is neither LoRA of a linear layer nor in modules_to_save: leave its "
-                "module out of target_modules"
+                f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
+                "that its config names: give the tensors and the config of one adapter"
             )
-    if not parts and not saved:
+    if not parts and not adapter.saved and not adapter.tokens:
         raise UnsupportedModelError(f"adapter {name!r} is empty: give the tensors of get_peft_model_state_dict")
-    linears, magnitudes = {}, {}
+    if unknown := sorted(path for path in adapter.bases if path not in parts):
+        raise UnsupportedModelError(
+            f"adapter {name!r} has a weight of {unknown[0]}, which is neither LoRA of a layer nor in modules_to_save: give the "
+            "tensors and the config of one adapter"
+        )
     for path, part in parts.items():
-        if "A" not in part or "B" not in part:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete"
-            )
-        if getattr(config, "use_dora", False) != ("magnitude_vector" in part):
-            raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
-        rank = int(_pattern(getattr(config, "rank_pattern", None), path, config.r))
-        if part["A"].shape[0] != rank:
-            raise UnsupportedModelError(
-                f"adapter {name!r} has rank {part['A'].shape[0]} for {path}, and its config says {rank}: give its own config"
-            )
-        alpha = _pattern(getattr(config, "alpha_pattern", None), path, config.lora_alpha)
-        scale = alpha / math.sqrt(rank) if getattr(config, "use_rslora", False) else alpha / rank
-        linears[path] = LoraWeights(part["A"], part["B"], float(scale))
-        if "magnitude_vector" in part:
-            magnitudes[path] = part["magnitude_vector"]
-    return AdapterWeights(linears, magnitudes, saved)
+        _take(adapter, name, path, part, config, parameters)
+    return adapter
 
 
-def _is_saved(path: str, config: Any) -> bool:
-    return any(path == m or path.endswith(f".{m}") for m in getattr(config, "modules_to_save", None) or ())
+def _take(
+    adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Sequence[str]
+) -> None:
+    """One layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
+    path, *around = key.split(".base_layer")
+    if "A" not in part or "B" not in part:
+        raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
+    if config.use_dora != ("magnitude_vector" in part):
+        raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
+    parameter = _targeted_parameter(path, len(around), config, parameters)
+    rank = int(_pattern(config.rank_pattern, parameter or path, config.r))
+    found = part["A"].shape[0]
+    if found % rank if parameter else found != rank:
+        raise UnsupportedModelError(
+            f"adapter {name!r} has rank {found} for {path}, and its config says {rank}: give its own config"
+        )
+    alpha = _pattern(config.alpha_pattern, parameter or path, config.lora_alpha)
+    scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    weights = LoraWeights(part["A"], part["B"], float(scale))
+    if parameter:
+        adapter.experts[parameter] = by_expert(weights, found // rank)
+    else:
+        adapter.linears[path] = weights
+    if "offset" in part:
+        adapter.offsets[path] = part["offset"]
+    if "magnitude_vector" in part:
+        adapter.magnitudes[path] = part["magnitude_vector"]
+
+
+def _targeted_parameter(path: str, around: int, config: Any, parameters: Sequence[str]) -> str | None:
+    """Which of a module's 3-D parameters a layer targets that has so many others around it. None: it is over a linear."""
+    targets = config.target_parameters or ()
+    own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
+    return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
+
+
+def _token_indices(path: str, config: Any) -> tuple[int, ...]:
+    """Those of the tokens that are trained of an embedding; none where the config does not name it."""
+    indices = config.trainable_token_indices or {}
+    if not isinstance(indices, Mapping):
+        return tuple(indices)
+    return next((tuple(ids) for module, ids in indices.items() if _is_named(path, [module])), ())
+
+
+def _is_named(path: str, names: Iterable[str] | None) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names or ())
 
 
 def _pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:

@@ -1,73 +1,97 @@
 """PEFT's adapters on a live model, read where they are. PEFT itself is not imported: its layers are known by what they hold.
 
 A target layer is replaced by one that keeps the original as ``base_layer``, matrices by adapter name in ``lora_A`` and
-``lora_B``, and the scale, which covers alpha, rank and rsLoRA, in ``scaling``. A module that is saved whole is replaced by
-one with ``original_module`` and its copies in ``modules_to_save``.
+``lora_B`` (an embedding's in ``lora_embedding_A`` and ``_B``), and the scale, which covers alpha, rank and rsLoRA, in
+``scaling``. One that targets a single parameter has its ``parameter_name``, and stands around the one of another parameter of
+the same module. A module that is saved whole is replaced by one with ``original_module`` and its copies in
+``modules_to_save``; one of which some tokens are trained, by one with a ``token_adapter``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.naming import walk
+from stoker.weight_sync.naming import inside, unwrap, walk
 
-_VARIANTS = {"DoraLinearVariant"}
+# MiCA trains A alone, and runs as any other.
+_VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant", "MiCALinearVariant", "MiCAEmbeddingVariant"}
+_REFUSED = (
+    ("layer_replication", "replicate the layers in the base model itself"),
+    ("alora_invocation_tokens", "train plain LoRA, which is on for every token"),
+    ("use_bdlora", "train plain LoRA, which needs no block-diagonal matrices"),
+    ("arrow_config", "combine the adapters by add_weighted_adapter"),
+    ("use_qalora", "train plain LoRA over the quantised base"),
+    ("kasa_config", "train plain LoRA"),
+    ("monteclora_config", "train plain LoRA"),
+    ("velora_config", "train plain LoRA"),
+    ("megatron_config", "train the layers of transformers"),
+)
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """(name in the base model, PEFT's module, attribute of the original) of all that PEFT replaced."""
+    """(name in the base model, PEFT's module, what kind) of all that PEFT replaced.
+
+    Kinds: "linear", "embedding", "parameter", "tokens", "saved", and "other" for what is not LoRA's.
+    """
     for name, module in walk(model):
-        for inner in ("base_layer", "original_module"):
-            if type(module).__module__.partition(".")[0] == "peft" and inner in module._modules:
-                yield name, module, inner
+        if type(module).__module__.partition(".")[0] != "peft":
+            continue
+        children = module._modules
+        if "token_adapter" in children:
+            yield name, module, "tokens"
+        elif "original_module" in children:
+            yield name, module, "saved"
+        elif "base_layer" in children and not hasattr(module, "trainable_tokens_delta"):
+            if not hasattr(module, "lora_A"):
+                yield name, module, "other"
+            elif hasattr(module, "parameter_name"):
+                yield name, module, "parameter"
+            else:
+                yield name, module, "embedding" if isinstance(unwrap(module), nn.Embedding) else "linear"
 
 
 def check_config(config: Any) -> None:
     """Raise ``UnsupportedModelError`` for options of a PEFT config that the engine does not run."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise UnsupportedModelError(f"a PEFT adapter of type {kind}: the engine runs LoRA, merge it")
-    for option, remedy in (
-        ("target_parameters", "target whole linear layers by target_modules"),
-        ("trainable_token_indices", "train the embedding by modules_to_save"),
-        ("layer_replication", "replicate no layers"),
-        ("alora_invocation_tokens", "train plain LoRA"),
-        ("lora_bias", "set lora_bias=False"),
-    ):
+        raise UnsupportedModelError(
+            f"a PEFT adapter of type {kind}: the engine runs LoRA; train that, or merge this one where PEFT can, by "
+            "merge_and_unload()"
+        )
+    for option, remedy in _REFUSED:
         if getattr(config, option, None):
             raise UnsupportedModelError(f"the adapter uses {option}, which the engine does not run: {remedy}")
-    if getattr(config, "bias", "none") != "none":
-        raise UnsupportedModelError(
-            f"the adapter trains biases of the base (bias={config.bias!r}), which the engine does not tell apart from the "
-            "base's own: set bias='none'"
-        )
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run."""
-    for config in getattr(model, "peft_config", {}).values():
-        check_config(config)
-    for name, module, inner in _wrapped(model):
-        if inner == "original_module":
-            continue
-        if not hasattr(module, "lora_A"):
+    """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run.
+
+    model: with all its wrappers.
+    """
+    wrapper: nn.Module | None = model
+    while wrapper is not None:  # prompts and prefixes are known to PEFT's own wrapper alone
+        for config in getattr(wrapper, "peft_config", {}).values():
+            check_config(config)
+        wrapper = inside(wrapper)
+    for name, module, kind in _wrapped(model):
+        if kind == "other":
             raise UnsupportedModelError(f"{name} is a {type(module).__name__} of PEFT: the engine runs LoRA, merge it")
-        if module.merged_adapters:
+        if kind == "saved":
+            continue
+        layer = module.token_adapter if kind == "tokens" else module
+        if layer.merged_adapters:
             raise UnsupportedModelError(
-                f"adapter {module.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter() first"
+                f"adapter {layer.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter() first"
             )
-        if module.lora_embedding_A:
-            raise UnsupportedModelError(
-                f"an adapter targets {name}, an embedding: leave it out of target_modules, or name it in modules_to_save"
-            )
-        for parameter in (*module.lora_A.parameters(), *module.lora_B.parameters()):
+        for parameter in _parameters(layer):
             if type(parameter.data) is not torch.Tensor or parameter.is_meta or not parameter.numel():
                 raise UnsupportedModelError(
                     f"an adapter of {name} is sharded or not in memory: keep adapters whole, outside of FSDP and ZeRO-3"
@@ -79,52 +103,122 @@ def check_adapters(model: nn.Module) -> None:
                 )
 
 
-def active_adapter(model: nn.Module) -> str | None:
-    """What the model runs now: the name of its adapter, or None for the bare base.
+def _parameters(layer: Any) -> Iterator[nn.Parameter]:
+    for name in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta"):
+        if hasattr(layer, name):
+            yield from getattr(layer, name).parameters()
 
-    Raises ``UnsupportedModelError`` where several are active at once.
+
+def _held(module: Any, kind: str) -> Mapping[str, Any]:
+    """By adapter, what a module has of it."""
+    held: Mapping[str, Any]
+    if kind == "tokens":
+        held = module.token_adapter.trainable_tokens_delta
+    elif kind == "saved":
+        held = module.modules_to_save
+    else:
+        held = module.lora_embedding_A if kind == "embedding" else module.lora_A
+    return held
+
+
+def active_adapters(model: nn.Module) -> tuple[str, ...]:
+    """What the model runs now: the names of its adapters, in the order in which they are applied.
+
+    Raises ``UnsupportedModelError`` where layers differ in that.
     """
-    active: set[str] = set()
-    for _, module, inner in _wrapped(model):
-        if not module.disable_adapters:
-            held = module.lora_A if inner == "base_layer" else module.modules_to_save
-            active |= {name for name in module.active_adapters if name in held}
-    if len(active) > 1:
-        raise UnsupportedModelError(
-            f"several adapters are active at once ({', '.join(sorted(active))}): activate one by set_adapter, or combine "
-            "them by add_weighted_adapter"
-        )
-    return next(iter(active), None)
+    seen = []
+    order: Sequence[str] = ()  # modules that are saved whole know only those of theirs
+    for name, module, kind in _wrapped(model):
+        names, held = () if module.disable_adapters else tuple(module.active_adapters), _held(module, kind)
+        order = max(order, names, key=len)
+        seen.append((name, held, tuple(n for n in names if n in held)))
+    active = tuple(n for n in order if any(n in on for _, _, on in seen))
+    for name, held, on in seen:
+        if on != tuple(n for n in active if n in held):
+            raise UnsupportedModelError(
+                f"{name} runs the adapters {list(on)}, and other layers {list(active)}: activate the same ones in all of "
+                "them, by set_adapter on the model"
+            )
+    return active
+
+
+def sum_of(names: Sequence[str], adapters: Mapping[str, AdapterWeights]) -> AdapterWeights:
+    """Several adapters at once, as PEFT applies them one after the other."""
+    first, *others = names
+    return replace(adapters[first], then=sum_of(others, adapters) if others else None)
 
 
 def live_adapters(model: nn.Module) -> dict[str, AdapterWeights]:
-    """Every adapter on the model by name, active or not."""
+    """Every adapter on the model by name, active or not.
+
+    Biases of the base that an adapter trains are not in there: PEFT has them in the base, whatever is active.
+    """
     found: dict[str, AdapterWeights] = {}
-    for path, module, inner in _wrapped(model):
-        if inner == "original_module":
-            for name, saved in module.modules_to_save.items():
+    for path, module, kind in _wrapped(model):
+        for name in _held(module, kind):
+            adapter = found.setdefault(name, AdapterWeights())
+            if kind == "saved":
+                saved = module.modules_to_save[name]
                 tensors = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
-                adapter = found.setdefault(name, AdapterWeights({}, {}, {}))
                 adapter.saved[path] = {n: t.detach() for n, t in tensors.items()}
-            continue
-        for name in module.lora_A:
-            adapter = found.setdefault(name, AdapterWeights({}, {}, {}))
-            a, b = module.lora_A[name].weight, module.lora_B[name].weight
-            adapter.linears[path] = LoraWeights(a.detach(), b.detach(), float(module.scaling[name]))
-            if name in module.lora_magnitude_vector:
-                adapter.magnitudes[path] = module.lora_magnitude_vector[name].weight.detach()
+            elif kind == "tokens":
+                layer = module.token_adapter
+                rows = layer.trainable_tokens_delta[name].detach()
+                adapter.tokens[path] = TokenRows(tuple(layer.token_indices[name]), rows)
+            else:
+                _take_lora(adapter, path, module, kind, name)
     return found
 
 
-def signature(adapters: dict[str, AdapterWeights], device: torch.device) -> object:
+def _take_lora(adapter: AdapterWeights, path: str, module: Any, kind: str, name: str) -> None:
+    scale = float(module.scaling[name])
+    if kind == "embedding":
+        a, b = module.lora_embedding_A[name], module.lora_embedding_B[name]
+    else:
+        a, b = module.lora_A[name].weight, module.lora_B[name].weight
+        if module.lora_B[name].bias is not None:
+            adapter.offsets[path] = module.lora_B[name].bias.detach()
+    weights = LoraWeights(a.detach(), b.detach(), scale)
+    if kind == "parameter" and module.get_param().dim() == 3:
+        adapter.experts[f"{path}.{module.parameter_name}"] = by_expert(weights, module.num_experts)
+    elif kind == "parameter" and module.parameter_name != "weight":
+        raise UnsupportedModelError(
+            f"an adapter targets {path}.{module.parameter_name}: target_parameters may name the experts' projections and the "
+            "weights of linear layers"
+        )
+    else:
+        adapter.linears[path] = weights
+    if name in module.lora_magnitude_vector:
+        adapter.magnitudes[path] = module.lora_magnitude_vector[name].weight.detach()
+
+
+def by_expert(weights: LoraWeights, experts: int) -> LoraWeights:
+    """From how PEFT lays them side by side: a [E * r, D], expert by expert; b [N, r * E], rank by rank. Views."""
+    a, b, scale, *_ = weights
+    return LoraWeights(a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1), scale)
+
+
+def biases_of(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Those that an adapter with ``bias=kind`` trains, by the names of their modules."""
+    if kind == "none":
+        return {}
+    targets = {path for path, _, what in _wrapped(model) if what in ("linear", "embedding", "parameter")}
+    found = {}
+    for path, module in walk(model):
+        bias = module._parameters.get("bias")
+        if bias is not None and (kind == "all" or path in targets):
+            found[path] = bias.detach()
+    return found
+
+
+def signature(adapters: Mapping[str, AdapterWeights], device: torch.device) -> object:
     """Equal to an earlier one where all adapters are the same tensors at the same place with the same numbers."""
-    tensors: dict[tuple[str, ...], Tensor] = {}
-    scales = {}
-    for name, adapter in adapters.items():
-        for path, weights in adapter.linears.items():
-            tensors[name, path, "a"], tensors[name, path, "b"] = weights.a, weights.b
-            scales[name, path] = weights.scale
-        tensors.update({(name, path, "magnitude"): t for path, t in adapter.magnitudes.items()})
-        tensors.update({(name, path, n): t for path, state in adapter.saved.items() for n, t in state.items()})
+    tensors = {(name, key): t for name, adapter in adapters.items() for key, t in adapter.named_tensors()}
+    scales = {
+        (name, path): weights.scale
+        for name, adapter in adapters.items()
+        for path, weights in (*adapter.linears.items(), *adapter.experts.items())
+    }
+    ids = {(name, path): rows.ids for name, adapter in adapters.items() for path, rows in adapter.tokens.items()}
     places = {key: (t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items()}
-    return places, scales, checksums(tensors.values(), device) if tensors else []
+    return places, scales, ids, checksums(tensors.values(), device) if tensors else []

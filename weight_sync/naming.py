@@ -30,8 +30,8 @@ def inside(module: nn.Module) -> nn.Module | None:
         if isinstance(inner := children.get(name), nn.Module):
             return inner
     if type(module).__module__.partition(".")[0] == "peft":
-        # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies of.
-        for name in ("base_model", "model", "base_layer", "original_module"):
+        # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
+        for name in ("base_model", "model", "base_layer", "original_module", "token_adapter"):
             if isinstance(inner := children.get(name), nn.Module):
                 return inner
     is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)

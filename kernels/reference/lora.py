@@ -7,58 +7,99 @@ tensors themselves, and their addresses for kernels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
 class LoraWeights(NamedTuple):
-    """What an adapter does to one linear: ``y + scale * b @ (a @ x)``.
+    """What an adapter does to one linear: ``y + scale * b @ (a @ x)``. Of experts there is one such pair each.
 
     gain: DoRA's magnitude over the norm of each adapted row (arXiv:2402.09353), which multiplies the result but its bias.
+    shift: added in the end.
     """
 
-    a: Tensor  # [r, D]
-    b: Tensor  # [N, r]
+    a: Tensor  # [r, D], or [E, r, D]; r may be 0
+    b: Tensor  # [N, r], or [E, N, r]
     scale: float
     gain: Tensor | None = None  # fp32 [N]
+    shift: Tensor | None = None  # fp32 [N]
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[-2]
+
+    def of(self, expert: int) -> LoraWeights:
+        return self if self.a.dim() == 2 else self._replace(a=self.a[expert], b=self.b[expert])
 
 
-@dataclass(frozen=True, slots=True)
+class TokenRows(NamedTuple):
+    """Rows of an embedding's weight."""
+
+    ids: tuple[int, ...]
+    rows: Tensor  # [n, D]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterWeights:
-    """One adapter, its tensors wherever they are. Names are those of the base model's modules.
+    """One adapter, its tensors wherever they are. Names are those of the base model's modules."""
 
-    magnitudes: of linears with DoRA, [N]; saved: state of modules that are replaced whole (PEFT's ``modules_to_save``).
-    """
-
-    linears: dict[str, LoraWeights]
-    magnitudes: dict[str, Tensor] = field(default_factory=dict)
-    saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    linears: dict[str, LoraWeights] = field(default_factory=dict)  # of an embedding: a [r, V], b [D, r]
+    magnitudes: dict[str, Tensor] = field(default_factory=dict)  # of linears and embeddings with DoRA, [N]
+    offsets: dict[str, Tensor] = field(default_factory=dict)  # bias of b, [N]
+    biases: dict[str, Tensor] = field(default_factory=dict)  # in place of a module's own, [N]
+    experts: dict[str, LoraWeights] = field(default_factory=dict)  # by the name of the 3-D parameter
+    tokens: dict[str, TokenRows] = field(default_factory=dict)  # of an embedding or a head, in place of its own
+    saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # state of modules that are replaced whole
+    bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
+    then: AdapterWeights | None = None  # another one on top
 
     def to(self, device: torch.device) -> AdapterWeights:
         """Itself where all of it is on the device, else a copy there."""
         if all(t.device == device for t in self.tensors()):
             return self
-        return AdapterWeights(
-            {path: w._replace(a=w.a.to(device), b=w.b.to(device)) for path, w in self.linears.items()},
-            {path: t.to(device) for path, t in self.magnitudes.items()},
-            {path: {n: t.to(device) for n, t in state.items()} for path, state in self.saved.items()},
-        )
+        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
 
     def tensors(self) -> Iterator[Tensor]:
-        for weights in self.linears.values():
-            yield from (weights.a, weights.b)
-        yield from self.magnitudes.values()
-        for state in self.saved.values():
-            yield from state.values()
+        return (tensor for _, tensor in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for part in fields(self):
+            yield from _named(part.name, getattr(self, part.name))
+
+    @property
+    def links(self) -> Iterator[AdapterWeights]:
+        """Itself, and what comes on top of it, in that order."""
+        yield self
+        if self.then is not None:
+            yield from self.then.links
 
     @property
     def max_rank(self) -> int:
-        return max((w.a.shape[0] for w in self.linears.values()), default=0)
+        weights = (w for link in self.links for w in (*link.linears.values(), *link.experts.values()))
+        return max((w.rank for w in weights), default=0)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor | AdapterWeights):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(v, device) for key, v in value.items()}
+    return type(value)(*(_moved(v, device) for v in value)) if isinstance(value, LoraWeights | TokenRows) else value
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, AdapterWeights):
+        yield from ((f"{name}.{key}", tensor) for key, tensor in value.named_tensors())
+    elif isinstance(value, Mapping | LoraWeights | TokenRows):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _named(f"{name}.{key}", inner)
 
 
 @dataclass(frozen=True)
@@ -88,48 +129,65 @@ class AdapterRows:
         return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
 
 
-POINTER_FIELDS = 5  # addresses of a, b and gain, rank, and the bits of an fp64 scale
+# Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
+POINTER_FIELDS = 10
 
 
 @dataclass(eq=False)
 class LoraTable:
     """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
 
-    widths: outputs of each linear; biases: theirs, which DoRA leaves as they are.
+    widths: outputs of each linear; biases: theirs, which DoRA leaves as they are. experts: how many pairs of matrices a
+    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``.
     """
 
     widths: Sequence[int]
     biases: Sequence[Tensor | None]
     num_slots: int
     device: torch.device
+    experts: int = 1
     weights: list[dict[int, LoraWeights]] = field(init=False)
-    pointers: Tensor = field(init=False)  # int64 [linears, num_slots + 1, POINTER_FIELDS]; it never moves
+    pointers: Tensor = field(init=False)  # int64 [linears, num_slots * experts + 1, POINTER_FIELDS]; it never moves
     max_rank: int = 0
-    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # rows of ``pointers``
+    strided: bool = False  # whether any matrix does not lie row after row
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of ``pointers`` of a slot
     _columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.weights = [{} for _ in self.widths]
-        size = (len(self.widths), self.num_slots + 1, POINTER_FIELDS)
+        size = (len(self.widths), self.num_slots * self.experts + 1, POINTER_FIELDS)
         with torch.inference_mode(False):  # or it could not be written to outside of the caller's
             self.pointers = torch.zeros(size, dtype=torch.long, device=self.device)
 
     def put(self, linear: int, slot: int, weights: LoraWeights | None) -> None:
         """Set what a slot does to one of the linears; None: nothing."""
         assert 0 < slot <= self.num_slots
+        entries = self.pointers[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
         if weights is None:
             if self.weights[linear].pop(slot, None) is not None:
-                self.pointers[linear, slot] = 0
+                entries.zero_()
                 self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
-        self.max_rank = max(self.max_rank, weights.a.shape[0])
-        gain = 0 if weights.gain is None else weights.gain.data_ptr()
+        self.max_rank = max(self.max_rank, weights.rank)
+        first = weights.of(0)
+        self.strided |= not (first.a.is_contiguous() and first.b.is_contiguous())
+        gain, shift = (0 if t is None else t.data_ptr() for t in (weights.gain, weights.shift))
         (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
-        row = [weights.a.data_ptr(), weights.b.data_ptr(), gain, weights.a.shape[0], scale]
+        row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
+        row += [*first.a.stride(), *first.b.stride()]
         if self._written.get((linear, slot)) != row:  # a small copy for each, so only where something moved
-            self.pointers[linear, slot] = torch.tensor(row)
+            block = torch.tensor(row).expand(self.experts, -1).clone()
+            for column, matrix in enumerate((weights.a, weights.b)):
+                if matrix.dim() == 3:
+                    block[:, column] += torch.arange(self.experts) * (matrix.stride(0) * matrix.element_size())
+            entries.copy_(block)
             self._written[linear, slot] = row
+
+    def entry(self, linear: int, slot: int) -> LoraWeights | None:
+        """What a row's slot does; of experts, that is one of ``expert_slots``."""
+        weights = self.weights[linear].get((slot - 1) // self.experts + 1)
+        return None if weights is None else weights.of((slot - 1) % self.experts)
 
     def columns(self, block: int) -> Tensor:
         """For kernels whose tiles have ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
@@ -145,11 +203,16 @@ class LoraTable:
     @property
     def dtype(self) -> torch.dtype:
         """Of the matrices, which is one for all."""
-        return next((w.a.dtype for by_slot in self.weights for w in by_slot.values()), torch.float32)
+        return next((w.a.dtype for by_slot in self.weights for w in by_slot.values() if w.rank), torch.float32)
 
     @property
     def empty(self) -> bool:
         return not any(self.weights)
+
+
+def expert_slots(slots: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    """The slot, in a table of experts, of rows that go through one expert each. slots, experts: int64 [P]."""
+    return torch.where(slots > 0, (slots - 1) * num_experts + experts + 1, 0)
 
 
 def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
@@ -158,30 +221,45 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
+    return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
+
+
+def lora_embedding(token_ids: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
+    """``lora`` for an embedding, where ``x`` is 1 at a token's id and 0 elsewhere. token_ids: int64 [T]; out: [T, N]."""
+    return _apply(token_ids, lambda ids, a: a[:, ids].T, out, table, rows)
+
+
+def _apply(
+    source: Tensor, shrink: Callable[[Tensor, Tensor], Tensor], out: Tensor, table: LoraTable, rows: AdapterRows
+) -> Tensor:
+    """shrink: of a part of the source and a matrix ``a``, [t, r]."""
     tokens, spans = rows.by_slot
-    mine = x[tokens]
+    mine = source[tokens]
     column = 0
-    for width, bias, by_slot in zip(table.widths, table.biases, table.weights, strict=True):
+    for linear, (width, bias) in enumerate(zip(table.widths, table.biases, strict=True)):
         part = out[:, column : column + width]
         column += width
-        if not any(slot in by_slot for slot, _, _ in spans):
+        found = [(table.entry(linear, slot), start, end) for slot, start, end in spans]
+        if all(weights is None for weights, _, _ in found):
             continue
         before = part[tokens]  # a view where they lie side by side
-        for slot, start, end in spans:
-            if slot in by_slot:
-                _adapt(mine[start:end], before[start:end], bias, by_slot[slot])
+        for weights, start, end in found:
+            if weights is not None:
+                _adapt(shrink(mine[start:end], weights.a), before[start:end], bias, weights)
         if not isinstance(tokens, slice):
             part[tokens] = before
     return out
 
 
-def _adapt(x: Tensor, out: Tensor, bias: Tensor | None, weights: LoraWeights) -> None:
-    """One adapter over one linear, in place."""
-    a, b, scale, gain = weights
-    if gain is None and a.dtype == out.dtype:
-        out.addmm_(x @ a.T, b.T, alpha=scale)
+def _adapt(hidden: Tensor, out: Tensor, bias: Tensor | None, weights: LoraWeights) -> None:
+    """One adapter over one linear, in place. hidden: [t, r], the input times ``a``."""
+    _, b, scale, gain, shift = weights
+    if gain is None and shift is None and b.dtype == out.dtype:
+        out.addmm_(hidden, b.T, alpha=scale)
         return
-    delta = (x.to(a.dtype) @ a.T) @ b.T * scale
+    delta = hidden @ b.T * scale
     if gain is not None:
         delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
+    if shift is not None:
+        delta = delta + shift
     out.copy_(out + delta)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, expert_slots, lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,20 @@ class Gate:
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertAdapters:
+    """Adapters over the two projections of experts, which are applied one table after the other."""
+
+    gate_up: Sequence[LoraTable]
+    down: Sequence[LoraTable]
+    slots: Tensor  # int64 [T]
+
+    def rows(self, order: Tensor, expert_ids: Tensor, num_experts: int) -> AdapterRows:
+        """Of pairs of a token and one of its experts, P of them in that order. expert_ids: int64 [T, K]."""
+        slots = self.slots.index_select(0, order // expert_ids.shape[1])
+        return AdapterRows(expert_slots(slots, expert_ids.flatten().index_select(0, order), num_experts))
+
+
 def experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -41,22 +58,31 @@ def experts(
     down_bias: Tensor | None = None,
     *,
     gate: Gate,
+    adapters: ExpertAdapters | None = None,
 ) -> Tensor:
     """Each token through its experts, ``sum over k of weight[k] * down(gate(gate_up(x)))``.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D]
-    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]. Returns [T, D] in the dtype of ``x``. Nothing
-    waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
+    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives. Returns
+    [T, D] in the dtype of ``x``. Without adapters nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
     """
     per_token = expert_ids.shape[1]
     ids, order = expert_ids.flatten().sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(gate_up.shape[0], device=x.device), right=True).int()
-    hidden = F.grouped_mm(x[order // per_token], gate_up.transpose(1, 2), offs=ends)
-    if gate_up_bias is not None:
-        hidden = hidden + gate_up_bias[ids]
-    out = F.grouped_mm(gate(hidden), down.transpose(1, 2), offs=ends)
-    if down_bias is not None:
-        out = out + down_bias[ids]
+    rows = None if adapters is None else adapters.rows(order, expert_ids, gate_up.shape[0])
+
+    def project(x: Tensor, weight: Tensor, bias: Tensor | None, tables: Sequence[LoraTable]) -> Tensor:
+        out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        if bias is not None:
+            out = out + bias[ids]
+        if rows is not None:
+            for table in tables:
+                lora(x, out, table, rows)
+        return out
+
+    tables = ((), ()) if adapters is None else (adapters.gate_up, adapters.down)
+    hidden = gate(project(x[order // per_token], gate_up, gate_up_bias, tables[0]))
+    out = project(hidden, down, down_bias, tables[1])
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     chosen = out[places].view(*expert_ids.shape, -1)
     return (chosen * expert_weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)

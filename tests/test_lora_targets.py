@@ -1,0 +1,310 @@
+"""What adapters may be over besides the layers' linears: biases, embeddings, the head, experts, and each other."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from adapted import (
+    CONFIG,
+    GREEDY,
+    PROMPTS,
+    assert_like_peft,
+    expected_tokens,
+    lora,
+    peft_model,
+    shake,
+    state_dict,
+    tokens,
+    two_adapters,
+)
+from families import make_model
+from peft import IA3Config, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+
+from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EMBEDDING = "base_model.model.model.embed_tokens"
+OF_EMBEDDING = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+TOKENS = "base_model.model.model.norm.token_adapter.trainable_tokens_delta"
+
+VARIETIES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"bias": "all"}),
+    ("llama", {"bias": "lora_only"}),
+    ("gpt_neox", {"bias": "all", "target_modules": ["query_key_value"]}),
+    ("starcoder2", {"bias": "all", "target_modules": ["q_proj", "c_fc"]}),
+    ("llama", {"lora_bias": True}),
+    ("mistral", {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("qwen3", {"target_modules": ["embed_tokens", "v_proj"], "use_rslora": True}),
+    ("qwen3", {"target_modules": ["embed_tokens", "v_proj"], "ensure_weight_tying": True, "r": 5}),
+    ("gemma3", {"target_modules": ["embed_tokens"]}),
+    ("gemma3", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    ("qwen3", {"target_modules": ["lm_head", "q_proj"]}),
+    ("mistral", {"trainable_token_indices": [1, 5, 9]}),
+    ("gemma3", {"trainable_token_indices": {"embed_tokens": [7, 3]}}),
+    ("mistral", {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [60]}}),
+    ("qwen3", {"trainable_token_indices": [5, 3, 90], "use_dora": True}),
+    ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ("mixtral", {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True}),
+    ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[:1]}),
+    ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS}),
+    ("glm4_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    ("deepseek_v2", {"target_modules": ["kv_b_proj", "shared_experts.down_proj"]}),
+    (
+        "qwen3_moe",
+        {
+            "target_modules": [],
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"experts.down_proj": 3},
+            "alpha_pattern": {"gate_up_proj": 40},
+        },
+    ),
+    ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}),
+    ("olmoe", {"target_modules": "all-linear"}),
+    ("gpt_oss", {"target_modules": ["q_proj"], "bias": "all"}),
+    ("mistral", {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "mica"}),
+    ("llama", {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "options"), VARIETIES, ids=str)
+def test_like_peft(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The live model's, another model's, and one from a folder in one batch with rows of the base."""
+    model, other = peft_model(family, **options), peft_model(family, seed=2, **options)
+    other.save_pretrained(tmp_path)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("folder", tmp_path)
+        engine.load_adapter("model", other)
+        engine.load_adapter("tensors", (state_dict(other), other.peft_config["default"]))
+        others = dict.fromkeys(("folder", "model", "tensors"), other)
+        assert_like_peft(engine, model, ["folder", None, "default", "model"], others=others)
+        theirs = tokens(engine, adapter="tensors")
+        assert theirs == tokens(engine, adapter="model") == tokens(engine, adapter="folder")
+        assert theirs != tokens(engine) != tokens(engine, adapter=None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"bias": "all", "lora_bias": True}),
+        ("qwen3", {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}),
+        ("mistral", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 3]}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]}),
+    ],
+    ids=str,
+)
+def test_updates_in_place_are_seen_and_nothing_is_written(family: str, options: dict[str, Any]) -> None:
+    model, other = (peft_model(family, seed=s, **options) for s in (1, 2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        before = tokens(engine), tokens(engine, adapter="other")
+        lora_layers = engine._binding.shell.lora
+        layout = lora_layers.layout
+        shake(model, seed=3)
+        shake(other, seed=4)
+        both = [*model.named_parameters(), *other.named_parameters()]
+        copies = [t.clone() for _, t in both]
+        assert tokens(engine) == expected_tokens(model) != before[0]
+        assert tokens(engine, adapter="other") == expected_tokens(other) != before[1]
+        assert engine.update_weights() == engine.weight_version and lora_layers.layout == layout
+        assert all(torch.equal(t, copy) for (_, t), copy in zip(both, copies, strict=True))
+
+
+def test_without_its_adapter_a_model_has_the_biases_it_trained() -> None:
+    """They are the base's own, where PEFT has them; an adapter that is loaded brings others for its rows."""
+    model, other = (peft_model(bias="all", seed=s) for s in (1, 2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        untrained = [oracle.greedy(make_model("llama"), p, GREEDY.max_tokens) for p in PROMPTS]
+        assert tokens(engine, adapter=None) == expected_tokens(model, None) != untrained
+        shake(model, seed=3)
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+        assert tokens(engine, adapter=None) == expected_tokens(model, None)
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+def three_adapters() -> PeftModel:
+    """Two with DoRA, which does not commute, over some of the same layers."""
+    model = peft_model(target_modules=["embed_tokens", "q_proj", "gate_proj"], use_dora=True)
+    model.add_adapter("other", lora(target_modules=["q_proj", "gate_proj", "lm_head"], use_dora=True, r=2))
+    model.add_adapter("third", lora(target_modules=["embed_tokens", "q_proj", "v_proj"]))
+    shake(model, seed=4)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_adapters_at_once_are_what_peft_makes_of_them() -> None:
+    model = three_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        found = []
+        for names in (["default", "other"], ["other", "default"], ["third", "other", "default"]):
+            model.base_model.set_adapter(names)
+            found.append(tokens(engine))
+            assert found[-1] == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+            score = engine.score([PROMPTS[0] + found[-1][0]], start=len(PROMPTS[0]))[0].logprobs
+            expected = oracle.logprobs(model, PROMPTS[0], found[-1][0]).float()
+            torch.testing.assert_close(score, expected, atol=1e-4, rtol=0)
+            with model.disable_adapter():
+                assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        assert len({str(t) for t in [before, *found]}) == 4
+        sums = {"default+other", "other+default", "third+other+default"}
+        assert set(engine.adapters) == {"default", "other", "third"} | sums
+        model.set_adapter("default")
+        assert tokens(engine, adapter=LIVE) == before
+        mixed = tokens(engine, adapter=["default+other", None, "other", "third+other+default"])
+        assert mixed[0] == found[0][0] and mixed[3] == found[2][3]
+        assert mixed[1:3] == [expected_tokens(model, None)[1], expected_tokens(model, "other")[2]]
+
+
+def test_several_at_once_move_no_byte_and_follow_the_trainer() -> None:
+    model = two_adapters()
+    model.base_model.set_adapter(["other", "default"])
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        ours = {t.data_ptr() for n, t in model.named_parameters() if "lora_" in n}
+        assert {t.data_ptr() for t in engine._binding.adapters["other+default"].tensors()} == ours
+        shake(model, seed=5)
+        model.base_model.set_adapter(["other", "default"])
+        assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS] != before
+        model.set_adapter("other")
+        model.delete_adapter("default")
+        assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        assert engine.adapters == ("other",)
+
+
+def test_layers_that_run_different_adapters_are_refused() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine)
+        layer = model.base_model.model.model.layers[1].self_attn.q_proj
+        layer.set_adapter("other")
+        with pytest.raises(UnsupportedModelError, match=r"q_proj runs the adapters .*set_adapter on the model"):
+            tokens(engine)
+        layer.set_adapter("default")
+        layer.enable_adapters(False)
+        with pytest.raises(
+            UnsupportedModelError, match=r"q_proj runs the adapters \[\], and other layers \['default'\]"
+        ):
+            tokens(engine)
+        layer.enable_adapters(True)
+        assert tokens(engine) == before
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+ONE = ["q_proj"]
+
+
+def other_method(config: Any) -> PeftModel:
+    return get_peft_model(make_model("llama"), config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: peft_model(alora_invocation_tokens=[1], task_type="CAUSAL_LM"),
+            "uses alora_invocation_tokens.*plain LoRA",
+        ),
+        (lambda: peft_model(layer_replication=[(0, 2), (1, 3)]), r"uses layer_replication.*in the base model"),
+        (lambda: peft_model(target_modules=ONE, use_bdlora=BdLoraConfig(ONE, None, 2)), r"uses use_bdlora.*plain LoRA"),
+        (lambda: peft_model(use_qalora=True, qalora_group_size=4), r"uses use_qalora.*over the quantised base"),
+        (lambda: peft_model(velora_config=VeloraConfig()), r"uses velora_config.*plain LoRA"),
+        (lambda: peft_model(kasa_config=KasaConfig()), r"uses kasa_config.*plain LoRA"),
+        (lambda: peft_model(monteclora_config=MontecloraConfig()), r"uses monteclora_config.*plain LoRA"),
+        (lambda: other_method(IA3Config(target_modules=ONE, feedforward_modules=[])), r"of type IA3.*merge_and_unload"),
+        (lambda: other_method(OFTConfig(target_modules=ONE, oft_block_size=4)), r"of type OFT.*merge_and_unload"),
+        (
+            lambda: other_method(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+            r"of type PROMPT_TUNING: the engine runs LoRA",
+        ),
+        (
+            lambda: peft_model("llama4", target_modules=ONE, target_parameters=["experts.down_proj"]),
+            r"experts.down_proj, which the engine does not run as experts.*leave it out of target_parameters",
+        ),
+        (
+            lambda: peft_model("gpt_oss", target_modules=ONE, target_parameters=["experts.down_proj_bias"]),
+            r"targets .*experts.down_proj_bias: target_parameters may name",
+        ),
+        (lambda: peft_model("mixtral", target_modules=[], target_parameters=EXPERTS, r=65), r"has rank 65"),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    """Of the model the engine is made of, and of another one."""
+    model = make()
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(model, config=CONFIG)
+    with RolloutEngine(make_model(model.config.model_type.removesuffix("_text")), config=CONFIG) as engine:
+        with pytest.raises(UnsupportedModelError, match=message):
+            engine.load_adapter("a", (model, "default"))
+        assert engine.adapters == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t, c: t | {f"{EMBEDDING}.base_layer.weight": torch.zeros(128, 48)},
+            r"other weights of model.embed_tokens",
+        ),
+        (lambda t, c: t | {f"{EMBEDDING}.lora_embedding_A": torch.zeros(4, 127)}, r"A \(4, 127\).*for another base"),
+        (lambda t, c: t | {f"{Q_PROJ}.lora_B.bias": torch.zeros(3)}, r"has 3 biases of B for .*q_proj's 64 rows"),
+        (
+            lambda t, c: t | {f"{Q_PROJ}.base_layer.bias": torch.zeros(3)},
+            r"bias of .*q_proj, whose own has another shape",
+        ),
+        (lambda t, c: t | {"base_model.model.model.norm.bias": torch.zeros(48)}, r"bias of model.norm, whose own"),
+        (lambda t, c: setattr(c, "bias", "none") or t, r"has .*bias, which is neither LoRA of a layer nor in modules"),
+        (lambda t, c: setattr(c, "use_bdlora", True) or t, r"uses use_bdlora"),
+        (
+            lambda t, c: t | {TOKENS: torch.zeros(2, 48)},
+            r"2 tokens of model.norm, and its config 0 trainable_token_ind",
+        ),
+        (lambda t, c: setattr(c, "arrow_config", True) or t, r"uses arrow_config.*add_weighted_adapter"),
+        (
+            lambda t, c: setattr(c, "trainable_token_indices", [1, 128]) or t | {OF_EMBEDDING: torch.zeros(2, 48)},
+            r"tokens that",
+        ),
+        (
+            lambda t, c: setattr(c, "trainable_token_indices", [1]) or t | {OF_EMBEDDING: torch.zeros(1, 47)},
+            r"tokens that",
+        ),
+    ],
+)
+def test_what_is_not_loaded(change: Any, message: str) -> None:
+    other = peft_model(target_modules=["embed_tokens", "q_proj"], bias="all", seed=7)
+    config = copy.copy(other.peft_config["default"])
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        with pytest.raises(UnsupportedModelError, match=message):
+            engine.load_adapter("a", (change(state_dict(other), config), config))
+        assert engine.adapters == ("default",)
+
+
+def test_an_adapter_of_experts_that_does_not_fit() -> None:
+    other = peft_model("mixtral", target_modules=[], target_parameters=EXPERTS)
+    tensors, config = state_dict(other), other.peft_config["default"]
+    with RolloutEngine(make_model("mixtral"), config=CONFIG) as engine:
+        swapped = {
+            n.replace("experts.base_layer.lora_", "experts.lora_"): t for n, t in tensors.items() if ".base_" in n
+        }
+        with pytest.raises(UnsupportedModelError, match=r"experts.down_proj, whose weight is \(4, 48, 64\)"):
+            engine.load_adapter("a", (swapped, config))
+        fewer = {n: t[:-1] if "lora_A" in n else t for n, t in tensors.items()}
+        with pytest.raises(UnsupportedModelError, match=r"has rank 15 for .*experts, and its config says 4"):
+            engine.load_adapter("a", (fewer, config))
+    message = r"A \(4, 4, 48\) .*whose weight is \(8, 128, 48\)"
+    more = make_model("mixtral", num_local_experts=8)
+    with RolloutEngine(more, config=CONFIG) as engine, pytest.raises(UnsupportedModelError, match=message):
+        engine.load_adapter("a", (tensors, config))
