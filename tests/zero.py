@@ -69,12 +69,16 @@ def train(trainer: Any, step: int) -> float:
     return float(loss.detach())
 
 
-def whole(model: nn.Module) -> PreTrainedModel:
-    """A plain model of the weights as DeepSpeed itself puts them together, in float32."""
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole weights, as DeepSpeed itself puts them together."""
     with deepspeed_on_a_cpu().zero.GatheredParameters(list(model.parameters())):
-        state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def whole(model: nn.Module) -> PreTrainedModel:
+    """A plain model of those, in float32."""
     twin = small()
-    twin.load_state_dict(state)
+    twin.load_state_dict(gathered(model))
     return twin
 
 
