@@ -6,9 +6,10 @@
         batch = engine.generate_batch(prompts, SamplingParams(n=8))  # instead of model.generate
         ...
 
-The loop says nothing about weights: a rollout after an optimizer step takes them anew. No rollout runs a collective, so
-processes may generate different numbers of prompts, a different number of times. Under mixed precision the parameters
-stay in fp32, and so does the engine: autocast is off in a rollout.
+The loop says nothing about weights: a rollout after an optimizer step takes them anew. Where FSDP or ZeRO-3 shard them,
+that one rollout gathers them, so each process has to make it. No other runs a collective: processes may generate different
+numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and so does the
+engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from stoker.weight_sync.naming import unwrap
 
 
 class AcceleratedEngine:
@@ -63,6 +65,8 @@ class AcceleratedEngine:
         self._model = model
         self._sleep = sleep
         self._stepped = False
+        self._deepspeed = _deepspeed_engine(accelerator, model)
+        self._steps_seen = self._deepspeed_steps()
         self._stop_watching = weakref.finalize(self, _watch_steps(weakref.ref(self)))
         if sleep:
             self.engine.sleep()
@@ -85,9 +89,10 @@ class AcceleratedEngine:
         if self.engine.is_sleeping:
             self.engine.wake_up()
         try:
-            if self._stepped:
+            steps = self._deepspeed_steps()
+            if self._stepped or steps != self._steps_seen:
                 self.engine.update_weights()
-                self._stepped = False
+                self._stepped, self._steps_seen = False, steps
             start = time.perf_counter()
             batch = self.engine.generate_batch(
                 prompts,
@@ -124,6 +129,18 @@ class AcceleratedEngine:
         ours = {id(parameter) for parameter in self._model.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             self._stepped = True
+
+    def _deepspeed_steps(self) -> int:
+        # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
+        return self._deepspeed.global_steps - self._deepspeed.skipped_steps if self._deepspeed is not None else 0
+
+
+def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
+    """The one that trains the model, which may be the engine itself or what is inside it; None without DeepSpeed."""
+    wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if hasattr(model, "global_steps"):
+        return model
+    return wrapper.engine if wrapper is not None and unwrap(wrapper.engine) is unwrap(model) else None
 
 
 def _watch_steps(engine: weakref.ref[AcceleratedEngine]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import accelerated
 import pytest
 import ranks
 import sharded
@@ -19,6 +20,11 @@ def test_the_engine_follows_a_sharded_trainer(world_size):
                 assert result == {"moved": 0, "mirror": 0, "weights": result["weights"]}
             else:
                 assert result["moved"] == result["weights"] <= result["mirror"] < 1.2 * result["weights"], name
+
+
+def test_fsdp2_under_accelerate():
+    for rank, found in enumerate(ranks.run(accelerated.follow, 2, "fsdp2")):
+        assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": rank}
 
 
 def test_pieces_of_zero3():

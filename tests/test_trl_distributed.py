@@ -1,4 +1,4 @@
-"""GRPO under DDP on two processes: groups cut between them, seeds of their own, and no collective in a rollout."""
+"""GRPO on two processes, under DDP and FSDP2: groups cut between them, seeds of their own, no collective in a rollout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import accelerated
 import pytest
+import ranks
 import torch
 from trl_setup import LOGPROB_TOLERANCE, build, logged, plain_logprobs
 from two_processes import run_in_two_processes
@@ -64,3 +66,8 @@ def test_two_processes_train_one_policy(tmp_path: Path) -> None:
     for name, tensor in first["weights"].items():
         assert torch.equal(tensor, second["weights"][name])
     assert any(not torch.equal(before[name], tensor) for name, tensor in first["weights"].items())
+
+
+def test_weights_in_shards(tmp_path: Path) -> None:
+    for found in ranks.run(accelerated.grpo, 2, "fsdp2", str(tmp_path)):
+        accelerated.assert_trained(found)

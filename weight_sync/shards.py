@@ -233,6 +233,10 @@ def _read_zero3(held: Held, name: str, parameter: Any) -> None:
             f"parameter {name} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?): keep parameters in "
             "device or host memory"
         )
+    if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+        raise UnsupportedModelError(
+            f"parameter {name} is partitioned by ZeRO-3 and quantised: switch zero_quantized_nontrainable_weights off"
+        )
     held.add(name, torch.Size(parameter.ds_shape), local.dtype)
     held.shards.append(Shards((name,), group, local, _cut([(name, 0, numel)], local.numel(), group.size())))
 

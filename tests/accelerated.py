@@ -1,0 +1,148 @@
+"""What each rank does in the tests of sharded models under accelerate and TRL: importable by name, for the processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zero
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DeepSpeedPlugin
+from torch.distributed.tensor import DTensor
+from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs
+
+from stoker.integrations.accelerate import AcceleratedEngine
+from stoker.rollout import SamplingParams
+
+PROMPTS = [[3, 4, 5], [6] * 20]
+PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+AUTO = {"train_micro_batch_size_per_gpu": "auto"}
+
+
+def launched() -> None:
+    """The environment that ``accelerate launch`` makes."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # in no use: the group exists
+
+
+def by_fsdp2() -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    shard(accelerator.state)
+    return accelerator
+
+
+def shard(state: Any) -> None:
+    """Have accelerate shard by FSDP2, which by itself it does on accelerators only."""
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3DecoderLayer"]
+    )
+
+
+def deepspeed_on_a_cpu() -> None:
+    """Have accelerate know its processes: with cpu=True it refuses DeepSpeed, and without it looks for no CPU backend."""
+    zero.deepspeed_on_a_cpu()
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def by_deepspeed(stage: int) -> Accelerator:
+    deepspeed_on_a_cpu()
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero.settings(stage)))
+
+
+def whole(model: Any) -> Any:
+    """A plain model of the weights, as the sharding library itself puts them together."""
+    twin = make_model()
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        twin.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+    else:
+        twin.load_state_dict(zero.gathered(getattr(model, "module", model)))
+    return twin
+
+
+def worst_difference(twin: Any, batch: Any) -> float:
+    return max(
+        abs(a - b)
+        for output in batch
+        for c in output.completions
+        for a, b in zip(c.logprobs, plain_logprobs(twin, output.prompt_token_ids, c.token_ids), strict=True)
+    )
+
+
+def follow(rank: int, how: str) -> dict[str, Any]:
+    launched()
+    accelerator = by_fsdp2() if how == "fsdp2" else by_deepspeed(int(how[-1]))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    asleep, versions = [], []
+    with AcceleratedEngine(accelerator, model, sleep=True) as engine:
+        first = engine.generate_batch(PROMPTS, PARAMS)
+        assert worst_difference(whole(model), first) < LOGPROB_TOLERANCE
+        for step in range(3):
+            tokens = torch.tensor([[3 + rank, 4, 5, 6, 7 - step]])
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            asleep.append(engine.engine.is_sleeping)
+            for _ in range(1 + rank):  # a collective in the second one would never end
+                batch = engine.generate_batch(PROMPTS, PARAMS)
+            versions.append(engine.engine.weight_version)
+            assert worst_difference(whole(model), batch) < LOGPROB_TOLERANCE
+        assert worst_difference(whole(model), first) > 100 * LOGPROB_TOLERANCE, "the check can tell"
+        source = engine.engine._binding.source.kind
+    return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
+
+
+def grpo(rank: int, how: str, folder: str) -> dict[str, Any]:
+    """GRPO over sharded weights, with groups cut between the ranks."""
+    from stoker.integrations.trl import attach, detach
+
+    launched()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    settings["vllm_enable_sleep_mode"] = True
+    if how == "fsdp2":
+        trainer = build("grpo", folder, ddp_backend="gloo", **settings)
+        shard(trainer.accelerator.state)
+        trainer.is_fsdp_enabled = True
+    else:
+        deepspeed_on_a_cpu()
+        trainer = build("grpo", folder, use_cpu=False, deepspeed=zero.settings(int(how[-1])) | AUTO, **settings)
+    engine = attach(trainer)
+    generate, backward = trainer.vllm_generation.generate, trainer.accelerator.backward
+    asleep: list[bool] = []
+    differences: list[float] = []
+
+    def keep(*arguments: Any, **fields: Any) -> Any:
+        for _ in range(1 + 2 * rank):  # a collective in one of them would never end
+            answer = generate(*arguments, **fields)
+        twin = whole(trainer.model_wrapped)
+        for prompt, ids, logprobs in zip(*answer[:3], strict=True):
+            plain = plain_logprobs(twin, prompt, ids)
+            differences.append(max(abs(a - b[0]) for a, b in zip(plain, logprobs, strict=True)))
+        return answer
+
+    def look(*arguments: Any, **fields: Any) -> None:
+        asleep.append(engine.is_sleeping)
+        backward(*arguments, **fields)
+
+    trainer.vllm_generation.generate, trainer.accelerator.backward = keep, look
+    trainer.train()
+    before, after = make_model().parameters(), whole(trainer.model_wrapped).parameters()
+    found = {
+        "source": engine._binding.source.kind,
+        "version": engine.weight_version,
+        "asleep": asleep,
+        "worst": max(differences),
+        "metric": max(logged(trainer, "sampling/sampling_logp_difference/max")),
+        "moved": max((a - b).abs().max().item() for a, b in zip(after, before, strict=True)),
+    }
+    detach(trainer)
+    return found
+
+
+def assert_trained(found: dict[str, Any]) -> None:
+    assert (found["source"], found["version"], found["asleep"]) == ("mirror", 3, [True] * 3)
+    assert max(found["worst"], found["metric"]) < LOGPROB_TOLERANCE < found["moved"] / 100

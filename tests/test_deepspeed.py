@@ -1,0 +1,41 @@
+"""Engines on models that DeepSpeed trains, on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerated
+import pytest
+import ranks
+import torch
+import zero
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_engine_follows_deepspeed_and_does_not_disturb_it(world_size):
+    nbytes = sum(p.nbytes for p in zero.small().parameters())
+    for found in ranks.run(zero.follow_all, world_size):
+        assert found.keys() == {name for name, case in zero.CASES.items() if case[0] == world_size}
+        for name, result in found.items():
+            _, stage, dtype, _ = zero.CASES[name]
+            copied = stage == 3 or dtype is not torch.float32
+            assert result == {"moved": nbytes if copied else 0, "fused": True}, name
+
+
+def test_a_model_that_was_never_whole():
+    ranks.run(zero.made_in_pieces, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_accelerate(stage):
+    for rank, found in enumerate(ranks.run(accelerated.follow, 2, f"zero {stage}")):
+        source = "mirror" if stage == 3 else "aliased"
+        assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": source, "seed": rank}
+
+
+def test_grpo(tmp_path: Path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for found in ranks.run(accelerated.grpo, 2, "zero 3", str(tmp_path)):
+        accelerated.assert_trained(found)
