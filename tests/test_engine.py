@@ -591,7 +591,10 @@ def test_nan_weights_fail_the_requests_and_a_repair_heals_the_engine():
         assert all(isinstance(o.error, RequestFailedError) for o in batch)
         assert {c.finish_reason for o in batch for c in o.completions} == {"error"}
         for call in (batch.raise_for_errors, lambda: batch.to_tensors(0)):
-            with pytest.raises(RequestFailedError, match=r"^prompt 0: the model gave NaN logits at position 1 under .* in step 1 of a plan of \d+ rows"):
+            with pytest.raises(
+                RequestFailedError,
+                match=r"^prompt 0: the model gave NaN logits at position 1 under .* in step 1 of a plan of \d+ rows",
+            ):
                 call()
         engine.core.scheduler.check()
         with torch.no_grad():
