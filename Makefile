@@ -73,6 +73,9 @@ gpu:
 	  for batch in 1 64 256; do \
 	    $(PYTHON) -P -m stoker.benchmarks.step_profile --device cuda --batch $$batch --context 512 --output "$(OUT)" || failed=1; \
 	  done; \
+	  for name in weights memory; do \
+	    $(PYTHON) -P -m stoker.benchmarks.$$name --device cuda --quick --output "$(OUT)" || failed=1; \
+	  done; \
 	  exit $$failed
 
 clean:
