@@ -29,7 +29,7 @@ help:
 	@echo "make lint          ruff and mypy"
 	@echo "make docs          the documentation, into outputs/docs"
 	@echo "make gpu OUT=DIR   GPU tests, then the benchmark of rollouts, on a CUDA host with torch; results in DIR"
-	@echo "                   (BENCHMARKS='rollout scoring lora': more of them)"
+	@echo "                   (BENCHMARKS='scoring lora weights memory': the others)"
 	@echo "make clean         remove the environment, the caches and what builds left"
 	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
 

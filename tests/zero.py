@@ -143,7 +143,9 @@ def made_in_pieces(rank: int) -> None:
         name, parameter = next((n, p) for n, p in model.named_parameters() if len(p.ds_shape) > 1)
         part = parameter.ds_tensor.data
         parameter.ds_tensor.data = torch.empty(1)  # what it is while its numbers are in a file
-        with pytest.raises(UnsupportedModelError, match=f"{name} is partitioned by ZeRO-3 and its part is not in memory"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"{name} is partitioned by ZeRO-3 and its part is not in memory"
+        ):
             engine.update_weights()
         parameter.ds_tensor.data = part
         parameter.ds_tensor.ds_quant_scale = torch.ones(1)
