@@ -253,8 +253,8 @@ def _setting(trainer: Any, name: str) -> Any:
     return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer.args, name)
 
 
-def _check(trainer: Any) -> type[_EngineBackend]:
-    """The backend for this kind of trainer. Raises for whatever would not work, before anything is changed."""
+def check_version() -> None:
+    """Raise ``InvalidConfigError`` where TRL is not there, or of another version than this works with."""
     try:
         found = version("trl")
     except PackageNotFoundError:
@@ -262,6 +262,10 @@ def _check(trainer: Any) -> type[_EngineBackend]:
     if not _OLDEST <= Version(found).release < _TOO_NEW:
         raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
 
+
+def _check(trainer: Any) -> type[_EngineBackend]:
+    """The backend for this kind of trainer. Raises for whatever would not work, before anything is changed."""
+    check_version()
     of_trl = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
     kind = next((name for name in of_trl if name in _BACKENDS), None)
     if kind is None:

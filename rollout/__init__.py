@@ -14,6 +14,7 @@ from stoker.kernels.errors import (
 from stoker.rollout.adapters import LIVE
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
+from stoker.rollout.live import RolloutChunk, RolloutHandle
 from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.weight_sync.checksum import WeightReport
@@ -28,7 +29,9 @@ __all__ = [
     "InvalidRequestError",
     "RequestFailedError",
     "RolloutBatch",
+    "RolloutChunk",
     "RolloutEngine",
+    "RolloutHandle",
     "RolloutOutput",
     "RolloutTensors",
     "SamplingParams",

@@ -1,0 +1,313 @@
+"""TRL's asynchronous GRPO with the engine in the trainer's own process, on the trainer's own weights.
+
+    rollouts = AsyncRollouts(reward_funcs=reward)
+    trainer = AsyncGRPOTrainer(..., reward_funcs=reward, rollout_worker=rollouts, weight_transfer=rollouts)
+    rollouts.attach(trainer)
+    trainer.train()
+
+TRL's rollout loop (conversations, tools, environments, scoring) runs in a thread and asks the engine where it would ask a
+server; the trainer's forward and backward run beside it. Nothing is transferred: between the pause before an optimizer
+step and the resume after it the engine takes the new weights, and completions under way go on with them, every token
+with the log-probability it was sampled with. Reward functions, tools and environments need not be picklable, and may
+use the trainer's device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import TrainerCallback
+
+from stoker.integrations.trl import check_version
+from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
+from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
+
+_WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
+_STOP_S = 30.0  # for a reward function or a tool that runs
+
+
+class AsyncRollouts:
+    """What ``AsyncGRPOTrainer`` takes as ``rollout_worker`` and as ``weight_transfer``, in one.
+
+    reward_funcs, tools, environment_factory: as given to the trainer, which keeps none of them. config: of the engine;
+    by default its seed is ``args.seed``. recompute: compute the KV of completions under way again after each optimizer
+    step, instead of going on with what older weights left.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
+        *,
+        tools: list[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
+        config: EngineConfig | None = None,
+        recompute: bool = False,
+    ) -> None:
+        check_version()
+        several = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
+        self._sources = {"reward_funcs": several, "tools": tools, "environment_factory": environment_factory}
+        self._config = config
+        self._recompute = recompute
+        self._version = SimpleNamespace(value=0)
+        self._heartbeat = SimpleNamespace(value=0.0)
+        self._failures: queue.Queue[tuple[str, str, str]] = queue.Queue(maxsize=1)
+        self._failed = threading.Event()
+        self._trainer: Any = None
+        self._callback: TrainerCallback | None = None
+        self._loop: Any = None
+        self._thread: threading.Thread | None = None
+        self.engine: RolloutEngine | None = None
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=4096)
+
+    def attach(self, trainer: Any) -> RolloutEngine | None:
+        """Build the engine over the trainer's model. Every process calls it; the main one generates, and gets the engine.
+
+        Raises a ``StokerError`` before anything is changed: ``InvalidConfigError`` for another kind of trainer, one that was
+        not given this object, or one that shards its model; ``EngineStateError`` where it is attached already;
+        ``UnsupportedModelError`` for a model the engine does not run.
+        """
+        kinds = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
+        if "AsyncGRPOTrainer" not in kinds:
+            raise InvalidConfigError(
+                f"AsyncRollouts is for TRL's AsyncGRPOTrainer, and this is a {type(trainer).__name__}: use "
+                "stoker.integrations.trl.attach"
+            )
+        if self._trainer is not None:
+            raise EngineStateError("these rollouts are attached already: call detach() first")
+        main = trainer.accelerator.is_main_process
+        if main and not (trainer.rollout_worker is self and trainer.weight_transfer is self):
+            raise InvalidConfigError(
+                "the trainer was built without these rollouts: give it rollout_worker=rollouts and weight_transfer=rollouts"
+            )
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise InvalidConfigError(
+                "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
+            )
+        if main:
+            args = trainer.args
+            self.engine = RolloutEngine(
+                trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False),
+                config=self._config or EngineConfig(seed=args.seed),
+                tokenizer=trainer.processing_class,
+            )
+            if args.token_budget is None:  # or the trainer would ask a server
+                args.token_budget = self.engine.max_model_len
+            self.rollout_buffer.maxsize = args.queue_maxsize
+            self._callback = _AroundOptimizerSteps(self.engine, self._recompute)
+            trainer.add_callback(self._callback)
+        # TRL's own would merge an adapter into weights that the engine is reading, and send all of them nowhere.
+        trainer._sync_weight_merged = self._count_version
+        self._trainer = trainer
+        return self.engine
+
+    def detach(self) -> None:
+        """Close the engine. The trainer needs another rollout worker before it can train again."""
+        if self._trainer is None:
+            raise EngineStateError("these rollouts are attached to no trainer")
+        self.stop()
+        del self._trainer._sync_weight_merged
+        if self._callback is not None:
+            self._trainer.remove_callback(self._callback)
+        if self.engine is not None:
+            self.engine.close()
+        self._trainer = self._callback = self.engine = None
+
+    def _count_version(self, _: float) -> tuple[float, float, float]:
+        trainer, now = self._trainer, time.time()
+        if trainer.accelerator.is_main_process:
+            trainer.model_version += 1
+            self.update_model_version(trainer.model_version)
+        return now, now, now
+
+    # -- TRL's RolloutWorkerProtocol -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Produce rollouts in a thread. Called by the trainer when training begins."""
+        if self._thread is not None or self.engine is None:
+            return
+        self.engine.update_weights()  # which may come from a checkpoint
+        self._failed.clear()
+        self._heartbeat.value = time.time()
+        self._loop = _loop(self, self._trainer, self.engine)
+        self._thread = threading.Thread(target=self._run, name="stoker-async-rollouts", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:  # was put where check_health finds it
+            return
+
+    def stop(self) -> None:
+        """End the thread; completions under way are dropped. Called by the trainer when training ends, however it does."""
+        if self._thread is None:
+            return
+        if self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
+            self.engine.resume()
+        self._loop.request_stop()
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            raise EngineStateError(
+                f"a reward function or tool has not returned within {_STOP_S:.0f} s of the end of training"
+            )
+        self._thread = self._loop = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """New groups are tagged with this version."""
+        self._version.value = model_version
+
+    @property
+    def check_health(self) -> Callable[[float], None]:
+        """Called with seconds, while the trainer waits for samples; see ``_check_health``.
+
+        Raises ``EngineStateError`` before ``attach``: the trainer takes hold of it before it looks for a server.
+        """
+        if self._trainer is None:
+            raise EngineStateError("the rollouts have no engine: call attach(trainer) before trainer.train()")
+        return self._check_health
+
+    def _check_health(self, stale_after_s: float) -> None:
+        """Raise ``RuntimeError`` with the cause where the thread has failed or stood still for so long."""
+        if self._failed.is_set():
+            try:
+                name, message, trace = self._failures.get_nowait()
+            except queue.Empty:
+                raise RuntimeError("the rollouts have failed") from None
+            raise RuntimeError(f"the rollouts have failed: {name}: {message}\n{trace}")
+        age = time.time() - self._heartbeat.value
+        if age > stale_after_s:
+            raise RuntimeError(f"the rollouts have stood still for {age:.0f} s: a reward function or tool hangs")
+
+    # -- TRL's WeightTransferProtocol: there is nothing to transfer ------------------------------------------------
+
+    def init_weight_transfer(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[Any]) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
+    """Nothing reads the weights while they change, and what is sampled next is of the new ones."""
+
+    def __init__(self, engine: RolloutEngine, recompute: bool) -> None:
+        self._engine = engine
+        self._recompute = recompute
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._engine.pause("keep")
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._engine.update_weights()
+        self._engine.resume(recompute=self._recompute)
+
+
+def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Any:
+    """TRL's own loop, with the engine in place of its server."""
+    from trl.experimental.async_grpo import async_rollout_worker
+
+    class EngineLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[misc]
+        def __init__(self, params: SamplingParams, **options: Any) -> None:
+            super().__init__(**options)
+            self._params = params
+            self._waited: list[tuple[RolloutHandle, asyncio.Future[Any]]] = []
+
+        def request_stop(self) -> None:
+            try:
+                self._loop.call_soon_threadsafe(self._stop_event.set)
+            except RuntimeError:  # the loop has ended by itself
+                return
+
+        async def _run_loops(self, stop_event: asyncio.Event) -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    loops = (
+                        self._generate_loop(stop_event=stop_event),
+                        self._score_loop(stop_event=stop_event),
+                        self._step_loop(),
+                    )
+                    tasks = [group.create_task(loop) for loop in loops]
+                    await stop_event.wait()
+                    for task in tasks:  # which wait for completions that nobody wants any more
+                        task.cancel()
+            except BaseExceptionGroup as several:
+                raise several.exceptions[0] from None
+            finally:
+                for handle, _ in self._waited:
+                    handle.abort()
+
+        async def _step_loop(self) -> None:
+            """Step the engine, in a thread, for whoever waits for a completion."""
+            with ThreadPoolExecutor(1, "stoker-async-steps") as stepper:
+                while True:
+                    handles = [handle for handle, _ in self._waited]
+                    if not handles:
+                        await asyncio.sleep(0.002)
+                        continue
+                    wait = partial(engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
+                    await self._loop.run_in_executor(stepper, wait)
+                    left = []
+                    for handle, future in self._waited:
+                        if future.cancelled():
+                            handle.abort()
+                        elif handle.done:
+                            future.set_result(handle.result())
+                        else:
+                            left.append((handle, future))
+                    self._waited = left
+
+        async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+            future = self._loop.create_future()
+            self._waited.append((engine.submit(prompt_ids, self._params), future))
+            output = await future
+            if output.error is not None:
+                raise RequestFailedError(str(output.error))
+            (completion,) = output.completions
+            return completion.token_ids, completion.logprobs
+
+    args = trainer.args
+    params = SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=max(args.top_k or 0, 0),
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=trainer.eos_token_ids,
+        ignore_eos=True,  # a completion ends at the trainer's EOS ids and at no other
+    )
+    return EngineLoop(
+        params,
+        model_name="",
+        dataset=trainer.train_dataset,
+        processing_class=trainer.processing_class,
+        eos_token_ids=trainer.eos_token_ids,
+        rollout_buffer=rollouts.rollout_buffer,
+        model_version_value=rollouts._version,
+        heartbeat_value=rollouts._heartbeat,
+        failed_event=rollouts._failed,
+        exception_info_queue=rollouts._failures,
+        metrics_queue=rollouts.metrics_queue,
+        num_generations=args.num_generations,
+        max_inflight_tasks=args.max_inflight_tasks,
+        queue_maxsize=args.queue_maxsize,
+        chat_template_kwargs=args.chat_template_kwargs,
+        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        log_completions=args.log_completions,
+        num_completions_to_print=args.num_completions_to_print,
+        fork_threshold_tokens=args.fork_threshold_tokens,
+        **rollouts._sources,
+    )
