@@ -53,7 +53,7 @@ def structure_of(layer: nn.Module) -> Structure | None:
     attention: Any = getattr(layer, "self_attn", None)
     if norms is None or not hasattr(attention, "head_dim") or not _is_linear(layer, "self_attn.o_proj"):
         return None
-    if getattr(attention.config, "clip_qkv", None) is not None:
+    if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
         return None  # a probe need not reach the bound
     qkv = _linears(layer, _QKV)
     if not qkv:

@@ -26,7 +26,7 @@ def rotary_kinds(shell: ModelShell) -> list[str | None]:
 
 
 def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [1, T, R], in the dtype of ``x``. positions: int64 [1, T]."""
+    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [1, T]."""
     named = {} if kind is None else {"layer_type": kind}
     cos, sin = shell.module.base_model.rotary_emb(x, position_ids=positions, **named)
     return cos, sin

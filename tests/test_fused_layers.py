@@ -75,6 +75,16 @@ def test_fused_layers_follow_the_weights(family: str) -> None:
         assert_like_hugging_face(engine, model)
 
 
+def test_every_rotary_embedding_of_a_model_is_followed() -> None:
+    model = make_model("gemma3")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for name, buffer in model.model.rotary_emb.named_buffers():
+            if not name.endswith("original_inv_freq"):
+                buffer.mul_(0.5 if name.startswith("full") else 0.7)
+                engine.update_weights()
+                assert_like_hugging_face(engine, model)
+
+
 def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
     model = make_model("gemma2", final_logit_softcapping=40.0)
     with torch.no_grad():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import oracle
 import pytest
@@ -21,7 +26,7 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 from stoker.kernels import linear as triton_linear
 from stoker.kernels import linear_invariant
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm, qk_norm_rotary
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
@@ -158,6 +163,9 @@ def test_qk_norm_rotary_write(
         q, k = (t.transpose(0, 1)[None] for t in (q, k))
         q, k = (t[0].transpose(0, 1) for t in rotate(q, k, cos[None], sin[None]))
     assert_close(query, q, dtype)
+    if dtype != torch.float32 and not rotated:
+        wanted, _, _ = qk_norm_rotary(qkv, heads, kv_heads, norm, None)
+        assert (query == wanted).float().mean() > 0.99  # it rounds where the reference does
     for cache, expected in zip(caches, (k, v), strict=True):
         flat = cache.flatten(0, 1)
         assert_close(flat[slots], expected, dtype)
@@ -350,6 +358,19 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
     for tokens in (1, 3, 17):
         for alone, whole in zip(run(slice(9, 9 + tokens)), together, strict=True):
             assert torch.equal(alone, whole[9 : 9 + tokens])
+
+
+def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> None:
+    """The interpreter takes what the compiler refuses."""
+    script = Path(__file__).with_name("compile_layers.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    kernels = "rms_norm act_mul qk_norm_rotary_write single skinny matmul add_segments"
+    assert {m["kernel"] for m in made} == {f"_{name}_kernel" for name in kernels.split()}
+    for m in made:
+        assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
 
 
 @pytest.mark.parametrize(

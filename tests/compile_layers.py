@@ -1,0 +1,47 @@
+"""Compiles the kernels of a decoder layer for an H200, in the forms that Gemma needs, without one. Prints what each takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+from compile_attention import Recorder, build, launches
+
+from stoker.kernels import linear, linear_invariant, norm_rotary
+from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+
+
+def zeros(*size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+
+def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    norm = Norm(zeros(dim), 1e-6, offset=True)
+    norm_rotary.rms_norm(zeros(8, dim), *norm, residual=zeros(8, dim))
+    norm_rotary.act_mul(zeros(8, 2 * hidden), "gelu_tanh")
+    norm_rotary.qk_norm_rotary_write(
+        zeros(8, heads + 2 * kv_heads, head_dim),
+        heads,
+        kv_heads,
+        QKNorm(zeros(head_dim), zeros(head_dim), 1e-6, offset=True),
+        (torch.zeros(8, head_dim), torch.zeros(8, head_dim)),
+        *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
+        torch.zeros(8, dtype=torch.long),
+    )
+    for tokens in (1, 4):
+        linear.linear(zeros(tokens, dim), zeros(2 * hidden, dim), norm=norm, gated="gelu_tanh")
+    for tokens in (4, 200):
+        linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
+    linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")
+
+
+if __name__ == "__main__":
+    for module in (norm_rotary, linear, linear_invariant):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            setattr(module, name, Recorder(getattr(module, name)))
+    launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
+    print(json.dumps([build(*recorded) for recorded in launches]))
