@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers.pytorch_utils import Conv1D
 
+from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of, states_of
 from stoker.engine.experts import adapt_experts, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
@@ -94,8 +94,6 @@ class LoraLayers:
         for paths, group in groups.items():
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 
-    # -- what fits -------------------------------------------------------------------------------------------------
-
     def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
         """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
         if adapter.max_rank > self.max_rank:
@@ -103,93 +101,7 @@ class LoraLayers:
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
             )
         for link in adapter.links:
-            for path, weights in link.linears.items():
-                module = self._module(name, path)
-                if not _is_linear(module) and not isinstance(module, nn.Embedding) and not _is_router(module):
-                    raise UnsupportedModelError(
-                        f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers, embeddings, "
-                        "routers and experts take adapters, leave it out of target_modules, or merge the adapter"
-                    )
-                wanted = _shape(module)
-                _check_matrices(name, path, weights, wanted, dtype)
-                for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
-                    if path in tensors and tensors[path].numel() != wanted[0]:
-                        raise UnsupportedModelError(
-                            f"adapter {name!r} has {tensors[path].numel()} {what} for {path}'s {wanted[0]} rows"
-                        )
-            for key, weights in link.experts.items():
-                path, _, leaf = key.rpartition(".")
-                tables = expert_tables(self._module(name, path))
-                if leaf not in tables:
-                    raise UnsupportedModelError(
-                        f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
-                        "of target_parameters"
-                    )
-                _check_matrices(name, key, weights, tables[leaf], dtype)
-            self._check_states(name, link)
-
-    def _module(self, name: str, path: str) -> Any:
-        if path not in self._modules:
-            raise UnsupportedModelError(
-                f"adapter {name!r} targets {path}, which the model does not have: it is for another base"
-            )
-        return self._modules[path]
-
-    def _check_states(self, name: str, link: AdapterWeights) -> None:
-        for path, bias in link.biases.items():
-            own_bias = getattr(self._module(name, path), "bias", None)
-            if own_bias is None or own_bias.shape != bias.shape:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} has a bias of {path}, whose own has another shape: it is for another base"
-                )
-        for path, state in self._states(link).items():
-            module = self._modules.get(path)
-            if module is None or path in self._fused:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
-                    "may name embeddings, the last norm and the head"
-                )
-            own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            wrong = sorted(n for n in state if n not in own or own[n].shape != state[n].shape)
-            if wrong:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} saves {path} with {wrong[:3]} of another shape than the base"
-                )
-        for path, weight in link.bases.items():
-            own_weight = self._module(name, path).weight
-            if own_weight.shape != weight.shape or not torch.equal(weight.to(own_weight), own_weight):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} comes with other weights of {path} than the base has: save it with "
-                    "save_embedding_layers=False, or name the module in modules_to_save"
-                )
-        for path, (ids, rows) in link.tokens.items():
-            weight = self._module(name, path).weight
-            if rows.shape[1] != weight.shape[1] or max(ids, default=0) >= weight.shape[0]:
-                raise UnsupportedModelError(
-                    f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
-                    "another base"
-                )
-
-    def _states(self, link: AdapterWeights) -> dict[str, dict[str, Tensor]]:
-        """Modules that run with a state of the adapter's: those saved whole, and those with a bias that are no linears."""
-        states = {path: dict(state) for path, state in link.saved.items()}
-        for path, bias in link.biases.items():
-            if not _is_linear(self._modules.get(path)):
-                states.setdefault(path, {}).setdefault("bias", bias)
-        return states
-
-    def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
-        """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
-        weights: dict[str, dict[str, Tensor]] = {}
-        for link in links:
-            for path, (a, b, scale, *_) in link.linears.items():
-                if _is_router(module := self._modules[path]):
-                    if (path, slot) not in self._merged:
-                        self._merged[path, slot] = torch.empty_like(module.weight)
-                    merged = self._merged[path, slot]
-                    before = merged if path in weights else module.weight
-                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
-        return weights
+            check_fits(name, link, self._modules, self._fused, dtype)
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
@@ -198,7 +110,18 @@ class LoraLayers:
         )
         return [path for part in parts for path in part if path not in self._fused]
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
+        """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
+        weights: dict[str, dict[str, Tensor]] = {}
+        for link in links:
+            for path, (a, b, scale, *_) in link.linears.items():
+                if is_router(module := self._modules[path]):
+                    if (path, slot) not in self._merged:
+                        self._merged[path, slot] = torch.empty_like(module.weight)
+                    merged = self._merged[path, slot]
+                    before = merged if path in weights else module.weight
+                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
+        return weights
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -210,11 +133,11 @@ class LoraLayers:
         tokens: dict[str, TokenRows] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
-                if isinstance(self._modules[path], nn.Linear | QuantisedLinear | nn.Embedding):
+                if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
                     chains.setdefault(path, []).append(self._complete(path, link))
             for key, weights in link.experts.items():
                 chains.setdefault(key, []).append(weights)
-            states |= self._states(link)
+            states |= states_of(link, self._modules)
             tokens |= self._with_tied(link.tokens)
         self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}
         for path, state in self._routers(slot, links).items():
@@ -251,7 +174,7 @@ class LoraLayers:
         """
         module = self._modules[path]
         if (weights := link.linears.get(path)) is None:  # of a linear with a bias alone
-            rows, columns = _shape(module)
+            rows, columns = shape_of(module)
             empty = partial(torch.empty, device=self.device)
             weights = LoraWeights(empty(0, columns), empty(rows, 0), 1.0)
         gain, shift = None, None
@@ -366,42 +289,8 @@ class LoraLayers:
         return out
 
 
-def _is_router(module: Any) -> bool:
-    """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
-    weight = getattr(module, "weight", None)
-    other = isinstance(module, nn.Linear | QuantisedLinear | nn.Embedding | Conv1D)
-    return not other and isinstance(weight, Tensor) and weight.dim() == 2
-
-
-def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
-    """wanted: shape of the weight, with the number of experts before it where there are any."""
-    if not weights.a.dtype == weights.b.dtype == dtype:
-        raise UnsupportedModelError(
-            f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
-            f"are in {dtype}: cast it to that"
-        )
-    *experts, rows, columns = wanted
-    if weights.a.shape != (*experts, weights.rank, columns) or weights.b.shape != (*experts, rows, weights.rank):
-        raise UnsupportedModelError(
-            f"adapter {name!r} has A {tuple(weights.a.shape)} and B {tuple(weights.b.shape)} for {path}, whose "
-            f"weight is {wanted}: it is for another base, or its file is damaged"
-        )
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) in (nn.Linear, QuantisedLinear)
-
-
-def _shape(module: Any) -> tuple[int, int]:
-    """Rows and columns of the matrix that an adapter changes."""
-    if isinstance(module, QuantisedLinear):
-        return module.out_features, module.in_features
-    rows, columns = module.weight.shape
-    return (columns, rows) if isinstance(module, nn.Embedding) else (rows, columns)
-
-
 def _norms(module: Any, weights: LoraWeights) -> Tensor:
-    """Of the adapted rows of a module's matrix [N, D], fp32 [N]."""
+    """Of the adapted rows of a weight, fp32 [N]."""
     if isinstance(module, QuantisedLinear):
         return module.adapted_norms(weights.scale, weights.b, weights.a)
     base = module.weight.T if isinstance(module, nn.Embedding) else module.weight

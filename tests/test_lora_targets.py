@@ -26,7 +26,7 @@ from families import make_model
 from peft import IA3Config, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 
-from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError
+from stoker.rollout import LIVE, EngineConfig, RolloutEngine, UnsupportedModelError
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EMBEDDING = "base_model.model.model.embed_tokens"
@@ -118,6 +118,21 @@ def test_updates_in_place_are_seen_and_nothing_is_written(family: str, options: 
         assert all(torch.equal(t, copy) for (_, t), copy in zip(both, copies, strict=True))
 
 
+def test_other_tokens_and_another_embedding_are_seen() -> None:
+    """Also by an adapter that came with a copy of the embedding it was trained on."""
+    model, other = peft_model(trainable_token_indices=[5, 3]), peft_model(target_modules=["embed_tokens"], seed=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("other", (state_dict(other), other.peft_config["default"]))
+        before = tokens(engine)
+        model.base_model.model.model.embed_tokens.token_adapter.token_indices["default"] = [7, 8]
+        assert tokens(engine) == expected_tokens(model) != before
+        with torch.no_grad():
+            for base in (model.get_input_embeddings().token_adapter, other.get_input_embeddings()):
+                base.base_layer.weight.mul_(0.5)
+        assert tokens(engine) == expected_tokens(model)
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+
+
 def test_without_its_adapter_a_model_has_the_biases_it_trained() -> None:
     """They are the base's own, where PEFT has them; an adapter that is loaded brings others for its rows."""
     model, other = (peft_model(bias="all", seed=s) for s in (1, 2))
@@ -128,6 +143,25 @@ def test_without_its_adapter_a_model_has_the_biases_it_trained() -> None:
         shake(model, seed=3)
         assert tokens(engine, adapter="other") == expected_tokens(other)
         assert tokens(engine, adapter=None) == expected_tokens(model, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "options"), VARIETIES, ids=str)
+def test_captured_steps_run_them_too(family: str, options: dict[str, Any]) -> None:
+    model, changed = peft_model(family, **options), peft_model(family, seed=2, **options)
+    before, after = ((expected_tokens(m), expected_tokens(m, None)) for m in (model, changed))
+    rows = ["default", None, None, "default"]
+    with RolloutEngine(model.cuda(), config=CONFIG) as engine:
+        for expected in (before, before, after, after):
+            if expected is after:
+                with torch.no_grad():
+                    for mine, new in zip(model.parameters(), changed.parameters(), strict=True):
+                        mine.copy_(new)
+            found = tokens(engine, adapter=rows)
+            assert found == [expected[name is None][row] for row, name in enumerate(rows)]
+        graphs = engine.core.runner._graphs
+        assert graphs and all(graph is not None for graph in graphs.values())
 
 
 # -- several at once ---------------------------------------------------------------------------------------------------
@@ -181,6 +215,33 @@ def test_several_at_once_move_no_byte_and_follow_the_trainer() -> None:
         model.delete_adapter("default")
         assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
         assert engine.adapters == ("other",)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_at_once_over_experts_and_a_router() -> None:
+    options = {"target_modules": ["v_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]}
+    model = peft_model("qwen3_moe", **options)
+    model.add_adapter("other", lora(r=3, **options))
+    shake(model, seed=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        alone = tokens(engine, adapter="default"), tokens(engine, adapter="other")
+        model.base_model.set_adapter(["default", "other"])
+        both = tokens(engine, adapter=[LIVE, None, "other", LIVE])
+        expected = [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        assert [both[0], both[3]] == [expected[0], expected[3]]
+        assert both[2] == alone[1][2] and both[0] not in (alone[0][0], alone[1][0])
+
+
+def test_an_adapter_that_saves_a_module_beside_one_that_does_not() -> None:
+    """The module knows of the one alone. And a slot that held both forgets the second."""
+    model = peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.add_adapter("other", lora(target_modules=["q_proj"]))
+    shake(model, seed=2)
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=1)
+    with RolloutEngine(model, config=config) as engine:
+        for names in (["default", "other"], ["default"], ["other"], ["other", "default"]):
+            model.base_model.set_adapter(names)
+            assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
 
 
 def test_layers_that_run_different_adapters_are_refused() -> None:
@@ -245,7 +306,7 @@ def test_what_is_refused(make: Any, message: str) -> None:
     """Of the model the engine is made of, and of another one."""
     model = make()
     with pytest.raises(UnsupportedModelError, match=message):
-        RolloutEngine(model, config=CONFIG)
+        RolloutEngine(torch.nn.DataParallel(model), config=CONFIG)
     with RolloutEngine(make_model(model.config.model_type.removesuffix("_text")), config=CONFIG) as engine:
         with pytest.raises(UnsupportedModelError, match=message):
             engine.load_adapter("a", (model, "default"))
