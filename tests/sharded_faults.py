@@ -180,23 +180,26 @@ def pieces_of_zero3(rank: int) -> None:
     twin, model = small(), small()
     ranks = dist.get_world_size()
 
-    def cut() -> None:
+    def cut(model: Any) -> None:
         for (_, whole), parameter in zip(twin.named_parameters(), model.parameters(), strict=True):
             flat = whole.detach().reshape(-1)
             length = -(-flat.numel() // ranks)
             padded = torch.cat([flat, flat.new_full((length * ranks - flat.numel(),), float("nan"))])
-            parameter.data = torch.empty(0)
+            parameter.data = parameter.data.new_empty(0)
             parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
             parameter.ds_shape, parameter.ds_numel = whole.shape, whole.numel()
             parameter.ds_process_group = dist.group.WORLD
 
-    cut()
+    offloaded = small().to("meta")  # which stands for a device, with the parts in host memory
+    cut(offloaded)
+    assert source_for(offloaded).device == torch.device("meta")
+    cut(model)
     optimizer = sgd(twin)
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_matches(engine, twin)
         for step in (1, 2):
             train(twin, optimizer, step)
-            cut()
+            cut(model)
             assert engine.update_weights() == step
             assert set(assert_matches(engine, twin)) == {step}
             assert engine.verify_weights().ok

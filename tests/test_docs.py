@@ -6,11 +6,13 @@ import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from trl_setup import PROMPTS, count_a, make_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,12 +49,23 @@ def surroundings() -> dict[str, Any]:
         "model": model,
         "tokenizer": tokenizer,
         "reward": count_a,
+        "torch": torch,
         "loader": [["abc", "d"], ["fed", "cab"]],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "ppo_loss": ppo_loss,
         "__name__": "docs",
     }
     return names
+
+
+@contextmanager
+def process_group(folder: Path) -> Iterator[None]:
+    """One process, where a page is for many."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_page(page: Path, names: dict[str, Any]) -> int:
@@ -74,7 +87,10 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         from datasets import Dataset
 
         names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
-    assert run_page(page, names) == text.count("```python\n") + text.count("```diff\n")
+    group = process_group(tmp_path) if "import fully_shard" in text else nullcontext()
+    with group:
+        ran = run_page(page, names)
+    assert ran == text.count("```python\n") + text.count("```diff\n")
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:

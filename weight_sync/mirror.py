@@ -133,8 +133,7 @@ class MirroredSource:
         self._shapes, self._aliases = held.shapes, held.aliases
         self._dtypes = engine_dtypes(model, held.dtypes, held.parameters, dtype)
         self.optional = held.optional
-        where = next(iter(held.full.values())) if held.full else held.shards[0].local
-        self.device = device or where.device
+        self.device = device or (held.shards[0] if held.shards else next(iter(held.full.values()))).device
         sizes: dict[torch.dtype, int] = {}
         for name in held.parameters:
             sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()

@@ -58,10 +58,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shards:
-    """Tensors whose parts are gathered together: ``local`` [rows, ...] is this rank's, ``pieces`` are by group rank."""
+    """Tensors whose parts are gathered together: ``local`` [rows, ...] is this rank's, ``pieces`` are by group rank.
+
+    device: where the trainer computes with them; ``local`` may wait in host memory.
+    """
 
     names: tuple[str, ...]
     group: dist.ProcessGroup
+    device: torch.device
     local: Tensor
     pieces: tuple[tuple[Piece, ...], ...]
 
@@ -166,7 +170,13 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[...
     for rank in dist.get_process_group_ranks(group):
         where = (mesh.mesh == rank).nonzero()[0].tolist()
         pieces.append((Piece(name, 0, _box(tensor.shape, sizes, placements, where), flat=False),))
-    held.shards.append(Shards((name,), group, local, tuple(pieces)))
+    kind = mesh.device_type
+    device = (
+        local.device
+        if kind == local.device.type
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
+    held.shards.append(Shards((name,), group, device, local, tuple(pieces)))
 
 
 def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
@@ -221,7 +231,7 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
         return
     group = handle.process_group
     pieces = _cut(spans, local.numel(), group.size())
-    held.shards.append(Shards(tuple(name for name, _, _ in spans), group, local, pieces))
+    held.shards.append(Shards(tuple(name for name, _, _ in spans), group, handle.device, local, pieces))
 
 
 def _read_zero3(held: Held, name: str, parameter: Any) -> None:
@@ -238,7 +248,8 @@ def _read_zero3(held: Held, name: str, parameter: Any) -> None:
             f"parameter {name} is partitioned by ZeRO-3 and quantised: switch zero_quantized_nontrainable_weights off"
         )
     held.add(name, torch.Size(parameter.ds_shape), local.dtype)
-    held.shards.append(Shards((name,), group, local, _cut([(name, 0, numel)], local.numel(), group.size())))
+    pieces = _cut([(name, 0, numel)], local.numel(), group.size())
+    held.shards.append(Shards((name,), group, parameter.device, local, pieces))
 
 
 def _cut(spans: Sequence[tuple[str, int, int]], length: int, ranks: int) -> tuple[tuple[Piece, ...], ...]:
