@@ -9,9 +9,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_BLOCK_WORDS = 2**10
-_WEIGHTS = 2**13
-_CHUNK_BYTES = _BLOCK_WORDS * _WEIGHTS * 8  # 64 MiB: the most that one weighted sum covers, and the most a cast makes
+_CHUNK_BYTES = 64 * 2**20  # the most that one weighted sum covers, and the most a cast makes
+_FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
+# Beyond it words are summed in sets first. Rows have lengths that this prime does not divide, so rows or columns that
+# changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
+_APART, _SET = 1021, 127
+_WEIGHTS = 2**18  # more than sums of sets in a chunk, and words left over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +41,15 @@ class WeightReport:
 def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A number that another content of the same shape would not have, but by rare chance; int64 scalar.
 
-    It depends on where a value lies: permuted or transposed content has another one. In tensors above 64 KiB blocks of
-    8 KiB are summed first, so changes inside one block that leave the sum of its 64-bit words as it is are not seen.
-    dtype: of the content after a cast. Runs at memory speed; a cast takes a temporary of at
-    most 64 MiB.
+    It depends on where a value lies: permuted, shifted or transposed content has another one. In tensors above 64 KiB,
+    64-bit words that lie 8168 bytes apart are summed first, in sets of 127: what exchanges words inside such sets alone, or
+    leaves all their sums as they are, is not seen. dtype: of the content after a cast, whose checksum it then is. Runs at
+    memory speed; a cast takes a temporary of at most 64 MiB.
     """
     dtype = dtype or tensor.dtype
     data = tensor.detach().contiguous().view(-1)
-    per_chunk = _CHUNK_BYTES // max(dtype.itemsize, data.element_size())
     total: Tensor | None = None
-    for part in torch.split(data, per_chunk):
+    for part in torch.split(data, _CHUNK_BYTES // dtype.itemsize):
         number = _weighted_sum(part.to(dtype).view(torch.uint8))
         total = number if total is None else 31 * total + number
     return torch.zeros((), dtype=torch.int64, device=data.device) if total is None else total
@@ -67,16 +69,15 @@ def _weighted_sum(data: Tensor) -> Tensor:
     if words.storage_offset() % 8:
         words = words.clone()
     words = words.view(torch.int64)
+    if words.numel() > _FEW_WORDS:
+        rows = words.numel() // _APART
+        whole_sets = rows // _SET * _SET
+        odd = max(0, (rows - whole_sets - 1) // 2 * 2 + 1)  # rows of one more set, if there are any
+        body = words[: (whole_sets + odd) * _APART].view(-1, _APART)
+        sums = body[:whole_sets].view(-1, _SET, _APART).sum(1)
+        words = torch.cat([sums.view(-1), body[whole_sets:].sum(0), words[body.numel() :]])
     weights = _odd_numbers(data.device)
-    if words.numel() <= _WEIGHTS:
-        total = (_mixed(words) * weights[: words.numel()]).sum()
-    else:
-        blocks = words.numel() // _BLOCK_WORDS
-        tail = words[blocks * _BLOCK_WORDS :]
-        sums = words[: blocks * _BLOCK_WORDS].view(blocks, _BLOCK_WORDS).sum(1)
-        total = (_mixed(sums) * weights[:blocks]).sum()
-        if tail.numel():
-            total = total + (_mixed(tail) * weights[: tail.numel()]).sum()
+    total = (_mixed(words) * weights[: words.numel()]).sum()
     return total + (rest * weights[: rest.numel()]).sum() if rest.numel() else total
 
 

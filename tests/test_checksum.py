@@ -1,0 +1,81 @@
+"""Checksums see what plausibly goes wrong with a weight, in tensors of any size, and are those of the content alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from stoker.weight_sync import checksum as module
+from stoker.weight_sync.checksum import checksum
+
+
+def swapped(first: int, second: int) -> Callable[[Tensor], Tensor]:
+    def swap(x: Tensor) -> Tensor:
+        rows = list(range(x.shape[0]))
+        rows[first], rows[second] = rows[second], rows[first]
+        return x[rows]
+
+    return swap
+
+
+def negated(rows: slice, columns: slice) -> Callable[[Tensor], Tensor]:
+    def negate(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[rows, columns] *= -1
+        return x
+
+    return negate
+
+
+EVERY = slice(None)
+CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "two rows": swapped(0, 1),
+    "two rows in the middle": swapped(100, 102),
+    "first and last row": swapped(0, -1),
+    "rows upside down": lambda x: x.flip(0),
+    "columns mirrored": lambda x: x.flip(1),
+    "two columns": lambda x: swapped(0, 4)(x.t()).t(),
+    "halves of every row": lambda x: x.roll(x.shape[1] // 2, 1),  # of a rotary embedding, say
+    "one element on": lambda x: x.flatten().roll(1).view(x.shape),
+    "eight bytes on": lambda x: x.flatten().roll(8 // x.dtype.itemsize).view(x.shape),
+    "one row on": lambda x: x.roll(1, 0),
+    "heads in another order": lambda x: x.view(4, -1, x.shape[1]).transpose(0, 1).reshape(x.shape),
+    "transposed": lambda x: x.t().reshape(x.shape),
+    "another sign": torch.neg,
+    "another sign in a row": negated(slice(7, 8), EVERY),
+    "another sign in odd columns": negated(EVERY, slice(1, None, 2)),
+    "another sign in the words' highest bits": negated(EVERY, slice(3, None, 4)),
+    "another sign in a row's highest bits": negated(slice(7, 8), slice(3, None, 4)),
+    "one bit": lambda x: torch.cat([x[:-1], x[-1:].nextafter(torch.zeros_like(x[-1:]))]),
+    "one value twice": lambda x: torch.cat([x[:5], x[4:5], x[6:]]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(128, 128), (2048, 64), (256, 256), (512, 512), (1024, 1024), (160, 6144)])
+def test_they_see_every_plausible_corruption(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape).to(dtype)
+    seen = checksum(x).item()
+    assert checksum(x.clone()).item() == checksum(x.t().contiguous().t()).item() == seen
+    unseen = [name for name, corrupt in CORRUPTIONS.items() if checksum(corrupt(x)).item() == seen]
+    assert unseen == []
+
+
+def test_they_see_rows_exchanged_at_any_distance() -> None:
+    x = torch.randn(2100, 32, dtype=torch.bfloat16)
+    sums = [checksum(swapped(3, other)(x)).item() for other in range(4, 2100, 13)]
+    assert len({*sums, checksum(x).item()}) == len(sums) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("chunk", [2**16, 2**18, 2**26])
+def test_they_are_those_of_the_content_after_a_cast(
+    dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a trainer's fp32 and the engine's own dtype, however many pieces a tensor is looked at in."""
+    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
+    x = torch.randn(311, 997)
+    assert checksum(x, dtype).item() == checksum(x.to(dtype)).item() != checksum(x.flip(0), dtype).item()
