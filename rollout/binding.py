@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from stoker.engine.device import runtime_for
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
@@ -30,7 +31,7 @@ from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import named_tensors, unwrap, walk
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
-from stoker.weight_sync.staging import Staging
+from stoker.weight_sync.staging import Staging, same_place
 from stoker.weight_sync.transport import NewWeights, receive
 
 
@@ -241,23 +242,23 @@ class ModelBinding:
         if not self.source.complete:
             raise EngineStateError("the weights are incomplete since an update failed: call update_weights() again")
         streams = torch.get_device_module(self.source.device)
-        streams.current_stream().wait_stream(self._stream)
+        streams.current_stream(self.source.device).wait_stream(self._stream)
 
     def _written(self, nbytes: int) -> int:
         # Whoever generates under another stream than this one, where the trainer and the mirror were written, waits.
-        self._stream = torch.get_device_module(self.source.device).current_stream()
+        self._stream = torch.get_device_module(self.source.device).current_stream(self.source.device)
         return nbytes
 
     def verify(self, version: int) -> WeightReport:
         """Compare what the shell runs on with what the trainer holds, name by name."""
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
-        wrong = {name for name, tensor in used.items() if name in expected and not _same_place(tensor, expected[name])}
+        wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
         for group, whole in self._fused.items():
             row = 0
             for name in group:
                 rows = expected[name].shape[0]
-                if row + rows > whole.shape[0] or not _same_place(whole[row : row + rows], expected[name]):
+                if row + rows > whole.shape[0] or not same_place(whole[row : row + rows], expected[name]):
                     wrong.add(name)
                 row += rows
         checked, other = self.source.mismatches()
@@ -290,10 +291,11 @@ class ModelBinding:
             for leaf, tensor in registry.items()
             if tensor is not None
         }
-        take_over_experts(shell.module, self.ops)
-        shell.lora = LoraLayers(shell.module, self.ops, self.max_loras, self.max_lora_rank, source.device)
-        self._fused = source.rehome(fusion_groups(shell))
-        self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
+        with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
+            take_over_experts(shell.module, self.ops)
+            shell.lora = LoraLayers(shell.module, self.ops, self.max_loras, self.max_lora_rank, source.device)
+            self._fused = source.rehome(fusion_groups(shell))
+            self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
         if self.deterministic and not whole:
             raise UnsupportedModelError(
                 f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
@@ -307,12 +309,3 @@ def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
     """That of the first one, which is a live one where there is any: kernels take one for all."""
     dtypes = (w.a.dtype for adapter in adapters.values() for w in adapter.linears.values())
     return next(dtypes, torch.float32)
-
-
-def _same_place(a: Tensor | None, b: Tensor) -> bool:
-    return a is not None and (a.data_ptr(), a.dtype, a.shape, a.stride()) == (
-        b.data_ptr(),
-        b.dtype,
-        b.shape,
-        b.stride(),
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,14 +47,14 @@ class Staging:
     optional: Collection[str]
     check_finite: bool = False
     _new: dict[str, Tensor] = field(default_factory=dict)
-    _arrived: dict[str, int] = field(default_factory=dict)  # elements
+    _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
 
-    def check(self, specs: Sequence[TensorSpec], *, complete: bool = True) -> str | None:
-        """Why these cannot be taken, naming every one that is missing, unknown, or of another shape or kind."""
+    def check(self, specs: Sequence[TensorSpec]) -> str | None:
+        """Why these cannot be taken, naming every one that is missing, unknown, twice there, or of another shape or kind."""
         problems = [problem for spec in specs if (problem := self._problem(spec)) is not None]
-        if complete:
-            problems += self._missing({spec.name for spec in specs})
+        problems += [f"{name} is sent twice" for name, count in Counter(s.name for s in specs).items() if count > 1]
+        problems += self._missing({spec.name for spec in specs})
         return f"the weights do not fit: {'; '.join(problems)}. {_UNCHANGED}" if problems else None
 
     def _problem(self, spec: TensorSpec) -> str | None:
@@ -74,28 +76,43 @@ class Staging:
         ]
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """A whole tensor that stays as it is until ``commit``: it is not copied before."""
-        self._new[name] = tensor.detach()
-        self._arrived[name] = tensor.numel()
+        """A whole tensor that stays as it is until ``commit``, and is copied before only where that will write to it."""
+        tensor, target = tensor.detach(), self.targets[name]
+        if tensor.untyped_storage().data_ptr() in self._written and not same_place(tensor, target):
+            tensor = tensor.clone()
+        self._new[name], self._came[name] = tensor, tensor.numel()
         self._look(name, tensor)
 
+    @cached_property
+    def _written(self) -> set[int]:
+        """Addresses of the storages that ``commit`` writes to."""
+        return {target.untyped_storage().data_ptr() for target in self.targets.values()}
+
+    def expect(self, spec: TensorSpec) -> bool:
+        """Make room for a tensor that is to be written. False where it does not fit: ``finish`` then names it."""
+        problem = f"{spec.name} is sent twice" if spec.name in self._came else self._problem(spec)
+        if problem is not None:
+            self._problems.append(problem)
+        else:
+            like = self.targets[spec.name]
+            self._new[spec.name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        self._came.setdefault(spec.name, 0)
+        return problem is None
+
     def write(self, name: str, start: int, flat: Tensor) -> None:
-        """Elements of a tensor from ``start`` on, to be copied now."""
-        target = self.targets[name]
-        if name not in self._new:
-            self._new[name], self._arrived[name] = torch.empty_like(target, requires_grad=False), 0
+        """Elements of an expected tensor from ``start`` on, to be copied now."""
         self._look(name, flat)
         self._new[name].view(-1)[start : start + flat.numel()].copy_(flat)
-        self._arrived[name] += flat.numel()
+        self._came[name] += flat.numel()
 
     def _look(self, name: str, tensor: Tensor) -> None:
         self._problems += unfit([(name, tensor, self.targets[name].dtype)], finite=self.check_finite)
 
     def finish(self) -> None:
-        """Raise ``WeightsMismatchError`` unless all there has to be has come, with values that can be taken."""
+        """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be has come and can be taken."""
         problems = list(dict.fromkeys(self._problems))
-        problems += self._missing(self._new)
-        problems += [f"{n} came in part" for n, count in self._arrived.items() if count != self.targets[n].numel()]
+        problems += self._missing(self._came)
+        problems += [f"{name} came in part" for name, new in self._new.items() if self._came[name] != new.numel()]
         first: dict[int, str] = {}
         for name, new in self._new.items():
             other = first.setdefault(id(self.targets[name]), name)
@@ -111,3 +128,13 @@ class Staging:
             torch._foreach_copy_(targets, list(self._new.values()))
         self._new = {}
         return sum(t.nbytes for t in targets)
+
+
+def same_place(a: Tensor | None, b: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    return a is not None and (a.data_ptr(), a.dtype, a.shape, a.stride()) == (
+        b.data_ptr(),
+        b.dtype,
+        b.shape,
+        b.stride(),
+    )

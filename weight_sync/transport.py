@@ -6,8 +6,9 @@ A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other e
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
@@ -29,10 +30,11 @@ Judge = Callable[[Sequence[TensorSpec]], str | None]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a transfer brings, and how it is cut into buckets."""
+    """What a transfer brings, how it is cut into buckets, and a number that no other transfer has."""
 
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
+    transfer_id: int = field(default_factory=lambda: secrets.randbits(62))
 
     @property
     def largest(self) -> int:
@@ -120,8 +122,8 @@ def receive(
             if not (isinstance(pair, Sequence) and len(pair) == 2):
                 raise _no_weights(pair)
             name, tensor = pair
-            _refuse(staging.check([_spec(name, tensor)], complete=False))
-            staging.write(name, 0, tensor.detach().reshape(-1))
+            if staging.expect(_spec(name, tensor)):
+                staging.write(name, 0, tensor.detach().reshape(-1))
     else:
         raise _no_weights(weights)
     staging.finish()
@@ -154,9 +156,11 @@ def _from_file(path: str, staging: Staging) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-            _refuse(staging.check([_spec(name, file.get_tensor(name)) for name in names]))  # mapped, not read
-            for name in names:
-                staging.write(name, 0, file.get_tensor(name).reshape(-1))
+            specs = [_spec(name, file.get_tensor(name)) for name in names]  # mapped, not read
+            _refuse(staging.check(specs))
+            for spec in specs:
+                staging.expect(spec)
+                staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
     except (OSError, SafetensorError) as error:
         raise WeightTransferError(f"{path} cannot be read: {error}. {_OLD_STAYS}") from error
 
@@ -164,6 +168,8 @@ def _from_file(path: str, staging: Staging) -> None:
 def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
     manifest = transfer.begin(judge=staging.check)
     _refuse(staging.check(manifest.specs))
+    for spec in manifest.specs:  # those without elements too, which are in no bucket
+        staging.expect(spec)
     for bucket in manifest.buckets():
         data, end = transfer.bucket(), 0
         for spec, start, count in bucket:
@@ -173,12 +179,43 @@ def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
     transfer.finish()
 
 
-class BroadcastTransfer:
+class _Conversation:
+    """Messages (kind, transfer id, content) of one transfer at a time; what an earlier one has left behind is skipped."""
+
+    _id = 0
+    _sends = False
+    _ahead: tuple[str, int, Any] | None = None  # a message that came before it was waited for
+
+    def _next(self, kind: str) -> tuple[str, int, Any]:
+        """The next message, which should be of that kind."""
+        raise NotImplementedError
+
+    def _expect(self, kind: str) -> Any:
+        """The content of this transfer's next message. Raises ``WeightTransferError`` where it is of another kind."""
+        while True:
+            came, transfer_id, content = self._ahead or self._next(kind)
+            self._ahead = None
+            if came == kind == "begin" or (came, transfer_id) == (kind, self._id):
+                return content
+            if kind == "begin":
+                continue
+            if came == "begin":
+                self._ahead = came, transfer_id, content
+                raise WeightTransferError(
+                    f"the sender gave this transfer up and began another: call update_weights again for it. {_OLD_STAYS}"
+                )
+            if transfer_id == self._id:
+                raise WeightTransferError(f"the sender gave up: {content or came}. {_OLD_STAYS}")
+
+
+class BroadcastTransfer(_Conversation):
     """From one rank of a process group to all others, over NCCL or Gloo. Every rank makes one, and uses it at a time.
 
     group: its ranks are the sender and the engines; its time-out bounds every wait. src: the sender's global rank.
     device: where the receivers' buckets lie (for NCCL: this rank's GPU).
     """
+
+    _KINDS = ("begin", "bucket", "end", "abort")
 
     def __init__(
         self,
@@ -187,50 +224,70 @@ class BroadcastTransfer:
         device: torch.device | str = "cpu",
     ) -> None:
         self.src, self.group, self.device = src, group, torch.device(device)
-        self._buffer: Tensor | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
-        def exchange() -> tuple[Manifest, list[str | None]]:
-            there: list[Manifest | None] = [manifest]
-            dist.broadcast_object_list(there, self.src, self.group, self.device)
-            (agreed,) = there
-            assert agreed is not None
-            refusals: list[str | None] = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(refusals, judge(agreed.specs) if judge is not None else None, self.group)
-            return agreed, refusals
-
-        agreed: Manifest
-        refusals: list[str | None]
-        agreed, refusals = self._with_others("agreeing on what is to come", exchange)
-        refused = [r for r in refusals if r is not None]
-        if refused and (judge is None or judge(agreed.specs) is None):
-            raise WeightTransferError(f"a receiver refuses: {refused[0]}")
-        self._buffer = None
+        self._sends = manifest is not None
         if manifest is None:
-            self._buffer = torch.empty(agreed.largest, dtype=torch.uint8, device=self.device)
-        return agreed
+            manifest = self._expect("begin")
+            assert manifest is not None
+        self._id = manifest.transfer_id
+        if self._sends:
+            self._send("begin", manifest)
+        mine = judge(manifest.specs) if judge is not None else None
+        verdicts: list[str | None] = [None] * dist.get_world_size(self.group)
+        self._with_others("agreeing on what is to come", lambda: dist.all_gather_object(verdicts, mine, self.group))
+        refused = [v for v in verdicts if v is not None]
+        if refused and mine is None:
+            raise WeightTransferError(f"a receiver refuses: {refused[0]}")
+        return manifest
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         if data is None:
-            size = self._header(0)
-            if size <= 0:
-                raise WeightTransferError(f"the sender gave up half-way. {_OLD_STAYS}")
-            assert self._buffer is not None
-            data = self._buffer[:size]
-        else:
-            self._header(data.numel())
-        self._with_others("passing a bucket on", lambda: dist.broadcast(data, self.src, self.group))
+            received: Tensor = self._expect("bucket")
+            return received
+        self._send("bucket", data)
         return data
 
     def finish(self, error: str | None = None) -> None:
-        if self._header(_ABORT if error else _END) != (_ABORT if error else _END):
-            raise WeightTransferError(f"the sender gave up at the end. {_OLD_STAYS}")
+        if self._sends:
+            self._send("end" if error is None else "abort", error)
+        else:
+            self._expect("end")
+        self._buffer = self._buffer.new_empty(0)
 
-    def _header(self, number: int) -> int:
-        """The sender's number: bytes of the bucket that follows, or that none does."""
-        header = torch.tensor([number], dtype=torch.int64, device=self.device)
-        self._with_others("waiting for a bucket", lambda: dist.broadcast(header, self.src, self.group))
-        return int(header)
+    def _send(self, kind: str, content: Any) -> None:
+        size = content.numel() if kind == "bucket" else 0
+        self._header("passing a bucket on", self._KINDS.index(kind), self._id, size)
+        if kind == "bucket":
+            self._with_others("passing a bucket on", lambda: dist.broadcast(content, self.src, self.group))
+        elif kind != "end":
+            self._object(content)
+
+    def _next(self, kind: str) -> tuple[str, int, Any]:
+        number, transfer_id, size = self._header(f"waiting for a {kind}", 0, 0, 0)
+        came = self._KINDS[number]
+        if came == "bucket":
+            if self._buffer.numel() < size:
+                self._buffer = self._buffer.new_empty(size)
+            data = self._buffer[:size]
+            self._with_others("passing a bucket on", lambda: dist.broadcast(data, self.src, self.group))
+            return came, transfer_id, data
+        return came, transfer_id, None if came == "end" else self._object(None)
+
+    def _header(self, doing: str, *numbers: int) -> list[int]:
+        """The sender's numbers: kind of a message, id of its transfer, bytes of the bucket that follows."""
+        header = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        self._with_others(doing, lambda: dist.broadcast(header, self.src, self.group))
+        received: list[int] = header.tolist()
+        return received
+
+    def _object(self, content: Any) -> Any:
+        there = [content]
+        self._with_others(
+            "agreeing on what is to come", lambda: dist.broadcast_object_list(there, self.src, self.group, self.device)
+        )
+        return there[0]
 
     def _with_others(self, doing: str, call: Callable[[], Any]) -> Any:
         try:
@@ -241,7 +298,7 @@ class BroadcastTransfer:
             raise WeightTransferError(f"{who} was lost while {doing}: {reason}. {_OLD_STAYS}") from error
 
 
-class SharedMemoryTransfer:
+class SharedMemoryTransfer(_Conversation):
     """Between two processes of one host, through one bucket of memory that both have open: CUDA IPC, or shared memory.
 
     connection: a ``multiprocessing`` Connection (of a Pipe, Client or Listener) to the other process; it carries the
@@ -251,47 +308,50 @@ class SharedMemoryTransfer:
 
     def __init__(self, connection: Connection, *, timeout: float = 60.0) -> None:
         self.connection, self.timeout = connection, timeout
-        self._shared: Tensor | None = None
+        self._shared: Tensor | None = None  # which the other process has open too
         self._in_use = False
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
         self._in_use = False
+        self._sends = manifest is not None
         if manifest is not None:
+            self._id = manifest.transfer_id
             self._send("begin", manifest)
-            refusal = self._receive("judged")
+            refusal = self._expect("judged")
             if refusal is not None:
                 raise WeightTransferError(f"the receiver refuses: {refusal}")
             return manifest
-        manifest = self._receive("begin")
+        manifest = self._expect("begin")
         assert manifest is not None
+        self._id = manifest.transfer_id
         self._send("judged", judge(manifest.specs) if judge is not None else None)
         return manifest
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         if data is None:
             self._taken()
-            shared, size = self._receive("bucket")
-            self._shared = self._shared if shared is None else shared
+            fresh, size = self._expect("bucket")
+            self._shared = self._shared if fresh is None else fresh
             self._in_use = True
             assert self._shared is not None
             return self._shared[:size]
-        fresh = self._shared is None or self._shared.numel() < data.numel() or self._shared.device != data.device
-        if fresh:
-            self._shared = torch.empty_like(data)
-            self._shared.share_memory_()  # type: ignore[no-untyped-call]
-        assert self._shared is not None
-        self._shared[: data.numel()].copy_(data)
+        shared = self._shared
+        if shared is None or shared.numel() < data.numel() or shared.device != data.device:
+            self._shared, shared = None, torch.empty_like(data)
+            shared.share_memory_()  # type: ignore[no-untyped-call]
+        shared[: data.numel()].copy_(data)
         _synchronize(data)
-        self._send("bucket", (self._shared if fresh else None, data.numel()))
-        self._receive("taken")
+        self._send("bucket", (shared if self._shared is None else None, data.numel()))
+        self._expect("taken")
+        self._shared = shared
         return data
 
     def finish(self, error: str | None = None) -> None:
-        if self._in_use:
-            self._taken()
-            self._receive("end")
-        else:
+        if self._sends:
             self._send("end" if error is None else "abort", error)
+        else:
+            self._taken()
+            self._expect("end")
 
     def _taken(self) -> None:
         if self._in_use:
@@ -300,22 +360,20 @@ class SharedMemoryTransfer:
             self._in_use = False
             self._send("taken", None)
 
-    def _send(self, kind: str, what: Any) -> None:
+    def _send(self, kind: str, content: Any) -> None:
         try:
-            self.connection.send((kind, what))
+            self.connection.send((kind, self._id, content))
         except (OSError, EOFError) as error:
             raise WeightTransferError(f"the other process is gone ({error}). {_OLD_STAYS}") from error
 
-    def _receive(self, kind: str) -> Any:
+    def _next(self, kind: str) -> tuple[str, int, Any]:
         try:
             if not self.connection.poll(self.timeout):
                 raise WeightTransferError(f"no {kind!r} from the other process in {self.timeout} s. {_OLD_STAYS}")
-            came, what = self.connection.recv()
+            message: tuple[str, int, Any] = self.connection.recv()
         except (OSError, EOFError) as error:
             raise WeightTransferError(f"the other process is gone ({error!r}). {_OLD_STAYS}") from error
-        if came != kind:
-            raise WeightTransferError(f"the other process gave up: {what or came}. {_OLD_STAYS}")
-        return what
+        return message
 
 
 def _synchronize(tensor: Tensor) -> None:
