@@ -182,17 +182,17 @@ class CudaDriver:
         access = self.api.CUmemAccessDesc()
         access.location = self.location.location
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        mapped = False
         try:
             self._call("cuMemMap", address, size, 0, handle, 0)
-            mapped = True
+        except RuntimeError:
+            self._call("cuMemRelease", handle)
+            raise
+        try:
+            self._call("cuMemRelease", handle)  # the mapping keeps the memory
             self._call("cuMemSetAccess", address, size, [access], 1)
         except RuntimeError:
-            if mapped:
-                self.unmap(address, size)
+            self.unmap(address, size)
             raise
-        finally:
-            self._call("cuMemRelease", handle)  # the mapping keeps the memory
 
     def unmap(self, address: int, size: int) -> None:
         self._call("cuMemUnmap", address, size)

@@ -40,6 +40,9 @@ class Ops:
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
+    # Device memory that attention sets aside besides the KV cache, once for every (query heads, value dimension) there is:
+    # its bytes for (most rows, columns of the block table, block size, heads, value dimension).
+    attention_workspace: Callable[..., int] | None = None
 
 
 REFERENCE = Ops(
@@ -88,4 +91,6 @@ def ops_for(
         raise InvalidConfigError(f"deterministic=True cannot be had: {reason}")
     _log.warning("attention runs as torch operations, without CUDA graphs, which is slow: %s", reason)
     names = ("plan_attention", "write_kv", "paged_attention")
-    return replace(table, static_plans=False, **{name: getattr(REFERENCE, name) for name in names})
+    return replace(
+        table, static_plans=False, attention_workspace=None, **{name: getattr(REFERENCE, name) for name in names}
+    )

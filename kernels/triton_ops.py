@@ -28,6 +28,7 @@ TRITON = replace(
     score_tokens=sampling.score_tokens,
     truncate=truncation.truncate,
     static_plans=True,
+    attention_workspace=attention.workspace_bytes,
 )
 
 # The same bits for a row alone and among any others, where TRITON's depend on how many there are.

@@ -24,7 +24,7 @@ class EngineConfig:
     block_size: tokens in one KV block.
     kv_cache_memory: bytes of the KV cache, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
         ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
-        (host memory on CPU, device memory on CUDA).
+        (host memory on CPU, device memory on CUDA, where attention's workspace counts in).
     enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
     decode_window: most decode steps run between two looks of the scheduler.
     use_graphs: capture decode steps in CUDA graphs, where there is CUDA.

@@ -100,8 +100,7 @@ class RolloutEngine:
             share=self.config.block_size,
             seed=self.config.seed,
         )
-        with self.runtime.chosen():
-            self._binding.fuse()
+        self._binding.fuse()
         self._adapters = Adapters(self._binding)
         self._adapters.refresh()
 
@@ -569,13 +568,24 @@ class RolloutEngine:
         needed = self.config.max_num_seqs * -(-self.max_model_len // size) + 1
         amount = self.config.kv_cache_memory
         if amount == "auto":
-            return max(2, min(needed, int(0.3 * self.runtime.free_memory()) // self._block_bytes))
+            budget = int(0.3 * self.runtime.free_memory()) - self._workspace_bytes()
+            return max(2, min(needed, budget // self._block_bytes))
         assert isinstance(amount, int)
         if amount < 2 * self._block_bytes:
             raise InvalidConfigError(
                 f"kv_cache_memory={amount} holds no block: two blocks of {size} tokens take {2 * self._block_bytes} bytes"
             )
         return amount // self._block_bytes
+
+    def _workspace_bytes(self) -> int:
+        """What attention will set aside on the device when its layers first run."""
+        workspace = self._binding.ops.attention_workspace
+        if workspace is None:
+            return 0
+        rows, size = self.config.max_num_seqs, self.config.block_size
+        columns, heads = -(-self.max_model_len // size), self._binding.shell.config.num_attention_heads
+        value_dims = {shape.value_dim for shape in self._binding.shapes}
+        return sum(workspace(rows, columns, size, heads, dim) for dim in value_dims)
 
     def _find_eos_ids(self) -> frozenset[int]:
         """The ids that end a completion: the tokenizer's and the generation config's."""

@@ -139,6 +139,25 @@ def close(a: RolloutBatch, b: RolloutBatch) -> None:
                 assert x == pytest.approx(y, abs=2e-5)
 
 
+@pytest.mark.parametrize(("family", "heads", "value_dim"), [("llama", 4, 16), ("deepseek_v3", 4, 12)])
+def test_the_memory_of_attention_is_kept_free_of_keys_and_values(
+    family: str, heads: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 10**6
+    monkeypatch.setattr(PretendDevice, "free_memory", lambda self: free)
+    asked = []
+
+    def workspace(*size: int) -> int:
+        asked.append(size)
+        return 70_000
+
+    for ops, taken in ((STATIC, 0), (replace(STATIC, attention_workspace=workspace), 70_000)):
+        with build(family, ops, kv_cache_memory="auto", max_num_seqs=64) as engine:
+            left = 0.3 * free - taken - engine.stats().kv_cache_bytes
+            assert 0 <= left < engine.stats().kv_block_bytes
+    assert asked == [(64, 24, 4, heads, value_dim)]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("memory", ["4MiB", None])
 def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:

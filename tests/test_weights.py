@@ -5,6 +5,7 @@ import gc
 import math
 import random
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -15,10 +16,11 @@ from families import VOCAB, make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.engine.device import CpuRuntime
+from stoker.engine.fused_layers import FusedDecoderLayer, fuse_layers
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 from stoker.weight_sync.aliased import AliasedSource
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
@@ -266,6 +268,31 @@ def test_the_engine_runs_the_new_weights(model, change, explicit):
         assert engine.stats().prefix_cache_hit_tokens > 0
         train(model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True))
         assert set(assert_matches(engine, model)) == {2}
+
+
+def test_layers_are_fused_on_the_models_device_which_need_not_be_the_current_one(model, monkeypatch):
+    """At first, and when parameters that were moved are bound again: Triton launches on the current device."""
+    chosen, seen = [], []
+
+    class Chosen(CpuRuntime):
+        @contextmanager
+        def chosen(self):
+            chosen.append(self.device)
+            yield
+            chosen.pop()
+
+    def fuse(*args):
+        seen.append(tuple(chosen))
+        return fuse_layers(*args)
+
+    monkeypatch.setattr(binding, "runtime_for", Chosen)
+    monkeypatch.setattr(binding, "fuse_layers", fuse)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        set_data(model)
+        engine.update_weights()
+        set_data(model)
+        assert set(assert_matches(engine, model)) == {2}
+    assert seen == [(torch.device("cpu"),)] * 3 and not chosen
 
 
 def test_nothing_changed_is_no_new_version(model):
