@@ -70,6 +70,21 @@ def test_they_see_rows_exchanged_at_any_distance() -> None:
     assert len({*sums, checksum(x).item()}) == len(sums) + 1
 
 
+@pytest.mark.parametrize("rows", [10, 127, 256])
+def test_they_see_every_word_and_every_highest_bit(rows: int) -> None:
+    """Where all words are in sets, and where some are left over."""
+    for more in (0, 1, 700):
+        x = torch.randn(1021 * rows + more, 2)
+        seen = checksum(x).item()
+        y = x.clone()
+        y[:, 1] *= -1
+        assert checksum(y).item() != seen
+        for row in {0, 1, len(x) // 2, *range(len(x) - 2050, len(x), 41), len(x) - more - 1, -more, -1}:
+            y = x.clone()
+            y[row, 0] += 1
+            assert checksum(y).item() != seen, row
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("chunk", [2**16, 2**18, 2**26])
 def test_they_are_those_of_the_content_after_a_cast(
@@ -79,3 +94,5 @@ def test_they_are_those_of_the_content_after_a_cast(
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
     x = torch.randn(311, 997)
     assert checksum(x, dtype).item() == checksum(x.to(dtype)).item() != checksum(x.flip(0), dtype).item()
+    halves = torch.randn(2, 2**16 // dtype.itemsize)
+    assert checksum(halves, dtype).item() != checksum(halves.flip(0), dtype).item()

@@ -162,6 +162,10 @@ def test_the_models_own_tensors_under_other_names() -> None:
         engine.update_weights(new)
         assert [n for n, p in changed.named_parameters() if not torch.equal(p, expected[n])] == []
         sender.check(engine, changed, 1)
+    square = torch.randn(5, 5)
+    transposed = square.t().clone()
+    take({"square": square.t()}, {"square": square})
+    assert torch.equal(square, transposed)
 
 
 def test_an_update_while_the_cache_sleeps() -> None:
@@ -218,6 +222,16 @@ def test_tensors_of_any_size_and_dtype_travel_together(bucket_bytes: int, way: s
             take(here, targets)
             sent.result()
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
+
+
+def test_a_transfer_that_brings_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = over_a_pipe()
+    whole = here.bucket
+    monkeypatch.setattr(here, "bucket", lambda: whole()[:-4])
+    with sending(there, {"a": torch.ones(5)}) as sent:
+        with pytest.raises(WeightsMismatchError, match="a came in part"):
+            take(here, {"a": torch.zeros(5)})
+        sent.result()
 
 
 def test_a_transfer_without_any_element() -> None:
