@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,16 @@ from transformers import PreTrainedModel
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], Any], device: str) -> float:
+    """Seconds of one call."""
+    gc.collect()
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def best_time(call: Callable[[], object], device: str, budget_s: float = 0.5) -> float:
@@ -88,7 +100,7 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weights[0].element_size()
     return Ceiling(
-        bandwidth=_copy_bandwidth(2**30 if device == "cuda" else weight_bytes + kv_tokens * kv_bytes, device),
+        bandwidth=copy_bandwidth(2**30 if device == "cuda" else weight_bytes + kv_tokens * kv_bytes, device),
         flops=max(matmuls.values()),
         matmuls=matmuls,
         weight_bytes=weight_bytes,
@@ -97,7 +109,8 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
     )
 
 
-def _copy_bandwidth(size: int, device: str) -> float:
+def copy_bandwidth(size: int, device: str) -> float:
+    """Bytes/s, read plus written, of copies of so many bytes."""
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / best_time(lambda: target.copy_(source), device)

@@ -8,12 +8,10 @@ one line of JSON. On a CPU only ratios of one run mean anything: run it on a mac
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -70,15 +68,6 @@ def build(scenario: Scenario, device: str) -> PeftModel:
     return model
 
 
-def timed(call: Callable[[], Any], device: str) -> float:
-    gc.collect()
-    ceilings.synchronize(device)
-    start = time.perf_counter()
-    call()
-    ceilings.synchronize(device)
-    return time.perf_counter() - start
-
-
 @torch.inference_mode()
 def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> float:
     """Largest difference of log-probabilities from PEFT's own forward, under the first adapter."""
@@ -109,7 +98,7 @@ def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str
     for repeat in range(-1, scenario.repeats):  # the first is for what is made or captured once
         prompts = work.draw(scenario.spec.config.vocab_size, repeat)
         for name, adapter in ways.items():
-            took = timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
+            took = ceilings.timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
             if repeat >= 0:
                 seconds[name].append(took)
     median = {name: statistics.median(times) for name, times in seconds.items()}
@@ -147,8 +136,8 @@ def updates(engine: RolloutEngine, model: PeftModel, scenario: Scenario, device:
 
         for _ in range(scenario.repeats):
             train(model)
-            seconds["live"].append(timed(engine.update_weights, device))
-            seconds["merge and push"].append(timed(merge_and_push, device))
+            seconds["live"].append(ceilings.timed(engine.update_weights, device))
+            seconds["merge and push"].append(ceilings.timed(merge_and_push, device))
     live_bytes = engine.stats().last_update_bytes
     return {
         name: {"seconds": times, "median_s": statistics.median(times), "bytes": nbytes}

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -64,6 +65,27 @@ def write(results: dict[str, Any], folder: Path) -> Path:
     path.write_text(json.dumps(results, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is not None:
         plots.draw(results, path.with_suffix(".png"))
+    return path
+
+
+def save(name: str, results: dict[str, Any], folder: Path, draw: Callable[[Any], Any]) -> Path:
+    """Write ``name``'s JSON file and, with matplotlib, the figure that ``draw`` makes of pyplot; returns the file's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = results["environment"]
+    path = folder / f"{name}-{env['device']}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib") is not None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure = draw(pyplot)
+        versions = ", ".join(f"{package} {number}" for package, number in env["versions"].items())
+        figure.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
+        figure.tight_layout()
+        figure.savefig(path.with_suffix(".png"), dpi=120)
+        pyplot.close(figure)
     return path
 
 

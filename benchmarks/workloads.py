@@ -143,6 +143,22 @@ SMALL = ModelSpec(
         eos_token_id=None,
     ),
 )
+MEDIUM = ModelSpec(
+    name="llama-90m",
+    model_class=LlamaForCausalLM,
+    config=LlamaConfig(
+        vocab_size=16384,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+)
 LLAMA_1B = ModelSpec(
     name="llama-3.2-1b",
     model_class=LlamaForCausalLM,

@@ -46,7 +46,9 @@ one a token from "start" on, or with "error" where a line could not be scored.
 A run that was killed goes on where it stopped when the same command is run again.
 """
 # Programs of their own, with flags of their own: a default, and all by name.
-_BENCHMARKS = {name: f"stoker.benchmarks.{name}" for name in ("rollout", "scoring", "lora", "step_profile")}
+_BENCHMARKS = {
+    name: f"stoker.benchmarks.{name}" for name in ("rollout", "scoring", "lora", "weights", "memory", "step_profile")
+}
 _PROGRAMS = {
     "bench": ("rollout", _BENCHMARKS),
     "demo": ("grpo", {"grpo": "stoker.examples.grpo_arithmetic", "ppo": "stoker.examples.ppo"}),

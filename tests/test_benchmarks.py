@@ -92,6 +92,32 @@ def test_a_peer_that_does_not_start_is_skipped_with_its_reason(monkeypatch: pyte
     assert "cannot import name 'LLM'" in race("vllm")["vllm"]["skipped"]
 
 
+def test_updates_from_every_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_of_toy,) = run(tmp_path, "weights", "--only", "toy")["weights"]
+    ways, size = run_of_toy["ways"], run_of_toy["model"]["bytes"]
+    written = {name: way["bytes"] for name, way in ways.items()}
+    whole = ("named tensors", "file", "shared memory", "broadcast", "gathered", "load_state_dict")
+    assert all(written[name] == size for name in (*whole, "adapter, merge and push"))
+    assert written["aliased"] == written["adapter, live"] == 0 and written["mirror"] == size // 2
+    assert 0 < written["mirror, one layer changed"] < size // 4
+    assert all(way["median_s"] > 0 for way in ways.values())
+    assert ways["gathered"]["ranks"] == 2
+    assert list(tmp_path.glob("*.png"))
+    (summary,) = json.loads(capsys.readouterr().out.splitlines()[-1])["weights"]
+    assert summary["model"] == "qwen3-toy" and len(summary) == 1 + len(ways)
+
+
+def test_memory_that_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (of_toy,) = run(tmp_path, "memory")["memory"]
+    for level in of_toy["levels"].values():
+        assert level["given_back"]["resident"] > 0.9 * of_toy["kv_cache_bytes"] > level["residual"]["resident"]
+    assert of_toy["cycles"]["identical_output"] and len(of_toy["cycles"]["held"]) == 20
+    assert of_toy["cycles"]["outputs_differ_with_weights"]
+    assert list(tmp_path.glob("*.png"))
+    (summary,) = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert summary["cycles"] == 20
+
+
 def test_the_command_knows_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     for file in (ROOT / "benchmarks").glob("*.py"):
         if '__name__ == "__main__"' in file.read_text():

@@ -1,0 +1,122 @@
+"""The other processes of ``benchmarks.weights``: trainers that send, and ranks that hold shards."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from stoker.benchmarks import ceilings
+from stoker.benchmarks.footprint import Peak
+from stoker.benchmarks.gate import GateError
+from stoker.benchmarks.workloads import ModelSpec
+from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.weight_sync import gather
+from stoker.weight_sync.checksum import checksums
+from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
+
+CONFIG = EngineConfig(kv_cache_memory="64MiB", max_num_seqs=4, max_model_len=64)
+WAIT_S = 120.0
+
+
+@torch.no_grad()
+def train(model: nn.Module) -> None:
+    """Stands in for an optimizer step: every number of the model becomes another one, in place."""
+    torch._foreach_neg_([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])
+
+
+def sums(model: nn.Module) -> list[int]:
+    """What tells whether two models have the same weights."""
+    parameters = list(model.parameters())
+    return checksums(parameters, parameters[0].device)
+
+
+def join(store: str, rank: int, ranks: int, backend: str) -> None:
+    """Be one of so many ranks, which meet at a file."""
+    waits = timedelta(seconds=WAIT_S)
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=waits)
+
+
+def send(
+    spec: ModelSpec, device: str, dtype: torch.dtype, store: str, threads: int, updates: int, connection: Connection
+) -> None:
+    """A trainer: tells its checksums, then sends; through the connection, or by broadcast where there is a store."""
+    torch.set_num_threads(threads)
+    model = spec.build(device, dtype)
+    tensors = dict(model.named_parameters())
+    transfer: Any = SharedMemoryTransfer(connection, timeout=WAIT_S)
+    if store:
+        join(store, 0, 2, "gloo")
+        transfer = BroadcastTransfer(0)
+    for _ in range(updates):
+        train(model)
+        connection.send(sums(model))
+        send_weights(tensors, transfer)
+    connection.recv()  # CUDA memory that the other process has open has to outlive its use there
+    if store:
+        dist.destroy_process_group()
+
+
+def hold_shards(
+    rank: int,
+    ranks: int,
+    spec: ModelSpec,
+    device: str,
+    store: str,
+    threads: int,
+    repeats: int,
+    bucket_bytes: int,
+    connection: Connection,
+) -> None:
+    """FSDP2 ranks of fp32 masters with an engine in the rollout's dtype on each; the first one tells what it measured."""
+    torch.set_num_threads(threads)
+    gather.BUCKET_BYTES = bucket_bytes
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    join(store, rank, ranks, "nccl" if device == "cuda" else "gloo")
+    model: Any = spec.build(device, torch.float32)
+    mesh = init_device_mesh(device, (ranks,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    config = replace(CONFIG, dtype=torch.bfloat16) if device == "cuda" else CONFIG
+    with RolloutEngine(model, config=config) as engine:
+        seconds, extra, moved = [], 0, 0
+        for repeat in range(-1, repeats):
+            train(model)
+            dist.barrier()
+            peak = Peak(device)
+            ceilings.synchronize(device)
+            start = time.perf_counter()
+            engine.update_weights()
+            ceilings.synchronize(device)
+            if repeat >= 0:
+                seconds.append(time.perf_counter() - start)
+                extra, moved = max(extra, peak.extra()), engine.stats().last_update_bytes
+        if not engine.verify_weights().ok:
+            raise GateError(f"rank {rank} does not hold what the trainer holds")
+        share = torch.ones(max(1, bucket_bytes // (2 * (ranks + 1))), dtype=torch.uint8, device=device)
+        whole = share.new_empty(ranks * share.numel())
+        rounds = []
+        for _ in range(5):
+            dist.barrier()
+            ceilings.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(4):
+                dist.all_gather_into_tensor(whole, share)
+            ceilings.synchronize(device)
+            rounds.append((time.perf_counter() - start) / 4)
+        if rank == 0:
+            connection.send(
+                {"seconds": seconds, "bytes": moved, "extra": extra, "collective": whole.numel() / min(rounds)}
+            )
+    dist.destroy_process_group()

@@ -1,0 +1,344 @@
+"""What an update of the weights takes, by where they come from and how large the model is: ``python -m stoker.benchmarks.weights``.
+
+From the trainer's own tensors to shards of FSDP2, other processes and files, against ``load_state_dict`` of the full model and
+against merging and pushing an adapter, in one run, with the copy bandwidth of that run. Writes one JSON file and a plot, prints
+a table and, last, one line of JSON. On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import multiprocessing
+
+from stoker.benchmarks import ceilings, lora, report, weight_ranks
+from stoker.benchmarks.footprint import Peak, clear
+from stoker.benchmarks.gate import GateError
+from stoker.benchmarks.weight_ranks import CONFIG, WAIT_S, sums, train
+from stoker.benchmarks.workloads import LLAMA_1B, MEDIUM, QWEN_7B, SMALL, TOY, ModelSpec
+from stoker.rollout import RolloutEngine
+from stoker.weight_sync import gather
+from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    spec: ModelSpec
+    repeats: int
+    gather_bucket: int = gather.BUCKET_BYTES
+
+
+SCENARIOS = {
+    ("cpu", False): [Scenario(spec=s, repeats=5, gather_bucket=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
+    ("cpu", True): [Scenario(spec=s, repeats=1, gather_bucket=2**20) for s in (TOY, SMALL)],
+    ("cuda", False): [Scenario(spec=s, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
+    ("cuda", True): [Scenario(spec=LLAMA_1B, repeats=3)],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """prepare: change what is to be taken, untimed. update: take it; returns bytes written. check: whether it arrived.
+
+    traffic: bytes that cannot but be read or written.
+    """
+
+    prepare: Callable[[], object]
+    update: Callable[[], int]
+    check: Callable[[], bool]
+    traffic: int = 0
+
+
+def race(ways: dict[str, Way], device: str, repeats: int, bandwidth: float) -> dict[str, Any]:
+    """All ways by turns. The first round is for what is made once; every round is checked."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    extra, moved = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
+    for repeat in range(-1, repeats):
+        for name, way in ways.items():
+            way.prepare()
+            peak = Peak(device)
+            written: list[int] = []
+            took = ceilings.timed(lambda w=way, n=written: n.append(w.update()), device)  # type: ignore[misc]
+            if repeat >= 0:
+                seconds[name].append(took)
+                extra[name] = max(extra[name], peak.extra())
+            moved[name] = written[0]
+            if not way.check():
+                raise GateError(f"{name}: the engine does not run what it was given")
+    return {
+        name: entry(times, moved[name], extra_bytes=extra[name], traffic=ways[name].traffic, bandwidth=bandwidth)
+        for name, times in seconds.items()
+    }
+
+
+def entry(
+    seconds: list[float], moved: int, *, extra_bytes: int | None = None, traffic: int = 0, bandwidth: float = 0.0
+) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    found: dict[str, Any] = {"seconds": seconds, "median_s": median, "bytes": moved}
+    if extra_bytes is not None:
+        found["extra_bytes"] = extra_bytes
+    if traffic:
+        found["of_bandwidth"] = traffic / bandwidth / median
+    return found
+
+
+def pushed(engine: RolloutEngine, weights: Any = None) -> int:
+    engine.update_weights(weights)
+    return engine.stats().last_update_bytes
+
+
+@contextmanager
+def process(function: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Another process, which gets one end of the connection as ``connection``."""
+    # Forking spares each process the imports, among which one that looks at CUDA makes it unusable after a fork.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        context.set_forkserver_preload(["stoker.benchmarks.weight_ranks"])
+    here, there = context.Pipe()
+    child = context.Process(target=function, args=arguments, kwargs={"connection": there}, daemon=True)
+    child.start()
+    there.close()
+    try:
+        yield here
+        child.join(WAIT_S)
+        if child.exitcode != 0:
+            raise GateError(f"a process of {function.__name__} ended with {child.exitcode}; what it printed says why")
+    finally:
+        here.close()
+        child.kill()
+        child.join()
+
+
+@contextmanager
+def sender(scenario: Scenario, device: str, dtype: torch.dtype, store: str = "") -> Iterator[Connection]:
+    """A trainer in another process, which sends as often as ``race`` takes."""
+    rounds, threads = scenario.repeats + 1, torch.get_num_threads()
+    other = process(weight_ranks.send, scenario.spec, device, dtype, store, threads, rounds)
+    with other as connection, ExitStack() as stack:
+        if store:
+            weight_ranks.join(store, 1, 2, "gloo")
+            stack.callback(dist.destroy_process_group)
+        yield connection
+        connection.send("done")
+
+
+def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path) -> dict[str, Any]:
+    """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = scenario.spec.build(device, dtype)
+    new = {name: -p.detach() for name, p in model.named_parameters()}
+    expected, size = sums(model), sum(t.nbytes for t in new.values())
+    train(model)
+    expected, before = sums(model), expected
+    assert expected != before
+    file = folder / "new.safetensors"
+    save_file({name: t.contiguous() for name, t in new.items()}, file)
+
+    def arrived() -> bool:
+        return sums(model) == expected
+
+    def loaded() -> int:
+        model.load_state_dict(new, strict=False)  # a tied head has no entry of its own
+        return size
+
+    with ExitStack() as stack:
+        engine = stack.enter_context(RolloutEngine(model, config=CONFIG))
+
+        def from_process(store: str) -> Way:
+            connection = stack.enter_context(sender(scenario, device, dtype, store))
+            transfer: Any = BroadcastTransfer(0) if store else SharedMemoryTransfer(connection, timeout=WAIT_S)
+            theirs: list[Any] = []
+            return Way(
+                prepare=lambda: theirs.append(connection.recv()),
+                update=lambda: pushed(engine, transfer),
+                check=lambda: sums(model) == theirs[-1],
+                traffic=2 * size,
+            )
+
+        def change() -> None:
+            train(model)
+
+        ways = {
+            "aliased": Way(prepare=change, update=lambda: pushed(engine), check=lambda: engine.verify_weights().ok),
+            "named tensors": Way(prepare=change, update=lambda: pushed(engine, new), check=arrived, traffic=2 * size),
+            "file": Way(prepare=change, update=lambda: pushed(engine, file), check=arrived, traffic=2 * size),
+            "shared memory": from_process(""),
+            "load_state_dict": Way(prepare=change, update=loaded, check=arrived, traffic=2 * size),
+        }
+        if device == "cpu":
+            ways["broadcast"] = from_process(str(folder / "store"))
+        found = race(ways, device, scenario.repeats, bandwidth)
+    if device != "cpu":
+        found["broadcast"] = {"skipped": "NCCL takes one rank a GPU, and this run has one"}
+    return found
+
+
+def of_masters(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
+    """A bf16 mirror of fp32 masters, of which all or a few tensors have changed."""
+    model = scenario.spec.build(device, torch.float32)
+    few = [p for name, p in model.named_parameters() if ".layers.0." in name]
+    held = sum(p.nbytes for p in model.parameters())
+    with RolloutEngine(model, config=replace(CONFIG, dtype=torch.bfloat16)) as engine:
+
+        def matches() -> bool:
+            return engine.verify_weights().ok
+
+        def mirror(change: Callable[[], object], changed: int) -> Way:
+            return Way(prepare=change, update=lambda: pushed(engine), check=matches, traffic=held + changed // 2)
+
+        ways = {
+            "mirror": mirror(lambda: train(model), held),
+            "mirror, one layer changed": mirror(lambda: torch._foreach_neg_(few), sum(p.nbytes for p in few)),
+        }
+        return race(ways, device, scenario.repeats, bandwidth)
+
+
+def of_shards(scenario: Scenario, device: str, folder: Path) -> dict[str, Any]:
+    """FSDP2 ranks, gathered: two over Gloo on a CPU, one over NCCL on a GPU, where there can be no more."""
+    ranks = 1 if device == "cuda" else 2
+    arguments = (ranks, scenario.spec, device, str(folder / "ranks"), torch.get_num_threads(), scenario.repeats)
+    with ExitStack() as stack:
+        connections = [
+            stack.enter_context(process(weight_ranks.hold_shards, rank, *arguments, scenario.gather_bucket))
+            for rank in range(ranks)
+        ]
+        found = connections[0].recv()
+    rate = found["bytes"] / statistics.median(found["seconds"])
+    return entry(found["seconds"], found["bytes"], extra_bytes=found["extra"]) | {
+        "ranks": ranks,
+        "promised_extra_bytes": scenario.gather_bucket,
+        "of_collective": rate / found["collective"],
+    }
+
+
+def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
+    work = lora.SCENARIOS["cpu", True][0].workload
+    one = lora.Scenario(spec=scenario.spec, workload=work, adapters=1, repeats=scenario.repeats)
+    model = lora.build(one, device)
+    with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
+        lora.check(engine, model, work.draw(scenario.spec.config.vocab_size, 0)[0])
+        found = lora.updates(engine, model, one, device)
+    return {f"adapter, {name}": entry(way["seconds"], way["bytes"]) for name, way in found.items()}
+
+
+def measure(scenario: Scenario, device: str) -> dict[str, Any]:
+    meta = scenario.spec.build("meta", torch.bfloat16 if device == "cuda" else torch.float32)
+    size = sum(p.nbytes for p in meta.parameters())
+    bandwidth = ceilings.copy_bandwidth(2**30 if device == "cuda" else max(2**20, size), device)
+    ways: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (
+            lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
+            lambda: of_masters(scenario, device, bandwidth),
+            lambda: {"gathered": of_shards(scenario, device, Path(folder))},
+            lambda: of_adapter(scenario, device),
+        ):
+            ways |= part()
+            clear(device)
+    return {
+        "model": {
+            "name": scenario.spec.name,
+            "parameters": sum(p.numel() for p in meta.parameters()),
+            "bytes": size,
+            "dtype": str(meta.dtype).removeprefix("torch."),
+        },
+        "copy_bandwidth": bandwidth,
+        "ways": ways,
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = []
+    for run in runs:
+        model = run["model"]
+        lines += [
+            "",
+            f"{model['name']} ({model['dtype']}): {model['parameters'] / 1e6:.1f} M parameters, {model['bytes'] / 1e6:.1f} MB; "
+            f"copies at {run['copy_bandwidth'] / 1e9:.1f} GB/s",
+            f"  {'update from':27}{'ms':>10}{'range':>20}{'MB written':>12}{'MB besides':>12}{'of bandwidth':>14}",
+        ]
+        for name, way in run["ways"].items():
+            if "skipped" in way:
+                lines.append(f"  {name:27} not timed: {way['skipped']}")
+                continue
+            low, high = (1e3 * f(way["seconds"]) for f in (min, max))
+            extra = f"{way['extra_bytes'] / 1e6:12.1f}" if "extra_bytes" in way else f"{'':12}"
+            part = way.get("of_bandwidth", way.get("of_collective"))
+            lines.append(
+                f"  {name:27}{1e3 * way['median_s']:10.3f}{f'{low:.3f} - {high:.3f}':>20}{way['bytes'] / 1e6:12.1f}{extra}"
+                + (f"{part:14.1%}" if part is not None else "")
+            )
+        gathered = run["ways"]["gathered"]
+        lines.append(
+            f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
+            f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides"
+        )
+    return "\n".join(lines)
+
+
+def draw(runs: list[dict[str, Any]]) -> Callable[[Any], Any]:
+    def figure(pyplot: Any) -> Any:
+        made, panel = pyplot.subplots(figsize=(8.5, 4.5))
+        sizes = [run["model"]["bytes"] for run in runs]
+        for number, name in enumerate(runs[0]["ways"]):
+            timed = [(size, run["ways"][name]) for size, run in zip(sizes, runs, strict=True)]
+            points = [(size, 1e3 * way["median_s"]) for size, way in timed if "skipped" not in way]
+            if points:
+                panel.plot(*zip(*points, strict=True), "o-" if number < 10 else "s--", label=name)
+        copies = [2e3 * run["model"]["bytes"] / run["copy_bandwidth"] for run in runs]
+        panel.plot(sizes, copies, "k+:", alpha=0.6, label="one copy at this run's bandwidth")
+        panel.set(xscale="log", yscale="log", xlabel="bytes of the weights", ylabel="update, ms")
+        panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return made
+
+    return figure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, default=report.FOLDER)
+    parser.add_argument("--quick", action="store_true", help="few repeats of small models, to see that everything runs")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    environment = report.environment(args.device)
+    if (environment["load_average"] or 0) > 0.5:
+        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
+    try:
+        runs = [measure(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
+    except GateError as error:
+        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
+        return 1
+    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "weights": runs}
+    path = report.save("weights", results, args.output, draw(runs))
+    print(table(runs))
+    print(f"\nwrote {path}")
+    summary = [
+        {
+            "model": run["model"]["name"],
+            **{f"{n}_ms": round(1e3 * w["median_s"], 3) for n, w in run["ways"].items() if "skipped" not in w},
+        }
+        for run in runs
+    ]
+    print(json.dumps({"device": args.device, "weights": summary}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
