@@ -177,7 +177,7 @@ def draw(runs: list[dict[str, Any]]) -> Callable[[Any], Any]:
             for kind in held[0]:
                 panel.plot([h[kind] / 1e6 for h in held], label=kind)
             panel.set(title=run["model"]["name"], xlabel="cycles of sleep, update, wake, rollout", ylabel="MB held")
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.1 * max(max(h.values()) for h in held) / 1e6)
             panel.legend(fontsize=7)
         return made
 
