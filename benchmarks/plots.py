@@ -15,7 +15,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     runs, sweep, profiles = results["rollouts"], results.get("sweep", []), results.get("profiles", [])
     swept = list(dict.fromkeys(point["model"] for point in sweep))
-    columns = len(runs) + max(len(swept), bool(profiles))
+    columns = max(1, len(runs) + max(len(swept), bool(profiles)))
     figure, panels = pyplot.subplots(2, columns, figsize=(4.2 * columns, 7.2), squeeze=False)
     for (upper, lower), run in zip(panels.T, runs, strict=False):
         _throughput(upper, run)
@@ -87,6 +87,7 @@ def _colour(name: str) -> str:
 def _roofline(panel: Any, points: list[dict[str, Any]]) -> None:
     """Tokens/s against batch, and what this run's ceiling allows."""
     kinds = dict.fromkeys((p["context"], p["deterministic"]) for p in points)
+    points = sorted(points, key=lambda p: p["batch"])
     for number, (context, deterministic) in enumerate(kinds):
         mine = [p for p in points if (p["context"], p["deterministic"]) == (context, deterministic)]
         batches, label = [p["batch"] for p in mine], f"context {context}{', deterministic' if deterministic else ''}"
