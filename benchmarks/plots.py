@@ -44,7 +44,8 @@ def _throughput(panel: Any, run: dict[str, Any]) -> None:
         [e["tokens_per_s"] - tokens / max(e["seconds"]) for e in timed.values()],
         [tokens / min(e["seconds"]) - e["tokens_per_s"] for e in timed.values()],
     ]
-    bars = panel.bar(list(timed), middle, yerr=spread, capsize=4, color=[_colour(name) for name in timed])
+    names = [name.replace(", ", ",\n") for name in timed]
+    bars = panel.bar(names, middle, yerr=spread, capsize=4, color=[_colour(name) for name in timed])
     labels = [f"{e['tokens_per_s']:.0f}\n{e['of_ceiling']:.0%} of ceiling" for e in timed.values()]
     panel.bar_label(bars, labels, padding=3, fontsize=7)
     panel.margins(y=0.2)
@@ -58,7 +59,9 @@ def _tail(panel: Any, run: dict[str, Any]) -> None:
     panel.step(run["running"]["seconds"], run["running"]["rows"], where="post", color=_colour("stoker"))
     for name, engine in run["engines"].items():
         if "skipped" not in engine:
-            panel.axvline(engine["median_s"], color=_colour(name), linestyle="--", label=f"{name} ends")
+            label = f"{name} ends: {engine['median_s']:.3g} s"
+            panel.axvline(engine["median_s"], color=_colour(name), linestyle="--", label=label)
+    panel.set_xlim(0, 4 * run["engines"]["stoker"]["median_s"])  # or the slowest engine would hide the tail
     panel.set_xlabel("seconds")
     panel.set_ylabel("requests at work (stoker)")
     panel.legend(fontsize=7)
@@ -73,6 +76,7 @@ def _breakdown(panel: Any, profiles: list[dict[str, Any]]) -> None:
         panel.bar(names, part, bottom=bottom, label=kind)
         bottom = [low + high for low, high in zip(bottom, part, strict=True)]
     panel.plot(names, [p["of_ceiling"] for p in profiles], "k_", markersize=24, label="its ceiling")
+    panel.margins(x=0.5)
     panel.set_ylabel("share of a decode step")
     panel.tick_params(axis="x", labelsize=7)
     panel.legend(fontsize=6)

@@ -163,7 +163,7 @@ def test_what_is_left_out_or_fails_is_written_beside_what_was_found(
     assert rollout.main() == 1
     results = json.loads(next(tmp_path.glob("*.json")).read_text())
     failed, late = results["left_out"]
-    assert failed == "growth: RuntimeError: an illegal address" and late.startswith("sweep: 100 s were left")
+    assert failed == "growth: RuntimeError: an illegal address" and late.endswith("s were left, it needs 1000 s")
     assert results["prefill"] == [{"found": 1}] * 2
     assert "left out, growth: RuntimeError: an illegal address" in capsys.readouterr().out
 
