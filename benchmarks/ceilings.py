@@ -73,6 +73,12 @@ class Ceiling:
         return seconds
 
 
+def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize)
+
+
 def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens: int) -> Ceiling:
     """Ceilings for a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
 
@@ -96,9 +102,7 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
     matmuls[f"{x.shape[0]} rows of the largest"] = (
         2 * big.numel() * x.shape[0] / best_time(lambda: F.linear(x, big), device)
     )
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * weights[0].element_size()
+    kv_bytes = kv_token_bytes(model.config, weights[0].dtype)
     return Ceiling(
         bandwidth=copy_bandwidth(2**30 if device == "cuda" else weight_bytes + kv_tokens * kv_bytes, device),
         flops=max(matmuls.values()),

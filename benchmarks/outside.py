@@ -1,20 +1,24 @@
 """Engines that are no part of torch or transformers, used where they are installed: vLLM and LMDeploy.
 
-They read the model from a folder: the same seeded weights, saved once. Each gets the KV cache that every slot at its full
-length needs, as the other engines do, and gives the log-probability of each sampled token.
+They read the model from a folder: the same seeded weights, saved once. Each gets a KV cache of the same size as the other
+engines, its prefix cache on, and gives the log-probability of each sampled token.
 """
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from stoker.benchmarks.peers import Peer
+from stoker.benchmarks.ceilings import kv_token_bytes
+from stoker.benchmarks.peers import Peer, kv_budget
 from stoker.benchmarks.workloads import ModelSpec, Workload
 
 _PAGE = 64  # LMDeploy's tokens a block
@@ -23,14 +27,16 @@ _PAGE = 64  # LMDeploy's tokens a block
 _saved: dict[tuple[str, torch.dtype], tempfile.TemporaryDirectory[str]] = {}
 
 
-def checkpoint(spec: ModelSpec, dtype: torch.dtype) -> str:
-    """The model as a folder of safetensors, with a tokenizer of one word a token: ``"7 12"`` is ``[7, 12]``."""
+def checkpoint(spec: ModelSpec, device: str, dtype: torch.dtype) -> str:
+    """The model as a folder of safetensors, with a tokenizer of one word a token: LMDeploy does not start without any.
+
+    It is made on ``device``, as the other engines' copies are: another device draws other weights from the same seed.
+    """
     if (spec.name, dtype) not in _saved:
         folder = _saved[spec.name, dtype] = tempfile.TemporaryDirectory(prefix=f"{spec.name}-")
-        spec.build("cpu", dtype).save_pretrained(folder.name)
+        spec.build(device, dtype).save_pretrained(folder.name)
         words = {str(i): i for i in range(spec.config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder.name)
     return _saved[spec.name, dtype].name
 
@@ -50,11 +56,15 @@ class Vllm(Peer):
             "max_num_seqs": workload.slots,
             "max_model_len": workload.max_len,
             "max_num_batched_tokens": 8192,
-            "kv_cache_memory_bytes": workload.slots * workload.max_len * kv_token_bytes(spec, dtype),
+            "kv_cache_memory_bytes": kv_budget(spec, workload, dtype),
             "enable_prefix_caching": True,
+            # It does not start where less of the device is free than this share; the KV cache has the bytes above.
+            "gpu_memory_utilization": 0.3,
         }
         name = str(dtype).removeprefix("torch.")
-        self.llm = LLM(model=checkpoint(spec, dtype), dtype=name, skip_tokenizer_init=True, seed=0, **self.settings)
+        self.llm = LLM(
+            model=checkpoint(spec, device, dtype), dtype=name, skip_tokenizer_init=True, seed=0, **self.settings
+        )
 
     def start(self) -> None:
         self.llm.reset_prefix_cache()
@@ -74,10 +84,14 @@ class Vllm(Peer):
 
     def close(self) -> None:
         del self.llm  # which ends its process, and gives its memory back
+        gc.collect()
 
 
 class LMDeploy(Peer):
-    """LMDeploy's PyTorch engine through its pipeline."""
+    """LMDeploy's PyTorch engine, on token ids.
+
+    Its prefix cache cannot be flushed, but no prompt of a repeat comes again in another.
+    """
 
     name = "lmdeploy"
     module = "lmdeploy"
@@ -90,33 +104,37 @@ class LMDeploy(Peer):
             "session_len": workload.max_len,
             "max_prefill_token_num": 8192,
             "block_size": _PAGE,
-            "num_gpu_blocks": workload.slots * (-(-workload.max_len // _PAGE) + 1),
+            "num_gpu_blocks": kv_budget(spec, workload, dtype) // (_PAGE * kv_token_bytes(spec.config, dtype)),
             "enable_prefix_caching": True,
         }
         name = str(dtype).removeprefix("torch.")
         config = PytorchEngineConfig(dtype=name, **self.settings)
-        self.pipe = pipeline(checkpoint(spec, dtype), backend_config=config, log_level="ERROR")
+        self.pipe = pipeline(checkpoint(spec, device, dtype), backend_config=config, log_level="ERROR")
+        self.slots, self.sessions = workload.slots, itertools.count(1)
 
     def rollout(
         self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")
     ) -> list[list[int]]:
         from lmdeploy import GenerationConfig
 
-        configs = [
-            GenerationConfig(
-                max_new_tokens=n, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, ignore_eos=True, logprobs=1
+        async def one(slots: asyncio.Semaphore, prompt: list[int], length: int) -> list[int]:
+            config = GenerationConfig(
+                max_new_tokens=length, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, ignore_eos=True, logprobs=1
             )
-            for n in lengths
-        ]
-        texts = [" ".join(map(str, prompt)) for prompt in prompts]
-        return [list(r.token_ids) for r in self.pipe.infer(texts, gen_config=configs, do_preprocess=False)]
+            tokens: list[int] = []
+            async with slots:
+                async for output in self.pipe.async_engine.generate(
+                    None, next(self.sessions), gen_config=config, input_ids=prompt, stream_response=False
+                ):
+                    tokens += output.token_ids
+            return tokens
+
+        async def every() -> list[list[int]]:
+            slots = asyncio.Semaphore(self.slots)
+            return await asyncio.gather(*(one(slots, p, n) for p, n in zip(prompts, lengths, strict=True)))
+
+        # Its own `infer` takes texts alone.
+        return asyncio.run_coroutine_threadsafe(every(), self.pipe.internal_thread.loop).result()
 
     def close(self) -> None:
         self.pipe.close()
-
-
-def kv_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What the KV cache keeps of a token, in bytes."""
-    c = spec.config
-    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return int(2 * c.num_hidden_layers * c.num_key_value_heads * dim * dtype.itemsize)

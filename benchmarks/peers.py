@@ -16,12 +16,22 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from stoker.benchmarks import ceilings
 from stoker.benchmarks.workloads import ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+
+_PAGE = 16  # tokens
+_MOST_KV_BYTES = 16 * 2**30  # so that all engines of a run fit on one device
 
 
 class TooSlowError(Exception):
     """A rollout passed its time limit."""
+
+
+def kv_budget(spec: ModelSpec, workload: Workload, dtype: torch.dtype) -> int:
+    """Bytes of the KV cache of every engine that has a paged one: all slots at full length, as far as memory allows."""
+    pages = workload.slots * (-(-workload.max_len // _PAGE) + 1)
+    return min(pages * _PAGE * ceilings.kv_token_bytes(spec.config, dtype), _MOST_KV_BYTES)
 
 
 class Peer(ABC):
@@ -51,7 +61,12 @@ class Stoker(Peer):
     name = "stoker"
 
     def __init__(self, spec: ModelSpec, workload: Workload, device: str, dtype: torch.dtype) -> None:
-        config = EngineConfig(max_num_seqs=workload.slots, max_model_len=workload.max_len)
+        config = EngineConfig(
+            max_num_seqs=workload.slots,
+            max_model_len=workload.max_len,
+            block_size=_PAGE,
+            kv_cache_memory=kv_budget(spec, workload, dtype),
+        )
         self.model = spec.build(device, dtype)
         start = time.perf_counter()
         self.engine = RolloutEngine(self.model, config=config)
@@ -59,7 +74,10 @@ class Stoker(Peer):
         self.batch: RolloutBatch | None = None
         self.settings = {
             name: getattr(config, name)
-            for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size", "decode_window")
+            for name in (
+                *("max_num_seqs", "max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory"),
+                "decode_window",
+            )
         }
 
     def start(self) -> None:
@@ -91,14 +109,14 @@ class Generate(Peer):
         self.settings: dict[str, Any] = {}
 
     def warm_up(self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")) -> None:
-        """Try both caches; the faster one is timed."""
+        """Take the static cache on CUDA, where it comes with compilation and this compiles; on a CPU the faster one."""
         pilot: dict[str | None, float] = {}
-        for self.cache in (None, "static"):
+        for self.cache in ("static", None):
+            if pilot and self.model.device.type == "cuda":
+                break
             try:
-                if self.model.device.type == "cuda":  # where a static cache means compilation
-                    self.rollout(prompts, lengths)
                 start = time.perf_counter()
-                self.rollout(prompts, lengths)
+                self.rollout(prompts, lengths, limit_s)
                 pilot[self.cache] = time.perf_counter() - start
             except RuntimeError as error:
                 if self.cache is None:
@@ -111,13 +129,19 @@ class Generate(Peer):
         self, prompts: list[list[int]], lengths: Sequence[int], limit_s: float = float("inf")
     ) -> list[list[int]]:
         out: list[list[int]] = []
+        end = time.perf_counter() + limit_s
         for first in range(0, len(prompts), self.slots):
             rows, wanted = prompts[first : first + self.slots], lengths[first : first + self.slots]
             width = max(map(len, rows))
             ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=self.model.device)
             mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self.model.device)
-            config = _generation_config(max(wanted), cache_implementation=self.cache)
+            left = None if limit_s == float("inf") else max(0.0, end - time.perf_counter())
+            config = _generation_config(max(wanted), cache_implementation=self.cache, max_time=left)
             tokens = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+            if time.perf_counter() > end:
+                raise TooSlowError(
+                    f"{len(prompts) - first} of {len(prompts)} requests were unfinished after {limit_s:.0f} s"
+                )
             out += [row[:n] for row, n in zip(tokens, wanted, strict=True)]
         return out
 
@@ -160,10 +184,10 @@ class GenerateBatchTuned(Peer):
 
     def __init__(self, spec: ModelSpec, workload: Workload, device: str, dtype: torch.dtype) -> None:
         self.model = spec.build(device, dtype)
-        page = 16
+        page_bytes = _PAGE * ceilings.kv_token_bytes(spec.config, dtype)
         self.settings = {
-            "page_size": page,
-            "num_blocks": workload.slots * (-(-workload.max_len // page) + 1),
+            "page_size": _PAGE,
+            "num_blocks": kv_budget(spec, workload, dtype) // page_bytes,
             "max_batch_tokens": 1024 if device == "cuda" else max(128, 2 * workload.slots),
             "max_requests_per_batch": workload.slots,
             "allow_block_sharing": True,

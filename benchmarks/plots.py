@@ -15,7 +15,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     runs, sweep, profiles = results["rollouts"], results.get("sweep", []), results.get("profiles", [])
     swept = list(dict.fromkeys(point["model"] for point in sweep))
-    columns = len(runs) + max(len(swept), bool(profiles))
+    columns = max(1, len(runs) + max(len(swept), bool(profiles)))
     figure, panels = pyplot.subplots(2, columns, figsize=(4.2 * columns, 7.2), squeeze=False)
     for (upper, lower), run in zip(panels.T, runs, strict=False):
         _throughput(upper, run)
@@ -44,7 +44,8 @@ def _throughput(panel: Any, run: dict[str, Any]) -> None:
         [e["tokens_per_s"] - tokens / max(e["seconds"]) for e in timed.values()],
         [tokens / min(e["seconds"]) - e["tokens_per_s"] for e in timed.values()],
     ]
-    bars = panel.bar(list(timed), middle, yerr=spread, capsize=4, color=[_colour(name) for name in timed])
+    names = [name.replace(", ", ",\n") for name in timed]
+    bars = panel.bar(names, middle, yerr=spread, capsize=4, color=[_colour(name) for name in timed])
     labels = [f"{e['tokens_per_s']:.0f}\n{e['of_ceiling']:.0%} of ceiling" for e in timed.values()]
     panel.bar_label(bars, labels, padding=3, fontsize=7)
     panel.margins(y=0.2)
@@ -58,7 +59,9 @@ def _tail(panel: Any, run: dict[str, Any]) -> None:
     panel.step(run["running"]["seconds"], run["running"]["rows"], where="post", color=_colour("stoker"))
     for name, engine in run["engines"].items():
         if "skipped" not in engine:
-            panel.axvline(engine["median_s"], color=_colour(name), linestyle="--", label=f"{name} ends")
+            label = f"{name} ends: {engine['median_s']:.3g} s"
+            panel.axvline(engine["median_s"], color=_colour(name), linestyle="--", label=label)
+    panel.set_xlim(0, 4 * run["engines"]["stoker"]["median_s"])  # or the slowest engine would hide the tail
     panel.set_xlabel("seconds")
     panel.set_ylabel("requests at work (stoker)")
     panel.legend(fontsize=7)
@@ -73,6 +76,7 @@ def _breakdown(panel: Any, profiles: list[dict[str, Any]]) -> None:
         panel.bar(names, part, bottom=bottom, label=kind)
         bottom = [low + high for low, high in zip(bottom, part, strict=True)]
     panel.plot(names, [p["of_ceiling"] for p in profiles], "k_", markersize=24, label="its ceiling")
+    panel.margins(x=0.5)
     panel.set_ylabel("share of a decode step")
     panel.tick_params(axis="x", labelsize=7)
     panel.legend(fontsize=6)
@@ -87,6 +91,7 @@ def _colour(name: str) -> str:
 def _roofline(panel: Any, points: list[dict[str, Any]]) -> None:
     """Tokens/s against batch, and what this run's ceiling allows."""
     kinds = dict.fromkeys((p["context"], p["deterministic"]) for p in points)
+    points = sorted(points, key=lambda p: p["batch"])
     for number, (context, deterministic) in enumerate(kinds):
         mine = [p for p in points if (p["context"], p["deterministic"]) == (context, deterministic)]
         batches, label = [p["batch"] for p in mine], f"context {context}{', deterministic' if deterministic else ''}"

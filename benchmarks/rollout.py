@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import math
 import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 import transformers
 
-from stoker.benchmarks import ceilings, gate, overhead, phases, report, step_profile
+from stoker.benchmarks import ceilings, gate, overhead, phases, report, step_profile, sweeps
+from stoker.benchmarks.footprint import clear
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
@@ -35,11 +38,15 @@ PEERS: dict[str, type[Peer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A comparison: ``repeats`` timed rounds of all engines in turn, none begun after ``budget_s`` seconds."""
+    """A comparison: ``repeats`` timed rounds of all engines in turn.
+
+    After the first round, an engine whose turn would end more than ``budget_s`` seconds after the start sits out.
+    """
 
     spec: ModelSpec
     workload: Workload
     repeats: int
+    extras: bool = True  # also lengths dealt to other requests, and whole cycles
     budget_s: float = float("inf")
     peer_limit_s: float = float("inf")  # a peer whose warm-up takes longer is not timed
 
@@ -64,10 +71,9 @@ SCENARIOS = {
         Scenario(spec=SMALL, workload=_QUICK, repeats=1),
     ),
     ("cuda", False): (
-        # With what is measured besides, about 5 minutes in all.
-        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=40, peer_limit_s=20),
-        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=2, budget_s=30, peer_limit_s=20),
-        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=3, budget_s=40, peer_limit_s=20),
+        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=30, peer_limit_s=25),
+        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=5, extras=False, budget_s=25, peer_limit_s=20),
+        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=5, extras=False, budget_s=30, peer_limit_s=20),
     ),
     ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, budget_s=30, peer_limit_s=30),),
 }
@@ -133,13 +139,14 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
         "start_up_s": stoker.start_up_s,
         "first_token_s": first_token_s,
         "capture_ms": capture_ms,
-        "shuffled": _shuffled(stoker, scenario, device, median[stoker.name]),
         **_steps(stoker, work, vocab),
         "prefill": phases.prefill(stoker.engine, ceiling, work, vocab),
-        "cycle": phases.cycle(stoker.engine, work, vocab, device),
         "maintenance": phases.maintenance(stoker.engine, device),
         "stats": asdict(stoker.engine.stats()),
     }
+    if scenario.extras:
+        results["shuffled"] = _shuffled(stoker, scenario, device, median[stoker.name])
+        results["cycle"] = phases.cycle(stoker.engine, stoker.model, work, vocab, device)
     stoker.close()
     return results
 
@@ -163,25 +170,37 @@ def race(
                 stack.callback(peer.close)
                 engines[name]["settings"] = peer.settings
                 with running(peer):
+                    start = time.perf_counter()
                     peer.warm_up(work.draw(vocab, -1), work.lengths, scenario.peer_limit_s)
-            except TooSlowError as error:
-                engines[name]["skipped"] = str(error)
-            except Exception as error:  # of a package that may not fit this torch or transformers
-                if module is None:
-                    raise
-                engines[name]["skipped"] = f"{type(error).__name__}: {error}"[:300]
+                    if (took := time.perf_counter() - start) > scenario.peer_limit_s:
+                        raise TooSlowError(f"its warm-up took {took:.0f} s, allowed are {scenario.peer_limit_s:.0f} s")
+            except Exception as error:  # whatever another engine fails with, the run goes on without it
+                engines[name]["skipped"] = _reason(error)
             else:
                 peers[name], engines[name]["seconds"] = peer, []
         start = time.perf_counter()
         for repeat in range(scenario.repeats):
-            if repeat and time.perf_counter() - start > scenario.budget_s:
-                break
             prompts = work.draw(vocab, repeat)
-            for name, peer in peers.items():
+            for name, peer in list(peers.items()):
+                seconds = engines[name]["seconds"]
                 if peer.repeats is not None and repeat >= peer.repeats:
                     continue
-                engines[name]["seconds"].append(timed(peer, prompts, work.lengths, device))
+                if repeat and time.perf_counter() - start + seconds[-1] > scenario.budget_s:
+                    continue
+                try:
+                    seconds.append(timed(peer, prompts, work.lengths, device))
+                except Exception as error:
+                    if peer is stoker:
+                        raise
+                    engines[name]["skipped"] = _reason(error)
+                    del peers[name]
     return engines
+
+
+def _reason(error: Exception) -> str:
+    """Why there is no figure, in one line."""
+    first = str(error).strip().partition("\n")[0]
+    return first if isinstance(error, TooSlowError) else f"{type(error).__name__}: {first}"[:300]
 
 
 def _size(model: torch.nn.Module) -> int:
@@ -221,7 +240,7 @@ def _steps(stoker: Stoker, work: Workload, vocab: int) -> dict[str, Any]:
 
 def growth(device: str, quick: bool) -> dict[str, Any]:
     """Does host work grow with what is finished or how long sequences are? On the toy, where it would show most."""
-    long, rows = 1024, 64
+    long, rows = 256 if quick else 1024, 64
     model = TOY.build(device, torch.float32)
     rng = random.Random(0)
 
@@ -232,51 +251,67 @@ def growth(device: str, quick: bool) -> dict[str, Any]:
         return overhead.growth(engine, prompt, rows, long, rounds=8 if quick else 40)
 
 
-def sweep(
-    spec: ModelSpec,
-    device: str,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    budget_s: float,
-    *,
-    deterministic: bool = False,
-) -> list[dict[str, Any]]:
-    """Decode alone, at fixed batch and context: the difference of a long and a short rollout of cached prompts."""
-    steps, points = 64, []
-    start = time.perf_counter()
-    config = EngineConfig(
-        max_num_seqs=max(batches), max_model_len=max(contexts) + 2 * steps, deterministic=deterministic
-    )
-    with RolloutEngine(model := spec.build(device, torch.bfloat16), config=config) as engine:
-        ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
-        rng = random.Random(0)
-        for context in contexts:
-            for batch in batches:
-                if time.perf_counter() - start > budget_s:
-                    return points
-                prompts = [[rng.randrange(1, spec.config.vocab_size) for _ in range(context)] for _ in range(batch)]
+@dataclass(frozen=True)
+class Part:
+    """One measurement of a run: what it adds under ``key``, begun where at least ``needs_s`` seconds are left."""
 
-                def seconds(tokens: int, prompts: list[list[int]] = prompts) -> float:
-                    begin = time.perf_counter()
-                    engine.generate_batch(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
-                    return time.perf_counter() - begin
+    key: str
+    needs_s: float
+    measure: Callable[[], Any]
 
-                seconds(1 + steps)  # fills the prefix cache and captures what there is to capture
-                step_s = statistics.median(seconds(1 + steps) - seconds(1) for _ in range(3)) / steps
-                best_s = ceiling.step_s(batch, batch * (context + steps // 2))
-                points.append(
-                    {
-                        "model": spec.name,
-                        "deterministic": deterministic,
-                        "batch": batch,
-                        "context": context,
-                        "step_ms": step_s * 1e3,
-                        "ceiling_ms": best_s * 1e3,
-                        "tokens_per_s": batch / step_s,
-                        "of_ceiling": best_s / step_s,
-                    }
-                )
-    return points
+
+def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limited: bool) -> list[Part]:
+    """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
+
+    On CUDA ``needs_s`` adds up to 365 seconds, of which `make gpu` allows 240: what comes after the profiles may be missing
+    there. limited: sweeps take no longer than ``needs_s`` either.
+    """
+
+    def scenario(number: int, needs_s: float = 0) -> list[Part]:
+        chosen = SCENARIOS[device, quick][number]
+        return of(chosen.spec, Part("rollouts", needs_s, lambda: [compare(chosen, device, peer_names)]))
+
+    def decode(spec: ModelSpec, points: Sequence[tuple[int, int]], needs_s: float, **options: Any) -> list[Part]:
+        budget_s = needs_s if limited else math.inf
+        return of(spec, Part("sweep", needs_s, lambda: sweeps.decode(spec, device, points, budget_s, **options)))
+
+    def steps(spec: ModelSpec, batches: Sequence[int], context: int, needs_s: float = 0) -> list[Part]:
+        def measure() -> list[dict[str, Any]]:
+            count = 16 if quick else 64
+            return [step_profile.measure(spec.name, device, batch, context, count) for batch in batches]
+
+        return of(spec, Part("profiles", needs_s, measure))
+
+    def start_up(spec: ModelSpec, needs_s: float = 0) -> list[Part]:
+        return of(spec, Part("start_up", needs_s, lambda: {spec.name: phases.start_up(spec.name, device, limit_s=60)}))
+
+    def of(spec: ModelSpec, part: Part) -> list[Part]:
+        return [part] if only in spec.name else []
+
+    host = Part("growth", 10, lambda: growth(device, quick))
+    if device == "cpu" or quick:
+        spec = TOY if device == "cpu" else LLAMA_1B
+        return [
+            *(part for number in range(len(SCENARIOS[device, quick])) for part in scenario(number)),
+            *decode(spec, ((1, 64), (16, 64)) if quick else ((1, 512), (16, 512), (64, 512), (16, 2048)), 60),
+            *steps(spec, (16,) if quick else (64,), 128),
+            *([] if quick else steps(SMALL, (64,), 128)),
+            *start_up(spec),
+            host,
+        ]
+    return [
+        *scenario(0, 85),
+        *start_up(LLAMA_1B, 35),
+        *decode(LLAMA_1B, ((64, 512), (1, 512), (256, 512), (512, 512)), 15),
+        *scenario(1, 70),
+        *decode(LLAMA_1B, ((64, 512), (256, 512)), 10, deterministic=True),
+        *steps(LLAMA_1B, (64, 256), 512, 15),
+        *decode(QWEN_7B, ((64, 512), (256, 512), (64, 2048), (1, 512), (256, 2048), (512, 512)), 30),
+        *decode(LLAMA_1B, ((64, 2048), (256, 2048), (512, 2048), (16, 512), (64, 8192), (16, 8192), (1, 8192)), 30),
+        *steps(LLAMA_1B, (1,), 512, 10),
+        host,
+        *scenario(2, 55),
+    ]
 
 
 def main() -> int:
@@ -285,11 +320,18 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=report.FOLDER)
     parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
     parser.add_argument("--only", default="", help="only models whose name contains this")
-    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="all, less those that take minutes on CUDA")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds, about; what comes late is left out")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
+    peer_names = args.peers
+    if peer_names is None:
+        slow = {GenerateBatchAsCalled.name} if args.device == "cuda" else set()
+        if args.budget < math.inf:
+            slow.add(Generate.name)
+        peer_names = [name for name in PEERS if name not in slow]
 
     start = time.perf_counter()
     environment = report.environment(args.device)
@@ -297,44 +339,39 @@ def main() -> int:
         print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
     results: dict[str, Any] = {
         "environment": environment,
-        "configuration": {"quick": args.quick, "only": args.only, "peers": args.peers},
+        "configuration": {"quick": args.quick, "only": args.only, "peers": peer_names, "budget_s": str(args.budget)},
         "rollouts": [],
+        "part_s": [],
+        "left_out": [],
     }
-    try:
-        for scenario in SCENARIOS[args.device, args.quick]:
-            if args.only in scenario.spec.name:
-                print(f"{scenario.spec.name}, workload {scenario.workload.name} ...", file=sys.stderr, flush=True)
-                results["rollouts"].append(compare(scenario, args.device, args.peers))
-    except gate.GateError as error:
-        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-        return 1
-    results["growth"] = growth(args.device, args.quick)
-    if args.device == "cuda" and not args.quick:
-        batches, contexts = (1, 16, 64, 256, 512), (512, 2048, 8192)
-        results["sweep"] = [
-            *sweep(LLAMA_1B, "cuda", batches, contexts, 35),
-            *sweep(LLAMA_1B, "cuda", (64, 256), (512,), 15, deterministic=True),
-            *sweep(QWEN_7B, "cuda", batches, contexts, 40),
-        ]
-    if not args.quick:
-        profiled = (
-            ((LLAMA_1B, (1, 64, 256), 512),) if args.device == "cuda" else ((TOY, (64,), 128), (SMALL, (64,), 128))
-        )
-        results["profiles"] = [
-            step_profile.measure(spec.name, args.device, batch, context, steps=64)
-            for spec, batches, context in profiled
-            if args.only in spec.name
-            for batch in batches
-        ]
-        results["start_up"] = {
-            spec.name: phases.start_up(spec.name, args.device) for spec, _, _ in profiled if args.only in spec.name
-        }
+    failed = False
+    for part in parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf):
+        began = time.perf_counter()
+        left = args.budget - (began - start)
+        if left < part.needs_s:
+            results["left_out"].append(f"{part.key}: {left:.0f} s were left, it needs {part.needs_s:.0f} s")
+            continue
+        print(f"{part.key}, after {began - start:.0f} s ...", file=sys.stderr, flush=True)
+        try:
+            found = part.measure()
+        except gate.GateError as error:
+            print(f"gate: {error}; nothing was timed further", file=sys.stderr)
+            return 1
+        except Exception as error:  # what the other parts have found and will find is not lost
+            traceback.print_exc()
+            results["left_out"].append(f"{part.key}: {_reason(error)}")
+            failed = True
+        else:
+            results[part.key] = results.get(part.key, []) + found if isinstance(found, list) else found
+            results["part_s"].append((part.key, time.perf_counter() - began))
+        clear(args.device)
+    results["targets"] = report.targets(results)
     results["seconds"] = time.perf_counter() - start
     path = report.write(results, args.output)
     print(report.table(results))
     print(f"\nwrote {path}")
     print(report.summary(results))
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

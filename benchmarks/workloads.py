@@ -1,4 +1,9 @@
-"""The models and the requests that every engine of a run gets, all of them seeded."""
+"""The models and the requests that every engine of a run gets, all of them seeded.
+
+The workloads, and where each is measured: (i) and (ii) GRPO groups, ``rollout``; (iii) decode at fixed batch and context,
+``sweeps``; (iv) prefill alone, ``phases``; (v) scoring, ``scoring``; (vi) adapters, ``lora``; (vii) a whole cycle of wake,
+update, rollout and sleep, ``phases``; (viii) a GRPO step of TRL, ``grpo``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""Decode alone, at fixed batch and context (workload iii)."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from stoker.benchmarks import ceilings
+from stoker.benchmarks.workloads import ModelSpec
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+STEPS = 64
+_MOST_KV_BYTES = 40 * 2**30
+_REPEATS = 3
+
+
+def _prompts(spec: ModelSpec, rows: int, tokens: int, seed: str) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, spec.config.vocab_size) for _ in range(tokens)] for _ in range(rows)]
+
+
+def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> float:
+    start = time.perf_counter()
+    engine.generate_batch(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True))
+    return time.perf_counter() - start
+
+
+def decode(
+    spec: ModelSpec, device: str, points: Sequence[tuple[int, int]], budget_s: float, *, deterministic: bool = False
+) -> list[dict[str, Any]]:
+    """Steps of ``points``, each a batch and a context: the difference of a long and a short rollout of cached prompts.
+
+    No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason; what was begun is returned.
+    """
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    token_bytes = ceilings.kv_token_bytes(spec.config, dtype)
+    fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= _MOST_KV_BYTES]
+    batches = [batch for batch, _ in fitting]
+    found: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    config = EngineConfig(
+        max_num_seqs=max(batches),
+        max_model_len=max(context for _, context in fitting) + 2 * STEPS,
+        kv_cache_memory=max(b * (c + 2 * STEPS) for b, c in fitting) * token_bytes,
+        deterministic=deterministic,
+    )
+    with RolloutEngine(model := spec.build(device, dtype), config=config) as engine:
+        ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
+        for batch, context in fitting:
+            if found and time.perf_counter() - start > budget_s:
+                break
+            prompts = _prompts(spec, batch, context, f"{batch}/{context}")
+            engine.update_weights()  # empties the prefix cache
+            _seconds(engine, prompts, 1 + STEPS)  # fills it, and captures what there is to capture
+            times = [_seconds(engine, prompts, 1 + STEPS) - _seconds(engine, prompts, 1) for _ in range(_REPEATS)]
+            step_s = statistics.median(times) / STEPS
+            best_s = ceiling.step_s(batch, batch * (context + STEPS // 2))
+            found.append(
+                {
+                    "model": spec.name,
+                    "deterministic": deterministic,
+                    "batch": batch,
+                    "context": context,
+                    "step_ms": step_s * 1e3,
+                    "range_ms": [min(times) / STEPS * 1e3, max(times) / STEPS * 1e3],
+                    "ceiling_ms": best_s * 1e3,
+                    "tokens_per_s": batch / step_s,
+                    "of_ceiling": best_s / step_s,
+                }
+            )
+    return found

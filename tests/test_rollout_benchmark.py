@@ -1,0 +1,262 @@
+"""The comparison with other engines, the budget of a run, and what a run says about its targets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import other_engines
+import pytest
+import torch
+
+from stoker.benchmarks import outside, peers, report, rollout, step_profile, sweeps
+from stoker.benchmarks.ceilings import kv_token_bytes
+from stoker.benchmarks.workloads import TOY, Workload
+
+TINY = Workload(name="tiny", prompts=2, samples=3, prompt_tokens=(4, 9), median=6, sigma=0.7, cap=12, slots=4)
+
+
+# -- other engines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stoker() -> Iterator[peers.Stoker]:
+    engine = peers.Stoker(TOY, TINY, "cpu", torch.float32)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def both_installed() -> Iterator[None]:
+    with other_engines.installed():
+        yield
+
+
+def test_vllm_gets_the_same_weights_kv_cache_and_requests(stoker: peers.Stoker, both_installed: None) -> None:
+    peer = outside.Vllm(TOY, TINY, "cpu", torch.float32)
+    llm: Any = peer.llm
+    for name, tensor in stoker.model.state_dict().items():
+        assert torch.equal(llm.model.state_dict()[name], tensor)
+    assert llm.settings["kv_cache_memory_bytes"] == stoker.engine.config.kv_cache_memory
+    assert (llm.settings["max_num_seqs"], llm.settings["max_model_len"]) == (4, 21)
+    assert llm.settings["enable_prefix_caching"] and llm.settings["skip_tokenizer_init"]
+    prompts = TINY.draw(100, 0)
+    for _ in range(2):
+        with rollout.running(peer):
+            found = peer.rollout(prompts, TINY.lengths)
+    assert found == [[p[0]] * n for p, n in zip(prompts, TINY.lengths, strict=True)]
+    assert llm.calls == ["reset", "generate", "reset", "generate"]
+    peer.close()
+    assert not hasattr(peer, "llm")
+
+
+def test_lmdeploy_gets_the_same_kv_cache_and_requests_and_no_more_at_a_time_than_slots(both_installed: None) -> None:
+    peer = outside.LMDeploy(TOY, TINY, "cpu", torch.bfloat16)
+    pipeline: Any = peer.pipe
+    config = pipeline.backend_config
+    token_bytes = kv_token_bytes(TOY.config, torch.bfloat16)
+    assert token_bytes == 2 * 4 * 2 * 16 * 2  # keys and values, layers, heads, head size, bytes
+    assert 0 <= peers.kv_budget(TOY, TINY, torch.bfloat16) - config.num_gpu_blocks * 64 * token_bytes < 64 * token_bytes
+    assert (config.max_batch_size, config.session_len, config.enable_prefix_caching) == (4, 21, True)
+    prompts = TINY.draw(100, 0)
+    for _ in range(2):
+        with rollout.running(peer):
+            found = peer.rollout(prompts, TINY.lengths)
+    assert found == [[p[0]] * n for p, n in zip(prompts, TINY.lengths, strict=True)]
+    assert pipeline.most_running == 4
+    peer.close()
+
+
+generate = other_engines.LLM.generate
+
+
+def no_such_module(self: Any, **settings: Any) -> None:
+    import stoker.nothing  # noqa: F401
+
+
+def old_transformers(self: Any, **settings: Any) -> None:
+    raise ImportError("cannot import name 'AutoModelForVision2Seq' from 'transformers'")
+
+
+def three_rollouts(self: Any, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+    if self.calls.count("generate") == 3:  # a warm-up, and two rounds
+        raise RuntimeError("out of memory\nat some line")
+    return generate(self, prompts, params, use_tqdm=use_tqdm)
+
+
+def one_short(self: Any, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
+    params[0].max_tokens -= 1
+    return generate(self, prompts, params, use_tqdm=use_tqdm)
+
+
+@pytest.mark.parametrize(
+    ("method", "replacement", "why"),
+    [
+        ("__init__", no_such_module, "ModuleNotFoundError: No module named 'stoker.nothing'"),
+        ("__init__", old_transformers, "ImportError: cannot import name 'AutoModelForVision2Seq' from 'transformers'"),
+        ("generate", three_rollouts, "RuntimeError: out of memory"),
+        ("generate", one_short, "RuntimeError: vllm did not run every request to its length"),
+        (None, None, "vllm is not installed"),
+    ],
+)
+def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
+    stoker: peers.Stoker,
+    method: str | None,
+    replacement: Callable[..., Any],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if method:
+        monkeypatch.setitem(sys.modules, "vllm", other_engines.modules()["vllm"])
+        monkeypatch.setattr(other_engines.LLM, method, replacement)
+    scenario = rollout.Scenario(spec=TOY, workload=TINY, repeats=4)
+    engines = rollout.race(stoker, scenario, "cpu", torch.float32, ["vllm"])
+    assert engines["vllm"]["skipped"] == why
+    assert len(engines["stoker"]["seconds"]) == 4
+
+
+def test_slow_engines_sit_out(stoker: peers.Stoker) -> None:
+    slow = rollout.Scenario(spec=TOY, workload=TINY, repeats=3, peer_limit_s=1e-9, budget_s=0.0)
+    patient = rollout.Scenario(spec=TOY, workload=TINY, repeats=3, budget_s=0.0)
+    with other_engines.installed():
+        engines = rollout.race(stoker, slow, "cpu", torch.float32, ["generate", "vllm"])
+        assert "unfinished after 0 s" in engines["generate"]["skipped"]
+        assert "its warm-up took" in engines["vllm"]["skipped"]
+        assert len(engines["stoker"]["seconds"]) == 1
+        engines = rollout.race(stoker, patient, "cpu", torch.float32, ["vllm"])
+        assert len(engines["vllm"]["seconds"]) == len(engines["stoker"]["seconds"]) == 1
+
+
+def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_bytes = kv_token_bytes(TOY.config, torch.float32)
+    monkeypatch.setattr(sweeps, "_MOST_KV_BYTES", 8 * (16 + 2 * sweeps.STEPS) * token_bytes)
+    monkeypatch.setattr(sweeps, "_REPEATS", 1)
+    points = ((2, 16), (9, 16), (8, 16), (1, 32))
+    found = sweeps.decode(TOY, "cpu", points, float("inf"))
+    assert [(p["batch"], p["context"]) for p in found] == [(2, 16), (8, 16), (1, 32)]
+    assert len(sweeps.decode(TOY, "cpu", points, 0.0)) == 1
+
+
+# -- a run and what it says ------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_out_or_fails_is_written_beside_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("an illegal address")
+
+    def parts(*_: Any) -> list[rollout.Part]:
+        return [
+            rollout.Part("growth", 1, fail),
+            rollout.Part("sweep", 1000, fail),
+            rollout.Part("prefill", 1, lambda: [{"found": 1}]),
+            rollout.Part("prefill", 1, lambda: [{"found": 1}]),
+        ]
+
+    monkeypatch.setattr(rollout, "parts", parts)
+    monkeypatch.setattr(sys, "argv", ["rollout", "--budget", "100", "--output", str(tmp_path)])
+    assert rollout.main() == 1
+    results = json.loads(next(tmp_path.glob("*.json")).read_text())
+    failed, late = results["left_out"]
+    assert failed == "growth: RuntimeError: an illegal address" and late.endswith("s were left, it needs 1000 s")
+    assert results["prefill"] == [{"found": 1}] * 2
+    assert "left out, growth: RuntimeError: an illegal address" in capsys.readouterr().out
+
+
+def point(model: str, batch: int, context: int, of_ceiling: float, step_ms: float, exact: bool = False) -> dict:
+    return {
+        "model": model,
+        "batch": batch,
+        "context": context,
+        "of_ceiling": of_ceiling,
+        "step_ms": step_ms,
+        "tokens_per_s": batch / step_ms * 1e3,
+        "deterministic": exact,
+    }
+
+
+FAST: dict[str, Any] = {
+    "environment": {"device": "cuda"},
+    "configuration": {"quick": False},
+    "rollouts": [
+        {
+            "model": {"name": "llama-3.2-1b"},
+            "workload": {"name": "ii"},
+            "capture_ms": [20.0, 100.0],
+            "engines": {
+                "stoker": {"of_ceiling": 0.6, "times_stoker": 1.0},
+                "generate_batch, tuned": {"times_stoker": 5.0},
+                "generate_batch": {"skipped": "slow"},
+                "vllm": {"times_stoker": 1.0},
+            },
+        }
+    ],
+    "sweep": [
+        point("llama-3.2-1b", 1, 512, 0.1, 1.0),
+        point("llama-3.2-1b", 64, 512, 0.7, 17.0),
+        point("qwen2.5-7b", 512, 2048, 0.7, 2.0),
+        point("llama-3.2-1b", 64, 512, 0.3, 20.0, exact=True),
+    ],
+    "profiles": [{"batch": 1, "idle_share": 0.5}, {"batch": 64, "idle_share": 0.03}],
+    "start_up": {"llama-3.2-1b": {"cold_s": 15.0, "warm_s": 3.0}},
+}
+
+
+def verdicts(results: dict) -> dict[str, bool | None]:
+    return {target["what"]: target["reached"] for target in report.targets(results)}
+
+
+def test_targets_that_are_just_reached() -> None:
+    found = verdicts(FAST)
+    assert list(found.values()).count(True) == 11 and False not in found.values()
+    assert found["qwen2.5-7b, 64 x 512: of its ceiling"] is None  # not measured
+    assert found["GRPO workload ii: times generate_batch"] is None
+
+
+def missed(change: Callable[[dict], object]) -> list[str]:
+    results = copy.deepcopy(FAST)
+    change(results)
+    return [what for what, reached in verdicts(results).items() if reached is False]
+
+
+def test_each_target_depends_on_its_own_figure() -> None:
+    def engines(results: dict) -> dict:
+        return results["rollouts"][0]["engines"]
+
+    assert missed(lambda r: r["sweep"][0].update(tokens_per_s=999)) == ["1B, batch 1, context 512: tokens/s"]
+    assert missed(lambda r: r["sweep"][1].update(of_ceiling=0.69)) == ["llama-3.2-1b, 64 x 512: of its ceiling"]
+    assert missed(lambda r: r["sweep"][2].update(of_ceiling=0.69)) == ["qwen2.5-7b, 512 x 2048: of its ceiling"]
+    assert missed(lambda r: r["sweep"][3].update(tokens_per_s=3190)) == ["deterministic over fast, 64 x 512"]
+    assert missed(lambda r: r["profiles"][1].update(idle_share=0.031)) == ["device at work, batch 64"]
+    assert missed(lambda r: engines(r)["stoker"].update(of_ceiling=0.59)) == ["GRPO workload ii: of its ceiling"]
+    assert missed(lambda r: engines(r)["generate_batch, tuned"].update(times_stoker=4.9)) == [
+        "GRPO workload ii: times generate_batch, tuned"
+    ]
+    assert missed(lambda r: engines(r)["vllm"].update(times_stoker=0.99)) == ["GRPO workload ii: times vllm"]
+    assert missed(lambda r: r["start_up"]["llama-3.2-1b"].update(warm_s=3.1)) == ["first token, warm_s: 3 s over it"]
+    assert missed(lambda r: r["start_up"]["llama-3.2-1b"].update(cold_s=15.1)) == ["first token, cold_s: 15 s over it"]
+    assert missed(lambda r: r["rollouts"][0]["capture_ms"].append(101.0)) == ["graph capture: 100 ms over the slowest"]
+
+
+def test_a_cpu_and_a_quick_run_have_no_targets() -> None:
+    assert report.targets(FAST | {"environment": {"device": "cpu"}}) == []
+    assert report.targets(FAST | {"configuration": {"quick": True}}) == []
+    empty = {"environment": {"device": "cuda"}, "configuration": {"quick": False}, "rollouts": []}
+    assert all(target["reached"] is None for target in report.targets(empty))
+
+
+def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
+    spans = [("nvjet_gemm", 0.0, 5.0), ("attention_fwd", 7.0, 10.0), ("memcpy", 9.0, 12.0), ("norm", 42.0, 43.0)]
+    assert step_profile.attribute(reversed(spans)) == {
+        "matmul": 5.0,
+        "gaps": 2.0,
+        "attention": 3.0,
+        "copies": 3.0,
+        "waits": 30.0,
+        "norm, rotary, KV write": 1.0,
+    }
