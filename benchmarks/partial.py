@@ -38,12 +38,12 @@ class Scenario:
 
 
 def _workload(rounds: int, slots: int, **shape: Any) -> Workload:
-    return Workload(name="tail", prompts=rounds * slots, samples=1, sigma=1.0, slots=slots, **shape)
+    return Workload(name="tail", prompts=rounds * slots, samples=1, sigma=1.2, slots=slots, **shape)
 
 
 SCENARIOS = {
     ("cpu", False): Scenario(
-        spec=TOY, workload=_workload(8, 32, prompt_tokens=(16, 64), median=40, cap=512), share=0.75, repeats=5
+        spec=TOY, workload=_workload(16, 16, prompt_tokens=(16, 64), median=40, cap=512), share=0.5, repeats=5
     ),
     ("cpu", True): Scenario(
         spec=TOY, workload=_workload(3, 4, prompt_tokens=(4, 8), median=6, cap=32), share=0.75, repeats=1
