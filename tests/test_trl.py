@@ -431,11 +431,11 @@ def test_an_engine_on_another_device_is_refused(make_trainer: MakeTrainer) -> No
     assert dict(vars(trainer)) == before
 
 
-def test_a_model_moved_to_another_device_is_noticed(make_trainer: MakeTrainer) -> None:
+def test_a_model_cast_while_attached_is_noticed(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     attach(trainer)
-    trainer.model.to("meta")
-    with pytest.raises(WeightsMovedError, match="on meta; the engine was built for .* on cpu"):
+    trainer.model.to(torch.float16)
+    with pytest.raises(WeightsMovedError, match="now torch.float16 on cpu; the engine was built for torch.float32"):
         trainer.vllm_generation.sync_weights()
 
 
