@@ -48,3 +48,21 @@ def test_the_command_knows_every_benchmark(capsys: pytest.CaptureFixture[str]) -
 def test_an_unknown_program_is_refused_with_those_there_are(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "nothing"]) == 2
     assert "choose from" in capsys.readouterr().err
+
+
+def test_grpo_steps_by_who_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("trl")
+    found = run(tmp_path, "grpo")["grpo"]
+    assert found["gate"]["max_abs_diff"] < found["gate"]["limit"]
+    assert {"engine", "generate", "continuous, sized"} < set(found["ways"])
+    for way in found["ways"].values():
+        assert len(way["step_seconds"]) == len(way["rollout_seconds"]) == found["workload"]["steps"]
+        assert 0 < way["rollout_share"] < 1 and 1 <= way["mean_length"] <= found["workload"]["cap"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["x_generate"] > 0
+
+
+def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(tmp_path, "partial")["partial"]
+    whole, partial = found["ways"]["wait for all"], found["ways"]["partial"]
+    assert whole["over_an_update"] == 0 < partial["over_an_update"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["x_waiting"] > 0

@@ -31,6 +31,20 @@ def test_a_short_run_writes_its_report(tmp_path):
     assert (tmp_path / "report.png").is_file()
 
 
+def test_an_adapter_is_trained_and_its_updates_are_timed(tmp_path):
+    pytest.importorskip("peft")
+    short = ["--pretraining-steps", "5", "--steps", "2", "--batch-size", "16", "--eval-problems", "8"]
+    done = run("--output", str(tmp_path), "--lora", "4", "--compare-prompts", "0", *short)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["rewards"]) == 2
+    assert report["logprob_difference"]["max"] < 1e-3
+    live, pushed = report["adapter_updates"]["live"], report["adapter_updates"]["merge and push"]
+    assert live["bytes"] == 0 < pushed["bytes"]
+    assert live["seconds"] > 0 and pushed["seconds"] > 0
+    assert "changed adapter, live" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -423,6 +423,22 @@ def test_other_versions_of_trl_are_refused(
     refused(make_trainer(), InvalidConfigError, rf"TRL {found} .*>=1\.16,<2")
 
 
+def test_an_engine_on_another_device_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    before = dict(vars(trainer))
+    with pytest.raises(InvalidConfigError, match="device=cuda and the model is on cpu: set device='auto'"):
+        attach(trainer, config=EngineConfig(device="cuda"))
+    assert dict(vars(trainer)) == before
+
+
+def test_a_model_cast_while_attached_is_noticed(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    attach(trainer)
+    trainer.model.to(torch.float16)
+    with pytest.raises(WeightsMovedError, match="now torch.float16 on cpu; the engine was built for torch.float32"):
+        trainer.vllm_generation.sync_weights()
+
+
 def test_other_trainers_are_refused(tmp_path: Any) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
     refused(Trainer(model=make_model(), args=arguments), InvalidConfigError, "GRPOTrainer, RLOOTrainer.* a Trainer")
