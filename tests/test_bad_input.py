@@ -363,7 +363,7 @@ def of_type(kind: str, **fields) -> nn.Module:
         (with_a_module_replaced, r"missing \['lm_head.weight'\]|transformers causal language model"),
         (
             lambda: get_peft_model(make_model("llama"), IA3Config(task_type="CAUSAL_LM")),
-            r"adapter of type IA3.*merge it",
+            r"adapter of type IA3.*or merge this one where PEFT can",
         ),
         *((lambda f=f: make_model(f), r"recurrent.*use model.generate") for f in REFUSED),
     ],
