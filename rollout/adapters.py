@@ -126,6 +126,20 @@ class Adapters:
             raise InvalidRequestError(f"adapter={choice!r} is not known: there are {known}; None is the bare base")
         return self._known[choice]
 
+    def parts(self, requests: list[Request], under_way: Iterable[Request]) -> list[list[Request]]:
+        """One call's requests, cut where they need more adapters than there are slots beside those under way.
+
+        Adapters come in the order of their first request, and what needs none goes first.
+        """
+        others = {r.adapter for r in under_way if r.adapter is not None}
+        wanted = list(dict.fromkeys(r.adapter for r in requests if r.adapter is not None and r.adapter not in others))
+        room = max(1, self._binding.max_loras - len(others))
+        part_of = {adapter: number // room for number, adapter in enumerate(wanted)}
+        parts: list[list[Request]] = [[] for _ in range(max(1, -(-len(wanted) // room)))]
+        for request in requests:
+            parts[part_of.get(request.adapter, 0)].append(request)  # type: ignore[arg-type]
+        return [part for part in parts if part]
+
     def place(self, requests: Iterable[Request], under_way: Iterable[Request]) -> InvalidRequestError | None:
         """Bring the adapters of new requests into slots, instead of those that were not used for longest.
 

@@ -10,28 +10,20 @@ from functools import partial
 from typing import Any, Literal, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from stoker.engine.core import EngineCore
 from stoker.engine.device import runtime_for
-from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request, Status
-from stoker.engine.runner import EagerStep, Runner
-from stoker.engine.sampler import Sampler
-from stoker.engine.scheduler import Scheduler
-from stoker.engine.scorer import Scorer
-from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import (
     EngineStateError,
-    InvalidConfigError,
     InvalidRequestError,
     RequestFailedError,
     StokerError,
     UnsupportedModelError,
 )
+from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
@@ -73,29 +65,21 @@ class RolloutEngine:
             max_loras=self.config.max_loras,
             max_lora_rank=self.config.max_lora_rank,
         )
-        self._check_config()
+        setup.check_device(self.config, self._binding)
         self.runtime = runtime_for(self._binding.source.device)
-        self.max_model_len = self._max_model_len()
+        self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
         self._block_bytes = KVCache.block_bytes(self._binding.shapes, self.config.block_size)
-        num_blocks = self._num_blocks()
-        try:
-            self._kv = KVCache(self._binding.shapes, num_blocks, self.config.block_size, self.runtime)
-        except (RuntimeError, MemoryError) as error:
-            wanted, free = num_blocks * self._block_bytes, self.runtime.free_memory()
-            raise InvalidConfigError(
-                f"no memory for the KV cache: {wanted} bytes wanted, {free} free. Free some or set a smaller "
-                "EngineConfig.kv_cache_memory"
-            ) from error
-        self.core = self._new_core()
+        self._kv = setup.kv_cache(self.config, self._binding, self.runtime, self.max_model_len)
+        self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len)
         self._loop = Loop(self.core)
         self._memory = EngineMemory(self.core, self._kv, self._binding)
         self._requests = RequestMaker(
             tokenizer=tokenizer,
             vocab=self._binding.shell.vocab,
-            eos_ids=self._find_eos_ids(),
+            eos_ids=setup.eos_ids(self._binding, tokenizer),
             max_model_len=self.max_model_len,
-            kv_tokens=(num_blocks - 1) * self.config.block_size,
+            kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,
             token_bytes=self._block_bytes // self.config.block_size,
             share=self.config.block_size,
             seed=self.config.seed,
@@ -103,35 +87,6 @@ class RolloutEngine:
         self._binding.fuse()
         self._adapters = Adapters(self._binding)
         self._adapters.refresh()
-
-    def _new_core(self) -> EngineCore:
-        binding = self._binding
-        block_size, num_blocks = self.config.block_size, self._kv.num_blocks
-        scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            decode_window=self.config.decode_window,
-            enable_prefix_caching=self.config.enable_prefix_caching,
-        )
-        vocab = binding.shell.vocab
-        inputs = StepInputs(
-            binding.ops,
-            self.runtime,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_blocks=min(-(-self.max_model_len // block_size), num_blocks),
-            block_size=block_size,
-            token_bytes=max(shape.token_bytes for shape in binding.shapes),
-            vocab=vocab,
-        )
-        sampler = Sampler(binding.ops, self.config.max_num_seqs, vocab, binding.source.device)
-        scorer = Scorer(binding.ops, self.runtime, self.config.score_chunk_tokens)
-        eager = EagerStep(binding.shell, sampler, scorer, self._kv, binding.ops, self.runtime)
-        graphs = self.config.use_graphs and self.runtime.graphs and binding.ops.static_plans
-        runner: Runner = GraphStep(eager, self.config.decode_window) if graphs else eager
-        return EngineCore(scheduler, inputs, runner, ahead=self.runtime.ahead)
 
     @classmethod
     def from_pretrained(
@@ -142,27 +97,9 @@ class RolloutEngine:
         On a CPU the weights stay memory-mapped where ``config.dtype`` is that of the files; on CUDA they go straight to
         the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         config = config or EngineConfig()
-        if not os.path.isfile(os.path.join(path, "config.json")):
-            raise InvalidConfigError(f"{path} is no model folder (no config.json in it): give a local folder")
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise InvalidConfigError(f"{path} cannot be loaded: {error}") from error
-        if info["missing_keys"]:
-            lacking = ", ".join(sorted(info["missing_keys"])[:4])
-            raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
-        if tokenizer == "auto":
-            has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
-        return cls(model.eval(), config=config, tokenizer=tokenizer)
+        model, tokenizer = setup.load(path, config, tokenizer)
+        return cls(model, config=config, tokenizer=tokenizer)
 
     # -- generation ----------------------------------------------------------------------------------------------
 
@@ -260,14 +197,14 @@ class RolloutEngine:
         """Until all of them are through; where that is interrupted, none of them holds anything."""
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
 
-            def done() -> bool:
-                finished = sum(r.status is Status.FINISHED for r in requests)
-                progress.update(finished - progress.n)
-                return finished == len(requests)
+            def done(part: list[Request]) -> bool:
+                progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
+                return all(r.status is Status.FINISHED for r in part)
 
             try:
-                self._add(f"start {call}", requests)
-                self._loop.drive(done)
+                for part in self._adapters.parts(requests, self._under_way()):
+                    self._add(f"start {call}", part)
+                    self._loop.drive(partial(done, part))
             except BaseException:
                 self._loop.abort(requests)
                 raise
@@ -528,7 +465,7 @@ class RolloutEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- set-up --------------------------------------------------------------------------------------------------
+    # -- states --------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -542,57 +479,3 @@ class RolloutEngine:
         self._check_open()
         if self._memory.asleep:
             raise EngineStateError(f"the engine is asleep ({', '.join(self._memory.asleep)}): call wake_up() first")
-
-    def _check_config(self) -> None:
-        device = self.config.device
-        if device != "auto":
-            wanted, actual = torch.device(device), self._binding.source.device
-            if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
-                raise InvalidConfigError(f"device={device} and the model is on {actual}: set device='auto'")
-
-    def _max_model_len(self) -> int:
-        limit = getattr(self._binding.source.module.config, "max_position_embeddings", None)
-        if self.config.max_model_len is None:
-            if limit is None:
-                raise InvalidConfigError("the model's config has no max_position_embeddings: set max_model_len")
-            return int(limit)
-        if limit is not None and self.config.max_model_len > limit:
-            raise InvalidConfigError(
-                f"max_model_len={self.config.max_model_len} is beyond the model's {limit} positions"
-            )
-        return self.config.max_model_len
-
-    def _num_blocks(self) -> int:
-        """Blocks the configured memory holds, the null block included."""
-        size = self.config.block_size
-        needed = self.config.max_num_seqs * -(-self.max_model_len // size) + 1
-        amount = self.config.kv_cache_memory
-        if amount == "auto":
-            budget = int(0.3 * self.runtime.free_memory()) - self._workspace_bytes()
-            return max(2, min(needed, budget // self._block_bytes))
-        assert isinstance(amount, int)
-        if amount < 2 * self._block_bytes:
-            raise InvalidConfigError(
-                f"kv_cache_memory={amount} holds no block: two blocks of {size} tokens take {2 * self._block_bytes} bytes"
-            )
-        return amount // self._block_bytes
-
-    def _workspace_bytes(self) -> int:
-        """What attention will set aside on the device when its layers first run."""
-        workspace = self._binding.ops.attention_workspace
-        if workspace is None:
-            return 0
-        rows, size = self.config.max_num_seqs, self.config.block_size
-        columns, heads = -(-self.max_model_len // size), self._binding.shell.config.num_attention_heads
-        value_dims = {shape.value_dim for shape in self._binding.shapes}
-        return sum(workspace(rows, columns, size, heads, dim) for dim in value_dims)
-
-    def _find_eos_ids(self) -> frozenset[int]:
-        """The ids that end a completion: the tokenizer's and the generation config's."""
-        module: Any = self._binding.source.module
-        found: set[int] = set()
-        for owner in (self.tokenizer, getattr(module, "generation_config", None)):
-            eos = getattr(owner, "eos_token_id", None)
-            if eos is not None:
-                found.update([eos] if isinstance(eos, int) else eos)
-        return frozenset(t for t in found if 0 <= t < self._binding.shell.vocab)  # a tokenizer may know more tokens

@@ -187,12 +187,33 @@ def test_more_adapters_than_slots() -> None:
     with RolloutEngine(model, config=config) as engine:
         for adapter in ("default", "other", "default"):
             assert_like_peft(engine, model, [adapter, None, adapter, None])
-        with pytest.raises(InvalidRequestError, match=r"2 adapters would be in use.*max_loras is 1"):
-            engine.generate_batch(PROMPTS, GREEDY, adapter=["default", "other", None, None])
+        assert_like_peft(engine, model, ["other", "default", None, "other"])  # one after the other
         waiting = engine.submit(PROMPTS[0], GREEDY, adapter="default")
         with pytest.raises(InvalidRequestError, match=r"wait for the requests under way"):
             engine.submit(PROMPTS[0], GREEDY, adapter="other")
+        with pytest.raises(InvalidRequestError, match=r"2 adapters would be in use.*max_loras is 1"):
+            engine.generate_batch(PROMPTS, GREEDY, adapter=["default", "other", None, None])
         assert waiting.result().completions[0].token_ids == expected_tokens(model, "default")[0]
+
+
+def test_many_adapters_over_two_slots() -> None:
+    model = peft_model()
+    for seed in range(1, 6):
+        model.add_adapter(f"a{seed}", lora())
+    shake(model, 3)
+    names = ["default", *(f"a{seed}" for seed in range(1, 6)), None]
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=2)
+    with RolloutEngine(model, config=config) as engine:
+        choices = [names[(3 * row) % 7] for row in range(21)]
+        prompts = [PROMPTS[row % 4] for row in range(21)]
+        together = engine.generate_batch(prompts, GREEDY, adapter=choices)
+        scores = engine.score(together, adapter=choices)
+        wanted = {name: expected_tokens(model, name) for name in names}
+        for row, (output, score) in enumerate(zip(together, scores, strict=True)):
+            (completion,) = output.completions
+            assert completion.token_ids == wanted[choices[row]][row % 4]
+            assert score.logprobs.tolist() == pytest.approx(completion.logprobs, abs=1e-4)
+    assert len({str(t) for t in wanted.values()}) == 7
 
 
 def test_nothing_of_the_trainers_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""What an engine is built of, from its configuration and the model it is bound to."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from stoker.engine.core import EngineCore
+from stoker.engine.device import Runtime
+from stoker.engine.graphs import GraphStep
+from stoker.engine.kv_cache import KVCache
+from stoker.engine.runner import EagerStep, Runner
+from stoker.engine.sampler import Sampler
+from stoker.engine.scheduler import Scheduler
+from stoker.engine.scorer import Scorer
+from stoker.engine.step_inputs import StepInputs
+from stoker.kernels.errors import InvalidConfigError
+from stoker.rollout.binding import ModelBinding
+from stoker.rollout.config import EngineConfig
+
+_SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
+
+
+def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """The model of a local folder, in evaluation mode, and its tokenizer. Raises ``InvalidConfigError``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise InvalidConfigError(f"{path} is no model folder (no config.json in it): give a local folder")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise InvalidConfigError(f"{path} cannot be loaded: {error}") from error
+    if info["missing_keys"]:
+        lacking = ", ".join(sorted(info["missing_keys"])[:4])
+        raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
+    if tokenizer == "auto":
+        has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
+    return model.eval(), tokenizer
+
+
+def check_device(config: EngineConfig, binding: ModelBinding) -> None:
+    if config.device != "auto":
+        wanted, actual = torch.device(config.device), binding.source.device
+        if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
+            raise InvalidConfigError(f"device={config.device} and the model is on {actual}: set device='auto'")
+
+
+def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
+    """Tokens that prompt and completion may have together."""
+    limit = getattr(binding.source.module.config, "max_position_embeddings", None)
+    if config.max_model_len is None:
+        if limit is None:
+            raise InvalidConfigError("the model's config has no max_position_embeddings: set max_model_len")
+        return int(limit)
+    if limit is not None and config.max_model_len > limit:
+        raise InvalidConfigError(f"max_model_len={config.max_model_len} is beyond the model's {limit} positions")
+    return config.max_model_len
+
+
+def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
+    """The configured memory as blocks, the null block included. Raises ``InvalidConfigError`` where it cannot be had."""
+    block_bytes = KVCache.block_bytes(binding.shapes, config.block_size)
+    if config.kv_cache_memory == "auto":
+        needed = config.max_num_seqs * -(-model_len // config.block_size) + 1
+        budget = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
+        num_blocks = max(2, min(needed, budget // block_bytes))
+    else:
+        assert isinstance(config.kv_cache_memory, int)
+        num_blocks = config.kv_cache_memory // block_bytes
+        if num_blocks < 2:
+            raise InvalidConfigError(
+                f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
+                f"{2 * block_bytes} bytes"
+            )
+    try:
+        return KVCache(binding.shapes, num_blocks, config.block_size, runtime)
+    except (RuntimeError, MemoryError) as error:
+        wanted, free = num_blocks * block_bytes, runtime.free_memory()
+        raise InvalidConfigError(
+            f"no memory for the KV cache: {wanted} bytes wanted, {free} free. Free some or set a smaller "
+            "EngineConfig.kv_cache_memory"
+        ) from error
+
+
+def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:
+    """What attention will set aside on the device when its layers first run."""
+    workspace = binding.ops.attention_workspace
+    if workspace is None:
+        return 0
+    columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
+    value_dims = {shape.value_dim for shape in binding.shapes}
+    return sum(workspace(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
+
+
+def core(config: EngineConfig, binding: ModelBinding, runtime: Runtime, kv: KVCache, model_len: int) -> EngineCore:
+    """Scheduler, static inputs and runner, over a KV cache."""
+    block_size, vocab = config.block_size, binding.shell.vocab
+    scheduler = Scheduler(
+        num_blocks=kv.num_blocks,
+        block_size=block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_window=config.decode_window,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    inputs = StepInputs(
+        binding.ops,
+        runtime,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_blocks=min(-(-model_len // block_size), kv.num_blocks),
+        block_size=block_size,
+        token_bytes=max(shape.token_bytes for shape in binding.shapes),
+        vocab=vocab,
+    )
+    sampler = Sampler(binding.ops, config.max_num_seqs, vocab, binding.source.device)
+    scorer = Scorer(binding.ops, runtime, config.score_chunk_tokens)
+    eager = EagerStep(binding.shell, sampler, scorer, kv, binding.ops, runtime)
+    graphs = config.use_graphs and runtime.graphs and binding.ops.static_plans
+    runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
+    return EngineCore(scheduler, inputs, runner, ahead=runtime.ahead)
+
+
+def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
+    """The ids that end a completion: the tokenizer's and the generation config's."""
+    module: Any = binding.source.module
+    found: set[int] = set()
+    for owner in (tokenizer, getattr(module, "generation_config", None)):
+        eos = getattr(owner, "eos_token_id", None)
+        if eos is not None:
+            found.update([eos] if isinstance(eos, int) else eos)
+    return frozenset(t for t in found if 0 <= t < binding.shell.vocab)  # a tokenizer may know more tokens
