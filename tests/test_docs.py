@@ -20,6 +20,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
 # What the pages show is for a GPU and a real run.
 SMALLER = {
     "4GiB": "4MiB",
+    '"path/or/hub-id"': "folder, processing_class=tokenizer",
+    'AsyncGRPOConfig(output_dir="out"': 'AsyncGRPOConfig(dtype="float32", output_dir="out"',
     'output_dir="out"': 'output_dir="out", use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, report_to="none"',
 }
 ROOMS = ("rollout", "engine", "weight_sync", "kernels", "integrations")
@@ -87,6 +89,16 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         from datasets import Dataset
 
         names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
+    if "import AsyncRollouts" in text:
+        pytest.importorskip("trl")
+        import trl_async_setup
+        from datasets import Dataset
+
+        trl_async_setup.stand_in(monkeypatch)
+        names["model"].save_pretrained(tmp_path / "model")
+        names |= {"folder": str(tmp_path / "model"), "reward": trl_async_setup.count_a}
+        names |= {"tokenizer": trl_async_setup.chat_tokenizer()}
+        names["dataset"] = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in PROMPTS]})
     group = process_group(tmp_path) if "import fully_shard" in text else nullcontext()
     with group:
         ran = run_page(page, names)

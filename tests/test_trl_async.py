@@ -1,7 +1,6 @@
 """TRL's AsyncGRPOTrainer with the engine as its rollout worker: the trainer is TRL's own, and so is the rollout loop.
 
-Its training forward runs on a GPU kernel, it asks for the GPU's name, and it parses completions by templates of real
-models; plain stand-ins take the place of these three.
+``trl_async_setup`` has the stand-ins for what it wants of a GPU.
 """
 
 from __future__ import annotations
@@ -15,54 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from trl_setup import LOGPROB_TOLERANCE, make_model, make_tokenizer, plain_logprobs
+from trl_async_setup import ANSWER, chat_tokenizer, count_a, stand_in
+from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from trl.experimental.async_grpo import (
-    AsyncGRPOConfig,
-    AsyncGRPOTrainer,
-    async_grpo_trainer,
-    async_rollout_worker,
-    packing,
-)
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from stoker.integrations.trl_async import AsyncRollouts
 from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-ANSWER = "gggg"
 Make = Callable[..., Any]
-
-
-def plain_varlen(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any
-) -> Any:
-    """What the kernel computes: each segment of queries over its own keys, causal from the end. [T, H, D] each."""
-    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
-    out = torch.empty_like(query)
-    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * softmax_scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + int(k1 - k0) - int(q1 - q0))
-        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[q0:q1] = torch.einsum("hqk,khd->qhd", probs, value[k0:k1])
-    return out
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, {"by": "parse"}
-    return tokenizer
-
-
-def parse(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any = None) -> dict[str, Any]:
-    """A completion is its text. With tools, the first turn of a conversation calls one."""
-    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-    if tools and ANSWER not in tokenizer.decode(prefix):
-        message["tool_calls"] = [{"type": "function", "function": {"name": "look_up", "arguments": {"key": "x"}}}]
-    return message
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=plain_varlen))
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-    monkeypatch.setattr(async_rollout_worker, "parse_response", parse)
+    stand_in(monkeypatch)
     made: list[AsyncRollouts] = []
 
     def build(reward: Any, rollouts: AsyncRollouts | None = None, *, peft_config: Any = None, **settings: Any) -> Any:
@@ -114,10 +76,6 @@ def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for rollouts in made:
         if rollouts.engine is not None:
             rollouts.detach()
-
-
-def count_a(completions: list[Any], **_: Any) -> list[float]:
-    return [float(c[0]["content"].count("a")) for c in completions]
 
 
 def threads() -> set[str]:

@@ -1,0 +1,57 @@
+"""TRL's AsyncGRPOTrainer on a CPU.
+
+Its training forward runs on a GPU kernel, it asks for the GPU's name, and it parses completions by templates of real
+models; plain stand-ins take the place of these three. All else is TRL's own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl_setup import make_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ANSWER = "gggg"
+
+
+def plain_varlen(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any
+) -> Any:
+    """What the kernel computes: each segment of queries over its own keys, causal from the end. [T, H, D] each."""
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    out = torch.empty_like(query)
+    for q0, q1, k0, k1 in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        scores = torch.einsum("qhd,khd->hqk", query[q0:q1], key[k0:k1]) * softmax_scale
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + int(k1 - k0) - int(q1 - q0))
+        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[q0:q1] = torch.einsum("hqk,khd->qhd", probs, value[k0:k1])
+    return out
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, {"by": "parse"}
+    return tokenizer
+
+
+def parse(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any = None) -> dict[str, Any]:
+    """A completion is its text. With tools, the first turn of a conversation calls one."""
+    message: dict[str, Any] = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    if tools and ANSWER not in tokenizer.decode(prefix):
+        message["tool_calls"] = [{"type": "function", "function": {"name": "look_up", "arguments": {"key": "x"}}}]
+    return message
+
+
+def count_a(completions: list[Any], **_: Any) -> list[float]:
+    return [float(c[0]["content"].count("a")) for c in completions]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
+
+    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=plain_varlen))
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    monkeypatch.setattr(async_rollout_worker, "parse_response", parse)
