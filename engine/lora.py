@@ -103,6 +103,16 @@ class LoraLayers:
         for link in adapter.links:
             check_fits(name, link, self._modules, self._fused, dtype)
 
+    def derives(self, adapter: AdapterWeights) -> bool:
+        """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
+        return any(
+            link.magnitudes
+            or link.offsets
+            or link.biases
+            or any(is_router(self._modules.get(path)) for path in link.linears)
+            for link in adapter.links
+        )
+
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
         parts = (

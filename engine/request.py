@@ -127,6 +127,10 @@ class Request:
         """Nothing is left to compute: what it waits for is on its way from the device."""
         return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)
 
+    def fail(self, error: StokerError) -> None:
+        """End before it was queued."""
+        self.error, self.finish_reason, self.status = error, "error", Status.FINISHED
+
     def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
         """Take several sampled tokens at once; False, and nothing taken, where one of them may end the completion."""
         if self.stop_string is not None or self.remaining <= len(tokens) or not self.spec.stop_ids.isdisjoint(tokens):

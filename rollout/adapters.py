@@ -38,6 +38,7 @@ class Adapters:
             str, tuple[AdapterWeights, AdapterWeights]
         ] = {}  # of a slot: what was copied, and its copy
         self._slotted: list[Adapter] = []  # least recently used first
+        self._placed: dict[int, tuple[object, AdapterWeights]] = {}  # by slot: in which shell, and what
 
     @property
     def names(self) -> list[str]:
@@ -51,8 +52,11 @@ class Adapters:
         for name in live.keys() - self._known.keys():
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
+        shell = self._binding.shell
         for adapter in self._slotted:
-            self._put(adapter)
+            placed, weights = self._placed[adapter.slot], live[adapter.name]
+            if placed[0] is not shell or placed[1] is not weights or shell.lora.derives(weights):
+                self._put(adapter)
 
     def knows(self, adapter: Adapter) -> bool:
         """Whether it is still there, and no other one under its name."""
@@ -100,6 +104,7 @@ class Adapters:
             if copied[1] is not weights:
                 self._on_device[adapter.name] = copied
         self._binding.shell.lora.put(adapter.slot, copied[1])
+        self._placed[adapter.slot] = self._binding.shell, weights
 
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)
@@ -107,6 +112,7 @@ class Adapters:
         if adapter in self._slotted:
             self._slotted.remove(adapter)
             self._binding.shell.lora.put(adapter.slot, None)
+            self._placed.pop(adapter.slot, None)
 
     def resolve(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[Adapter | None]:
         """Each row's adapter. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""
@@ -126,19 +132,28 @@ class Adapters:
             raise InvalidRequestError(f"adapter={choice!r} is not known: there are {known}; None is the bare base")
         return self._known[choice]
 
-    def parts(self, requests: list[Request], under_way: Iterable[Request]) -> list[list[Request]]:
-        """One call's requests, cut where they need more adapters than there are slots beside those under way.
-
-        Adapters come in the order of their first request, and what needs none goes first.
-        """
-        others = {r.adapter for r in under_way if r.adapter is not None}
-        wanted = list(dict.fromkeys(r.adapter for r in requests if r.adapter is not None and r.adapter not in others))
-        room = max(1, self._binding.max_loras - len(others))
-        part_of = {adapter: number // room for number, adapter in enumerate(wanted)}
-        parts: list[list[Request]] = [[] for _ in range(max(1, -(-len(wanted) // room)))]
+    def that_fit(self, requests: Iterable[Request], queued: Iterable[Request]) -> list[Request]:
+        """Those whose adapters have slots, or could get one beside the adapters of ``queued``, in their order."""
+        fitting = {r.adapter for r in queued if r.adapter is not None}
+        found = []
         for request in requests:
-            parts[part_of.get(request.adapter, 0)].append(request)  # type: ignore[arg-type]
-        return [part for part in parts if part]
+            if request.adapter is not None and request.adapter not in fitting:
+                if len(fitting) >= self._binding.max_loras:
+                    continue
+                fitting.add(request.adapter)
+            found.append(request)
+        return found
+
+    def check_room(self, requests: list[Request], queued: list[Request]) -> None:
+        """Raise ``InvalidRequestError`` where none of a call's requests can start."""
+        if requests and not self.that_fit(requests, queued):
+            raise self._too_many({r.adapter for r in (*requests[:1], *queued) if r.adapter is not None})
+
+    def _too_many(self, adapters: set[Adapter]) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{len(adapters)} adapters would be in use at one time and EngineConfig.max_loras is {self._binding.max_loras}: "
+            "raise it, or wait for the requests under way"
+        )
 
     def place(self, requests: Iterable[Request], under_way: Iterable[Request]) -> InvalidRequestError | None:
         """Bring the adapters of new requests into slots, instead of those that were not used for longest.
@@ -149,10 +164,7 @@ class Adapters:
         pinned = wanted | {r.adapter for r in under_way if r.adapter is not None}
         limit = self._binding.max_loras
         if wanted and len(pinned) > limit:
-            return InvalidRequestError(
-                f"{len(pinned)} adapters would be in use at one time and EngineConfig.max_loras is {limit}: raise it, or "
-                "wait for the requests under way"
-            )
+            return self._too_many(pinned)
         for adapter in sorted(wanted, key=lambda a: a.serial):
             if adapter in self._slotted:
                 self._slotted.remove(adapter)

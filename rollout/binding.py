@@ -26,7 +26,7 @@ from stoker.kernels.errors import (
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import adapter_reader
-from stoker.weight_sync.adapters import active_adapters, check_adapters, live_adapters, signature, sum_of
+from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import named_tensors, unwrap, walk
@@ -66,7 +66,8 @@ class ModelBinding:
         self.ops: Ops
         self.fused_layers = 0
         self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
-        self._adapters_seen: object = None
+        self._layout: object = None  # of the adapters that may change, when last looked at
+        self._numbers: list[int] | None = None
         self._sums: dict[
             str, tuple[str, ...]
         ] = {}  # adapters of the model that were active at once, by the name of that
@@ -139,16 +140,18 @@ class ModelBinding:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.refresh()
-        adapted = self._look_at_adapters(self.shell)
+        adapted = self._look_at_adapters(self.shell, announced=False)
         caught_up = self.source.catch_up()
         if caught_up:
             self._written(0)
         return moved or adapted or caught_up
 
-    def _look_at_adapters(self, shell: ModelShell) -> bool:
+    def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True) -> bool:
         """Take the live model's adapters as they are now; returns whether they changed since the last look.
 
-        Raises ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
+        announced: whoever asks takes them for changed anyway. Then their numbers are not read: nothing has been sampled
+        with them when they are first looked at again. Raises ``UnsupportedModelError``, and takes nothing, where the shell
+        cannot run them.
         """
         check_adapters(self.model)
         model = unwrap(self.model)
@@ -162,12 +165,22 @@ class ModelBinding:
                 f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
             )
         adapters |= {name: read() for name, read in self.loaded.items()}
-        everything = adapters | self._copies
-        for name, adapter in everything.items():
-            self._check_adapter(shell, name, adapter, everything)
-        before, self._adapters_seen = self._adapters_seen, signature(adapters, self.source.device)
-        self.adapters = everything
-        return before is not None and before != self._adapters_seen
+        before, self._layout = self._layout, layout(adapters)
+        moved = before != self._layout or shell is not self.shell
+        if moved:
+            everything = adapters | self._copies
+            try:
+                for name, adapter in everything.items():
+                    self._check_adapter(shell, name, adapter, everything)
+            except UnsupportedModelError:
+                self._layout = None
+                raise
+            self.adapters = everything
+        if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
+            self._numbers = None
+            return moved
+        known, self._numbers = self._numbers, numbers(adapters, self.source.device)
+        return (before is not None and moved) or (known is not None and known != self._numbers)
 
     def _check_adapter(
         self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
@@ -193,7 +206,7 @@ class ModelBinding:
             self.loaded[name] = read
         else:
             self._copies[name] = adapter
-        self._adapters_seen = None
+        self._layout = None
         self._look_at_adapters(self.shell)
 
     def unload_adapter(self, name: str) -> None:

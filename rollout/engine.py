@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Self
 
 import torch
@@ -56,6 +57,7 @@ class RolloutEngine:
         self._closed = False
         self._last_update_seconds = 0.0
         self._last_update_bytes = 0
+        self._later: list[list[Request]] = []  # of calls that run: what waits for its adapter to have a slot
         self._binding = ModelBinding(
             model,
             self.config.dtype,
@@ -179,12 +181,16 @@ class RolloutEngine:
             if r.scoring is not None
         ]
 
-    def _under_way(self) -> list[Request]:
+    def _queued(self) -> list[Request]:
         return [*self.core.scheduler.running, *self.core.scheduler.waiting]
+
+    def _under_way(self) -> list[Request]:
+        """All that was asked for and is not through, also what waits for its adapter to have a slot."""
+        return [*self._queued(), *chain.from_iterable(self._later)]
 
     def _add(self, call: str, requests: list[Request]) -> None:
         def add() -> InvalidRequestError | None:
-            error = self._adapters.place(requests, self._under_way())
+            error = self._adapters.place(requests, self._queued())
             if error is None:
                 self.core.add(requests)
             return error
@@ -193,21 +199,48 @@ class RolloutEngine:
         if error is not None:  # and not from within: other requests go on
             raise error
 
+    def _add_some(self, call: str, later: list[Request]) -> None:
+        """Queue those of ``later``, and take them out of it, whose adapters have slots, or get one that is free."""
+
+        def add() -> None:
+            for request in (r for r in later if r.adapter is not None and not self._adapters.knows(r.adapter)):
+                request.fail(_deleted(request))
+            left = [r for r in later if r.status is not Status.FINISHED]
+            now = self._adapters.that_fit(left, self._queued())
+            error = self._adapters.place(now, self._queued())
+            assert error is None, "what fits has slots"
+            self.core.add(now)
+            started = set(map(id, now))
+            later[:] = [r for r in left if id(r) not in started]
+
+        self._loop.do(call, add)
+
     def _run(self, call: str, requests: list[Request], progress_bar: bool) -> None:
         """Until all of them are through; where that is interrupted, none of them holds anything."""
+        later = list(requests)
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
 
-            def done(part: list[Request]) -> bool:
-                progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
-                return all(r.status is Status.FINISHED for r in part)
+            def done() -> bool:
+                finished = sum(r.status is Status.FINISHED for r in requests)
+                progress.update(finished - progress.n)
+                return finished == len(requests)
+
+            def room() -> bool:
+                return done() or bool(self._adapters.that_fit(later[:1], self._queued()))
 
             try:
-                for part in self._adapters.parts(requests, self._under_way()):
-                    self._add(f"start {call}", part)
-                    self._loop.drive(partial(done, part))
+                self._later.append(later)
+                self._adapters.check_room(requests, self._queued())
+                while later:
+                    self._add_some(f"start {call}", later)
+                    if later:
+                        self._loop.drive(room)
+                self._loop.drive(done)
             except BaseException:
                 self._loop.abort(requests)
                 raise
+            finally:
+                self._later[:] = [other for other in self._later if other is not later]
 
     @torch.inference_mode(False)
     def submit(
@@ -371,12 +404,9 @@ class RolloutEngine:
             self._binding.shell.refresh()
             self.core.runner.bind(self._binding.shell)
             self._adapters.refresh()
-            for request in self._under_way():
+            for request in self._queued():
                 if request.adapter is not None and not self._adapters.knows(request.adapter):
-                    request.error = RequestFailedError(
-                        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: "
-                        "submit it again with another"
-                    )
+                    request.error = _deleted(request)
                     self.core.abort([request])
             self.core.scheduler.set_weight_version(version)
 
@@ -479,3 +509,11 @@ class RolloutEngine:
         self._check_open()
         if self._memory.asleep:
             raise EngineStateError(f"the engine is asleep ({', '.join(self._memory.asleep)}): call wake_up() first")
+
+
+def _deleted(request: Request) -> RequestFailedError:
+    assert request.adapter is not None
+    return RequestFailedError(
+        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
+        "another"
+    )

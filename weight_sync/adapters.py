@@ -211,14 +211,24 @@ def biases_of(model: nn.Module, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def signature(adapters: Mapping[str, AdapterWeights], device: torch.device) -> object:
-    """Equal to an earlier one where all adapters are the same tensors at the same place with the same numbers."""
-    tensors = {(name, key): t for name, adapter in adapters.items() for key, t in adapter.named_tensors()}
-    scales = {
-        (name, path): weights.scale
+def layout(adapters: Mapping[str, AdapterWeights]) -> object:
+    """Equal to an earlier one where all adapters are the same tensors at the same place, with the same scales."""
+    places = {
+        (name, key): (t.data_ptr(), t.dtype, t.shape, t.stride())
         for name, adapter in adapters.items()
-        for path, weights in (*adapter.linears.items(), *adapter.experts.items())
+        for key, t in adapter.named_tensors()
+    }
+    scales = {
+        (name, number, path): weights.scale
+        for name, adapter in adapters.items()
+        for number, link in enumerate(adapter.links)
+        for path, weights in (*link.linears.items(), *link.experts.items())
     }
     ids = {(name, path): rows.ids for name, adapter in adapters.items() for path, rows in adapter.tokens.items()}
-    places = {key: (t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in tensors.items()}
-    return places, scales, ids, checksums(tensors.values(), device) if tensors else []
+    return places, scales, ids
+
+
+def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> list[int]:
+    """Checksums of all their tensors."""
+    tensors = [t for adapter in adapters.values() for t in adapter.tensors()]
+    return checksums(tensors, device) if tensors else []
