@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from stoker.integrations.trl import check_version
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
@@ -34,8 +35,11 @@ _WAIT_S = 0.05  # for a completion, before new requests and a stop are looked fo
 _STOP_S = 30.0  # for a reward function or a tool that runs
 
 
-class AsyncRollouts:
+class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     """What ``AsyncGRPOTrainer`` takes as ``rollout_worker`` and as ``weight_transfer``, in one.
+
+    Of TRL's own worker, which starts a process, it takes nothing but the name: for a worker of that name the trainer
+    keeps the prompt it has come to in its checkpoints, in ``_loop_kwargs``, and goes on there.
 
     reward_funcs, tools, environment_factory: as given to the trainer, which keeps none of them. config: of the engine;
     by default its seed is ``args.seed``. recompute: compute the KV of completions under way again after each optimizer
@@ -56,7 +60,8 @@ class AsyncRollouts:
         self._sources = {"reward_funcs": several, "tools": tools, "environment_factory": environment_factory}
         self._config = config
         self._recompute = recompute
-        self._version = SimpleNamespace(value=0)
+        self._model_version_value = SimpleNamespace(value=0)
+        self._loop_kwargs = {"dataset_start_index": 0}
         self._heartbeat = SimpleNamespace(value=0.0)
         self._failures: queue.Queue[tuple[str, str, str]] = queue.Queue(maxsize=1)
         self._failed = threading.Event()
@@ -102,7 +107,7 @@ class AsyncRollouts:
             if args.token_budget is None:  # or the trainer would ask a server
                 args.token_budget = self.engine.max_model_len
             self.rollout_buffer.maxsize = args.queue_maxsize
-            self._callback = _AroundOptimizerSteps(self.engine, self._recompute)
+            self._callback = _AroundOptimizerSteps(self, self.engine, self._recompute)
             trainer.add_callback(self._callback)
         # TRL's own would merge an adapter into weights that the engine is reading, and send all of them nowhere.
         trainer._sync_weight_merged = self._count_version
@@ -163,7 +168,7 @@ class AsyncRollouts:
 
     def update_model_version(self, model_version: int) -> None:
         """New groups are tagged with this version."""
-        self._version.value = model_version
+        self._model_version_value.value = model_version
 
     @property
     def check_health(self) -> Callable[[float], None]:
@@ -203,9 +208,13 @@ class AsyncRollouts:
 class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
     """Nothing reads the weights while they change, and what is sampled next is of the new ones."""
 
-    def __init__(self, engine: RolloutEngine, recompute: bool) -> None:
+    def __init__(self, rollouts: AsyncRollouts, engine: RolloutEngine, recompute: bool) -> None:
+        self._rollouts = rollouts
         self._engine = engine
         self._recompute = recompute
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._rollouts.start()  # TRL does so at a trainer's first run only
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         self._engine.pause("keep")
@@ -215,69 +224,70 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
         self._engine.resume(recompute=self._recompute)
 
 
-def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Any:
+class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     """TRL's own loop, with the engine in place of its server."""
-    from trl.experimental.async_grpo import async_rollout_worker
 
-    class EngineLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[misc]
-        def __init__(self, params: SamplingParams, **options: Any) -> None:
-            super().__init__(**options)
-            self._params = params
-            self._waited: list[tuple[RolloutHandle, asyncio.Future[Any]]] = []
+    def __init__(self, engine: RolloutEngine, params: SamplingParams, **options: Any) -> None:
+        super().__init__(**options)
+        self._engine = engine
+        self._params = params
+        self._waited: list[tuple[RolloutHandle, asyncio.Future[Any]]] = []
 
-        def request_stop(self) -> None:
-            try:
-                self._loop.call_soon_threadsafe(self._stop_event.set)
-            except RuntimeError:  # the loop has ended by itself
-                return
+    def request_stop(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._stop_event.set)
+        except RuntimeError:  # the loop has ended by itself
+            return
 
-        async def _run_loops(self, stop_event: asyncio.Event) -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    loops = (
-                        self._generate_loop(stop_event=stop_event),
-                        self._score_loop(stop_event=stop_event),
-                        self._step_loop(),
-                    )
-                    tasks = [group.create_task(loop) for loop in loops]
-                    await stop_event.wait()
-                    for task in tasks:  # which wait for completions that nobody wants any more
-                        task.cancel()
-            except BaseExceptionGroup as several:
-                raise several.exceptions[0] from None
-            finally:
-                for handle, _ in self._waited:
-                    handle.abort()
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                loops = (
+                    self._generate_loop(stop_event=stop_event),
+                    self._score_loop(stop_event=stop_event),
+                    self._step_loop(),
+                )
+                tasks = [group.create_task(loop) for loop in loops]
+                await stop_event.wait()
+                for task in tasks:  # which wait for completions that nobody wants any more
+                    task.cancel()
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            for handle, _ in self._waited:
+                handle.abort()
 
-        async def _step_loop(self) -> None:
-            """Step the engine, in a thread, for whoever waits for a completion."""
-            with ThreadPoolExecutor(1, "stoker-async-steps") as stepper:
-                while True:
-                    handles = [handle for handle, _ in self._waited]
-                    if not handles:
-                        await asyncio.sleep(0.002)
-                        continue
-                    wait = partial(engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
-                    await self._loop.run_in_executor(stepper, wait)
-                    left = []
-                    for handle, future in self._waited:
-                        if future.cancelled():
-                            handle.abort()
-                        elif handle.done:
-                            future.set_result(handle.result())
-                        else:
-                            left.append((handle, future))
-                    self._waited = left
+    async def _step_loop(self) -> None:
+        """Step the engine, in a thread, for whoever waits for a completion."""
+        with ThreadPoolExecutor(1, "stoker-async-steps") as stepper:
+            while True:
+                handles = [handle for handle, _ in self._waited]
+                if not handles:
+                    await asyncio.sleep(0.002)
+                    continue
+                wait = partial(self._engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
+                await self._loop.run_in_executor(stepper, wait)
+                left = []
+                for handle, future in self._waited:
+                    if future.cancelled():
+                        handle.abort()
+                    elif handle.done:
+                        future.set_result(handle.result())
+                    else:
+                        left.append((handle, future))
+                self._waited = left
 
-        async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-            future = self._loop.create_future()
-            self._waited.append((engine.submit(prompt_ids, self._params), future))
-            output = await future
-            if output.error is not None:
-                raise RequestFailedError(str(output.error))
-            (completion,) = output.completions
-            return completion.token_ids, completion.logprobs
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        future = self._loop.create_future()
+        self._waited.append((self._engine.submit(prompt_ids, self._params), future))
+        output = await future
+        if output.error is not None:
+            raise RequestFailedError(str(output.error))
+        (completion,) = output.completions
+        return completion.token_ids, completion.logprobs
 
+
+def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _EngineLoop:
     args = trainer.args
     params = SamplingParams(
         max_tokens=args.max_completion_length,
@@ -289,14 +299,15 @@ def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Any:
         stop_token_ids=trainer.eos_token_ids,
         ignore_eos=True,  # a completion ends at the trainer's EOS ids and at no other
     )
-    return EngineLoop(
+    return _EngineLoop(
+        engine,
         params,
         model_name="",
         dataset=trainer.train_dataset,
         processing_class=trainer.processing_class,
         eos_token_ids=trainer.eos_token_ids,
         rollout_buffer=rollouts.rollout_buffer,
-        model_version_value=rollouts._version,
+        model_version_value=rollouts._model_version_value,
         heartbeat_value=rollouts._heartbeat,
         failed_event=rollouts._failed,
         exception_info_queue=rollouts._failures,
@@ -309,5 +320,6 @@ def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> Any:
         log_completions=args.log_completions,
         num_completions_to_print=args.num_completions_to_print,
         fork_threshold_tokens=args.fork_threshold_tokens,
+        **rollouts._loop_kwargs,
         **rollouts._sources,
     )

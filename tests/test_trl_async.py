@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from trl_async_setup import ANSWER, chat_tokenizer, count_a, stand_in
-from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
+from trl_async_setup import ANSWER, chat_tokenizer, count_a, parse, stand_in
+from trl_setup import EOS, LOGPROB_TOLERANCE, make_model, plain_logprobs
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 
 from stoker.integrations.trl_async import AsyncRollouts
 from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError
@@ -41,7 +43,14 @@ def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     stand_in(monkeypatch)
     made: list[AsyncRollouts] = []
 
-    def build(reward: Any, rollouts: AsyncRollouts | None = None, *, peft_config: Any = None, **settings: Any) -> Any:
+    def build(
+        reward: Any,
+        rollouts: AsyncRollouts | None = None,
+        *,
+        peft_config: Any = None,
+        environment_factory: Any = None,
+        **settings: Any,
+    ) -> Any:
         rollouts = rollouts or AsyncRollouts(reward, config=EngineConfig(kv_cache_memory="4MiB"))
         made.append(rollouts)
         options: dict[str, Any] = {
@@ -70,6 +79,7 @@ def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             rollout_worker=rollouts,
             weight_transfer=rollouts,
             peft_config=peft_config,
+            environment_factory=environment_factory,
         )
 
     yield build
@@ -82,44 +92,116 @@ def threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith("stoker-async")}
 
 
+def record(rollouts: AsyncRollouts) -> list[Any]:
+    """The samples that the trainer is given, from now on."""
+    samples: list[Any] = []
+    put = rollouts.rollout_buffer.put_nowait
+    rollouts.rollout_buffer.put_nowait = lambda sample: (samples.append(sample), put(sample))[1]  # type: ignore[method-assign]
+    return samples
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_samples_carry_the_log_probabilities_of_the_weights_they_were_drawn_from(make: Make, recompute: bool) -> None:
     rollouts = AsyncRollouts(count_a, config=EngineConfig(kv_cache_memory="4MiB"), recompute=recompute)
-    trainer = make(count_a, rollouts, max_steps=4)
+    trainer = make(count_a, rollouts, temperature=0.8, max_completion_length=12, queue_maxsize=1000)
     engine = rollouts.attach(trainer)
     assert engine is not None
+    assert trainer.args.token_budget == engine.max_model_len and rollouts.rollout_buffer.maxsize == 1000
+    samples, handles = record(rollouts), []
     weights: dict[int, dict[str, torch.Tensor]] = {}
-    outputs: list[Any] = []
-    submit = engine.submit
+    newest_at: dict[int, int] = {}  # the engine's version when the trainer counted its own
+    submit, pause, update, tell = engine.submit, engine.pause, engine.update_weights, rollouts.update_model_version
 
-    def noted(*args: Any, **options: Any) -> Any:
-        weights.setdefault(
-            engine.weight_version, {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-        )
-        handle = submit(*args, **options)
-        outputs.append(handle)
-        return handle
+    def noted_submit(*args: Any, **options: Any) -> Any:
+        handles.append(submit(*args, **options))
+        return handles[-1]
 
-    engine.submit = noted  # type: ignore[method-assign]
+    def pause_within_a_completion(mode: Any) -> None:
+        while threads():
+            pause(mode)
+            if any(h.status == "running" and h._requests[0].num_output > 2 for h in handles):
+                return
+            engine.resume()
+            time.sleep(1e-3)
+
+    def noted_update() -> int:
+        version = update()
+        weights[version] = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+        return version
+
+    def noted_tell(version: int) -> None:
+        newest_at[version] = engine.weight_version
+        tell(version)
+
+    engine.submit, engine.pause = noted_submit, pause_within_a_completion  # type: ignore[method-assign, assignment]
+    engine.update_weights, rollouts.update_model_version = noted_update, noted_tell  # type: ignore[method-assign, assignment]
     first = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
     trainer.train()
     assert not threads() and engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
     assert any(not torch.equal(t, first[n]) for n, t in trainer.model.state_dict().items())
-    assert engine.weight_version >= 4 and trainer.model_version == 5
-    oracle, checked, versions = make_model(), 0, set()
-    for handle in outputs:
+    assert len(weights) == 4 and trainer.model_version == 4
+
+    oracle, several, of_sequence = make_model(), 0, {}
+    for handle in handles:
         if not handle.done:
             continue
         output = handle.result()
         (c,) = output.completions
-        if c.finish_reason == "abort" or len(set(c.weight_versions)) > 1 or c.weight_versions[0] not in weights:
-            continue  # of several versions: older keys and values, which no single model has
-        oracle.load_state_dict(weights[c.weight_versions[0]])
-        plain = plain_logprobs(oracle, output.prompt_token_ids, c.token_ids)
-        assert c.logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
-        checked += 1
-        versions.add(c.weight_versions[0])
-    assert checked >= 8 and len(versions) >= 2
+        assert EOS not in c.token_ids[:-1]
+        if c.finish_reason == "abort":
+            continue
+        of_sequence.setdefault((*output.prompt_token_ids, *c.token_ids), []).append(c)
+        several += len(set(c.weight_versions)) > 1
+        if len(set(c.weight_versions)) > 1 and not recompute:
+            continue  # over older keys and values, which no single model has
+        for version in set(c.weight_versions):
+            oracle.load_state_dict(weights[version])
+            plain = plain_logprobs(oracle, output.prompt_token_ids, c.token_ids, temperature=0.8)
+            drawn = [i for i, v in enumerate(c.weight_versions) if v == version]
+            assert [c.logprobs[i] for i in drawn] == pytest.approx([plain[i] for i in drawn], abs=LOGPROB_TOLERANCE)
+    assert several
+
+    for sample in samples:
+        same = of_sequence[tuple(sample.input_ids.tolist())]
+        trained = sample.completion_mask == 1
+        assert not sample.old_log_probs[~trained].any()
+        assert any(sample.old_log_probs[trained].tolist() == pytest.approx(c.logprobs) for c in same)
+        assert max(c.weight_versions[0] for c in same) >= newest_at[sample.model_version]
+    assert len({sample.model_version for sample in samples}) > 1
+    assert set(Counter(sample.group_id for sample in samples).values()) == {4}
+    # The first step trains on what was drawn from the weights it starts from.
+    (ratio, *_) = [log["ratio"] for log in trainer.state.log_history if "ratio" in log]
+    assert ratio == pytest.approx(1.0, abs=1e-4)
+
+
+def test_samples_that_are_too_old_are_not_trained_on(make: Make) -> None:
+    trainer = make(count_a, max_staleness=0)
+    trainer.rollout_worker.attach(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "sample/staleness_max" in log]
+    assert len(logs) == 3 and all(log["sample/staleness_max"] == 0 for log in logs)
+    assert sum(log.get("sample/dropped_stale_total") or 0 for log in logs) > 0
+    assert all("rollout/duration_s" in log for log in logs)  # what the loop measures arrives
+
+
+def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) -> None:
+    trainer = make(count_a, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.rollout_worker.attach(trainer)
+    trainer.train()
+    trainer.train()  # a second run starts from the first prompt
+    assert len(trainer.state.log_history) > 1 and not threads()
+    trainer.rollout_worker.detach()
+    state = tmp_path / "checkpoint-2" / "rollout_state.json"
+    assert json.loads(state.read_text())["prompt_index"] > 0
+    state.write_text(json.dumps({"prompt_index": 7, "model_version": 9}))  # of three prompts, so the second is next
+
+    resumed = make(count_a, max_steps=3)
+    engine = resumed.rollout_worker.attach(resumed)
+    submit, asked = engine.submit, []
+    engine.submit = lambda prompt, *rest: (asked.append(prompt), submit(prompt, *rest))[1]  # type: ignore[method-assign]
+    resumed.train(resume_from_checkpoint=str(state.parent))
+    assert asked[0] == resumed.processing_class("hg")["input_ids"]
+    assert resumed.state.global_step == 3 and resumed.model_version == 11
 
 
 def test_reward_rises(make: Make) -> None:
@@ -166,16 +248,17 @@ def test_a_reward_function_that_raises_ends_training_with_its_error(make: Make) 
     assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
-def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make) -> None:
+@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
+def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: type[BaseException]) -> None:
     trainer = make(count_a)
     engine = trainer.rollout_worker.attach(trainer)
     trainer.create_optimizer()
 
     def fail(*_: Any, **__: Any) -> None:
-        raise FloatingPointError("the loss is gone")
+        raise error("the loss is gone")
 
     trainer.optimizer.step = fail
-    with pytest.raises(FloatingPointError, match="the loss is gone"):
+    with pytest.raises(error, match="the loss is gone"):
         trainer.train()
     assert not threads() and not engine.is_paused and not engine.core.has_work
     assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
@@ -196,9 +279,7 @@ def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
     rollouts = AsyncRollouts(count_a, tools=[look_up], config=EngineConfig(kv_cache_memory="4MiB"))
     trainer = make(count_a, rollouts, max_steps=1, max_tool_calling_iterations=2)
     rollouts.attach(trainer)
-    samples: list[Any] = []
-    put = rollouts.rollout_buffer.put_nowait
-    rollouts.rollout_buffer.put_nowait = lambda sample: (samples.append(sample), put(sample))[1]  # type: ignore[method-assign]
+    samples = record(rollouts)
     trainer.train()
     assert len(asked) >= len(samples) > 0 and set(asked) == {"x"}
     answer = trainer.processing_class(ANSWER)["input_ids"]
@@ -212,6 +293,38 @@ def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
         assert any(mask[at:]) and sample.metrics["tools/call_frequency"] == 1
         assert sample.metrics["tools/failure_frequency"] == 0
     assert before
+
+
+def test_environments_give_tools_and_the_reward(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any = None) -> dict[str, Any]:
+        return parse(tokenizer, ids, [], tools)
+
+    monkeypatch.setattr(async_rollout_worker, "parse_response", always)
+
+    class Room:
+        def reset(self, **_: Any) -> str:
+            self.looked = 0
+            return "f"
+
+        def look_up(self, key: str) -> str:
+            """Look a key up.
+
+            Args:
+                key: what to look up.
+            """
+            self.looked += 1
+            return ANSWER
+
+        def get_reward(self) -> float:
+            return float(self.looked)
+
+    rollouts = AsyncRollouts(environment_factory=Room, config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(None, rollouts, environment_factory=Room, max_steps=1, max_tool_calling_iterations=2)
+    rollouts.attach(trainer)
+    samples = record(rollouts)
+    trainer.train()
+    assert samples and all(sample.metrics["rewards/Room"] == 2 for sample in samples)
+    assert all(sample.prompt[-1]["content"].endswith("f") for sample in samples)
 
 
 def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
