@@ -25,11 +25,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from stoker.integrations.trl import check_version
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
+
+check_version()  # or the next line would fail with less to say
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
 _WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
 _STOP_S = 30.0  # for a reward function or a tool that runs
@@ -55,7 +57,6 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         config: EngineConfig | None = None,
         recompute: bool = False,
     ) -> None:
-        check_version()
         several = reward_funcs if isinstance(reward_funcs, list) else [] if reward_funcs is None else [reward_funcs]
         self._sources = {"reward_funcs": several, "tools": tools, "environment_factory": environment_factory}
         self._config = config
