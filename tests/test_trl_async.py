@@ -205,11 +205,11 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) 
 
 
 def test_reward_rises(make: Make) -> None:
-    trainer = make(count_a, max_steps=40, learning_rate=3e-2, max_staleness=1)
+    trainer = make(count_a, max_steps=40, learning_rate=8e-3, max_staleness=1)
     trainer.rollout_worker.attach(trainer)
     trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 0.5
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:8]) / 8 + 2
 
 
 def test_an_adapter_is_read_live_and_never_merged(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
