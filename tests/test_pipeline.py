@@ -344,6 +344,19 @@ def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: py
     assert [[c[0] for c in row] for row in together[:2]] == [[c[0] for c in row] for row in alone]
 
 
+def test_deterministic_bits_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed a second time, now as a prompt, gives the bits of the first."""
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
+    several, settings = few(4)
+    settings = [replace(s, max_tokens=9) for s in settings]
+    with build("qwen3", ops=DETERMINISTIC, num_layers=1) as engine:
+        undisturbed = bits(engine.generate_batch(several, settings))
+        block_bytes = engine._block_bytes
+    with build("qwen3", ops=DETERMINISTIC, num_layers=1, kv_cache_memory=12 * block_bytes) as engine:
+        assert bits(engine.generate_batch(several, settings)) == undisturbed
+        assert engine.stats().num_preemptions > 0
+
+
 def test_a_gemma_is_deterministic_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms after the projections, GeGLU, and softcaps."""
     monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
