@@ -77,9 +77,6 @@ gpu:
 	  for benchmark in "rollout --budget $(ROLLOUT_BUDGET)" $(BENCHMARKS:%="% --quick"); do \
 	    $(PYTHON) -P -m stoker.benchmarks.$$benchmark --device cuda --output "$(OUT)" || failed=1; \
 	  done; \
-	  for name in weights memory; do \
-	    $(PYTHON) -P -m stoker.benchmarks.$$name --device cuda --quick --output "$(OUT)" || failed=1; \
-	  done; \
 	  exit $$failed
 
 clean:

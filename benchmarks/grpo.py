@@ -10,9 +10,7 @@ run mean anything: run it on a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import math
 import statistics
 import sys
@@ -20,8 +18,6 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +26,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from stoker.benchmarks import ceilings, report
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec
 from stoker.integrations.trl import attach
@@ -62,12 +58,12 @@ class Scenario:
 
 
 SCENARIOS = {
-    ("cpu", False): Scenario(spec=TOY, median=60, cap=256, steps=4, blocks=5, prompts=4, micro_batch=32),
-    ("cpu", True): Scenario(
-        spec=TOY, median=8, cap=16, steps=2, blocks=2, prompts=2, samples=4, micro_batch=8, as_called=False
+    ("cpu", False): (Scenario(spec=TOY, median=60, cap=256, steps=4, blocks=5, prompts=4, micro_batch=32),),
+    ("cpu", True): (
+        Scenario(spec=TOY, median=8, cap=16, steps=2, blocks=2, prompts=2, samples=4, micro_batch=8, as_called=False),
     ),
-    ("cuda", False): Scenario(spec=LLAMA_1B, median=250, cap=1024, steps=2, blocks=3, micro_batch=8),
-    ("cuda", True): Scenario(spec=LLAMA_1B, median=60, cap=256, steps=1, blocks=1, micro_batch=8),
+    ("cuda", False): (Scenario(spec=LLAMA_1B, median=250, cap=1024, steps=2, blocks=3, micro_batch=8),),
+    ("cuda", True): (Scenario(spec=LLAMA_1B, median=60, cap=256, steps=1, blocks=1, micro_batch=8),),
 }
 # What is timed, and the arguments of the trainer. The first is what the others are compared with.
 WAYS: dict[str, dict[str, Any]] = {
@@ -265,10 +261,9 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     }
 
 
-def table(run: dict[str, Any]) -> str:
+def table(run: dict[str, Any]) -> list[str]:
     work = run["workload"]
     lines = [
-        "",
         f"{run['model']['name']} ({run['model']['parameters']:,} parameters, {run['model']['dtype']}): "
         f"{work['prompts']} prompts x {work['samples']} samples, completions of {work['median_length']:.0f} tokens in the "
         f"median, at most {work['cap']}; {work['steps']} steps each; log-probabilities within "
@@ -281,36 +276,17 @@ def table(run: dict[str, Any]) -> str:
             f"  {name:20}{way['median_step_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{way['median_rollout_s']:11.3f}"
             f"{way['rollout_share']:11.0%}{way['times_engine']:14.2f}x{way['mean_length']:8.1f}"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def headline(run: dict[str, Any]) -> dict[str, float]:
+    return {f"x_{name}": round(way["times_engine"], 2) for name, way in run["ways"].items() if name != "engine"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="short completions, to see that everything runs")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     # TRL sets options that the installed transformers is about to rename; nothing a user of this script could act on.
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        run = compare(SCENARIOS[args.device, args.quick], args.device)
-    except GateError as error:
-        print(f"gate: {error}; the times are worth nothing", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick}, "grpo": run}
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"grpo-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(run))
-    print(f"\nwrote {path}")
-    times = {f"x_{name}": round(way["times_engine"], 2) for name, way in run["ways"].items() if name != "engine"}
-    print(json.dumps({"device": args.device, "model": run["model"]["name"], **times}))
-    return 0
+    return command.run("grpo", __doc__, SCENARIOS, compare, table, headline, quick="short completions")
 
 
 if __name__ == "__main__":

@@ -7,20 +7,16 @@ one line of JSON. On a CPU only ratios of one run mean anything: run it on a mac
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from stoker.benchmarks import ceilings, report
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -163,60 +159,33 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
         }
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    lines = []
-    for run in runs:
-        work = run["workload"]
-        lines += [
-            "",
-            f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
-            f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} on every linear layer; "
-            f"within {run['gate']['max_abs_diff']:.1e} of PEFT",
-            f"  {'adapters':16}{'wall s':>9}{'tok/s':>9}{'of base speed':>15}",
-        ]
-        for name, r in run["rollouts"].items():
-            lines.append(f"  {name:16}{r['median_s']:9.3f}{r['tokens_per_s']:9.0f}{r['of_base_speed']:15.1%}")
-        lines.append(f"  {'update':16}{'ms':>9}{'bytes':>14}")
-        for name, u in run["updates"].items():
-            lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}")
-    return "\n".join(lines)
+def table(run: dict[str, Any]) -> list[str]:
+    work = run["workload"]
+    lines = [
+        f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
+        f"{work['completion_tokens']} tokens; {run['adapters']} adapters of rank {run['rank']} on every linear layer; "
+        f"within {run['gate']['max_abs_diff']:.1e} of PEFT",
+        f"  {'adapters':16}{'wall s':>9}{'tok/s':>9}{'of base speed':>15}",
+    ]
+    for name, r in run["rollouts"].items():
+        lines.append(f"  {name:16}{r['median_s']:9.3f}{r['tokens_per_s']:9.0f}{r['of_base_speed']:15.1%}")
+    lines.append(f"  {'update':16}{'ms':>9}{'bytes':>14}")
+    for name, u in run["updates"].items():
+        lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}")
+    return lines
+
+
+def headline(run: dict[str, Any]) -> dict[str, float]:
+    return {
+        "one_of_base": round(run["rollouts"]["one"]["of_base_speed"], 3),
+        "mixed_of_base": round(run["rollouts"]["mixed"]["of_base_speed"], 3),
+        "live_update_ms": round(1e3 * run["updates"]["live"]["median_s"], 3),
+        "push_ms": round(1e3 * run["updates"]["merge and push"]["median_s"], 3),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        runs = [compare(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
-    except GateError as error:
-        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "lora": runs}
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"lora-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(runs))
-    print(f"\nwrote {path}")
-    summary = [
-        {
-            "model": run["model"]["name"],
-            "one_of_base": round(run["rollouts"]["one"]["of_base_speed"], 3),
-            "mixed_of_base": round(run["rollouts"]["mixed"]["of_base_speed"], 3),
-            "live_update_ms": round(1e3 * run["updates"]["live"]["median_s"], 3),
-            "push_ms": round(1e3 * run["updates"]["merge and push"]["median_s"], 3),
-        }
-        for run in runs
-    ]
-    print(json.dumps({"device": args.device, "lora": summary}))
-    return 0
+    return command.run("lora", __doc__, SCENARIOS, compare, table, headline)
 
 
 if __name__ == "__main__":

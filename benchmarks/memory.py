@@ -8,20 +8,16 @@ of one run mean anything.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from stoker.benchmarks import ceilings, report
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.footprint import clear, used
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec
@@ -148,76 +144,48 @@ def measure(scenario: Scenario, device: str) -> dict[str, Any]:
     return found
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    lines = []
-    for run in runs:
-        lines += [
-            "",
-            f"{run['model']['name']}: KV cache {run['kv_cache_bytes'] / 1e6:.0f} MB, a mirror of "
-            f"{run['model']['weight_bytes'] / 1e6:.0f} MB",
-            f"  {'level':7}{'sleep ms':>10}{'wake ms':>10}{'update ms':>11}  given back, and left beyond the trainer's, MB",
-        ]
-        for level, at in run["levels"].items():
-            sleep, wake, update = (1e3 * statistics.median(at[f"{what}_s"]) for what in ("sleep", "wake", "update"))
-            sizes = ", ".join(
-                f"{kind} {at['given_back'][kind] / 1e6:.1f} and {at['residual'][kind] / 1e6:.1f}"
-                for kind in at["residual"]
-            )
-            lines.append(f"  {level:7}{sleep:10.2f}{wake:10.2f}{update:11.2f}  {sizes}")
-        drift = ", ".join(f"{kind} {size / 1e6:+.2f} MB" for kind, size in run["cycles"]["drift"].items())
-        lines.append(f"  {run['cycles']['cycles']} cycles, greedy output identical; drift: {drift}")
-    return "\n".join(lines)
+def table(run: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{run['model']['name']}: KV cache {run['kv_cache_bytes'] / 1e6:.0f} MB, a mirror of "
+        f"{run['model']['weight_bytes'] / 1e6:.0f} MB",
+        f"  {'level':7}{'sleep ms':>10}{'wake ms':>10}{'update ms':>11}  given back, and left beyond the trainer's, MB",
+    ]
+    for level, at in run["levels"].items():
+        sleep, wake, update = (1e3 * statistics.median(at[f"{what}_s"]) for what in ("sleep", "wake", "update"))
+        sizes = ", ".join(
+            f"{kind} {at['given_back'][kind] / 1e6:.1f} and {at['residual'][kind] / 1e6:.1f}" for kind in at["residual"]
+        )
+        lines.append(f"  {level:7}{sleep:10.2f}{wake:10.2f}{update:11.2f}  {sizes}")
+    drift = ", ".join(f"{kind} {size / 1e6:+.2f} MB" for kind, size in run["cycles"]["drift"].items())
+    lines.append(f"  {run['cycles']['cycles']} cycles, greedy output identical; drift: {drift}")
+    return lines
 
 
-def draw(runs: list[dict[str, Any]]) -> Callable[[Any], Any]:
-    def figure(pyplot: Any) -> Any:
-        made, panels = pyplot.subplots(1, len(runs), figsize=(5 * len(runs), 3.8), squeeze=False)
-        for panel, run in zip(panels[0], runs, strict=True):
-            held = run["cycles"]["held"]
-            for kind in held[0]:
-                panel.plot([h[kind] / 1e6 for h in held], label=kind)
-            panel.set(title=run["model"]["name"], xlabel="cycles of sleep, update, wake, rollout", ylabel="MB held")
-            panel.set_ylim(0, 1.1 * max(max(h.values()) for h in held) / 1e6)
-            panel.legend(fontsize=7)
-        return made
+def figure(pyplot: Any, runs: list[dict[str, Any]]) -> Any:
+    made, panels = pyplot.subplots(1, len(runs), figsize=(5 * len(runs), 3.8), squeeze=False)
+    for panel, run in zip(panels[0], runs, strict=True):
+        held = run["cycles"]["held"]
+        for kind in held[0]:
+            panel.plot([h[kind] / 1e6 for h in held], label=kind)
+        panel.set(title=run["model"]["name"], xlabel="cycles of sleep, update, wake, rollout", ylabel="MB held")
+        panel.set_ylim(0, 1.1 * max(max(h.values()) for h in held) / 1e6)
+        panel.legend(fontsize=7)
+    return made
 
-    return figure
+
+def headline(run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "sleep_ms": round(1e3 * statistics.median(run["levels"]["1"]["sleep_s"]), 2),
+        "wake_ms": round(1e3 * statistics.median(run["levels"]["1"]["wake_s"]), 2),
+        "residual_bytes": run["levels"]["2"]["residual"],
+        "cycles": run["cycles"]["cycles"],
+        "drift_bytes": run["cycles"]["drift"],
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="few cycles of a small model, to see that everything runs")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        runs = [measure(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
-    except GateError as error:
-        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "memory": runs}
-    path = report.save("memory", results, args.output, draw(runs))
-    print(table(runs))
-    print(f"\nwrote {path}")
-    summary = [
-        {
-            "model": run["model"]["name"],
-            "sleep_ms": round(1e3 * statistics.median(run["levels"]["1"]["sleep_s"]), 2),
-            "wake_ms": round(1e3 * statistics.median(run["levels"]["1"]["wake_s"]), 2),
-            "residual_bytes": run["levels"]["2"]["residual"],
-            "cycles": run["cycles"]["cycles"],
-            "drift_bytes": run["cycles"]["drift"],
-        }
-        for run in runs
-    ]
-    print(json.dumps({"device": args.device, "memory": summary}))
-    return 0
+    quick = "few cycles of a small model"
+    return command.run("memory", __doc__, SCENARIOS, measure, table, headline, figure, quick=quick)
 
 
 if __name__ == "__main__":

@@ -9,20 +9,16 @@ machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from stoker.benchmarks import ceilings, report
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, Workload
 from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
@@ -42,17 +38,26 @@ def _workload(rounds: int, slots: int, **shape: Any) -> Workload:
 
 
 SCENARIOS = {
-    ("cpu", False): Scenario(
-        spec=TOY, workload=_workload(16, 16, prompt_tokens=(16, 64), median=40, cap=512), share=0.5, repeats=5
+    ("cpu", False): (
+        Scenario(
+            spec=TOY, workload=_workload(16, 16, prompt_tokens=(16, 64), median=40, cap=512), share=0.5, repeats=5
+        ),
     ),
-    ("cpu", True): Scenario(
-        spec=TOY, workload=_workload(3, 4, prompt_tokens=(4, 8), median=6, cap=32), share=0.75, repeats=1
+    ("cpu", True): (
+        Scenario(spec=TOY, workload=_workload(3, 4, prompt_tokens=(4, 8), median=6, cap=32), share=0.75, repeats=1),
     ),
-    ("cuda", False): Scenario(
-        spec=LLAMA_1B, workload=_workload(6, 128, prompt_tokens=(64, 256), median=300, cap=4096), share=0.75, repeats=5
+    ("cuda", False): (
+        Scenario(
+            spec=LLAMA_1B,
+            workload=_workload(6, 128, prompt_tokens=(64, 256), median=300, cap=4096),
+            share=0.75,
+            repeats=5,
+        ),
     ),
-    ("cuda", True): Scenario(
-        spec=LLAMA_1B, workload=_workload(3, 16, prompt_tokens=(16, 32), median=30, cap=256), share=0.75, repeats=2
+    ("cuda", True): (
+        Scenario(
+            spec=LLAMA_1B, workload=_workload(3, 16, prompt_tokens=(16, 32), median=30, cap=256), share=0.75, repeats=2
+        ),
     ),
 }
 
@@ -165,10 +170,9 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     }
 
 
-def table(run: dict[str, Any]) -> str:
+def table(run: dict[str, Any]) -> list[str]:
     work = run["workload"]
     lines = [
-        "",
         f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} requests on {work['slots']} slots, "
         f"{work['completion_tokens']} completion tokens, median {work['median_length']:.0f}, longest {work['longest']}; a "
         f"partial round ends with {run['share']:.0%}",
@@ -179,34 +183,15 @@ def table(run: dict[str, Any]) -> str:
             f"  {name:14}{way['median_s']:9.3f}{way['finished_tokens_per_s']:16.0f}{way['times_waiting']:7.2f}x"
             f"{way['rounds']:9}{way['over_an_update']:16}"
         )
-    return "\n".join(lines)
+    return lines
+
+
+def headline(run: dict[str, Any]) -> dict[str, float]:
+    return {"x_waiting": round(run["ways"]["partial"]["times_waiting"], 2)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="a small workload, to see that everything runs")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        run = compare(SCENARIOS[args.device, args.quick], args.device)
-    except GateError as error:
-        print(f"gate: {error}; the times are worth nothing", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick}, "partial": run}
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"partial-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(run))
-    print(f"\nwrote {path}")
-    ratio = round(run["ways"]["partial"]["times_waiting"], 2)
-    print(json.dumps({"device": args.device, "model": run["model"]["name"], "x_waiting": ratio}))
-    return 0
+    return command.run("partial", __doc__, SCENARIOS, compare, table, headline, quick="a small workload")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
-"""A run as one picture."""
+"""A run of ``rollout`` as one picture."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(pyplot: Any, results: dict[str, Any]) -> Any:
     """Throughput of each engine and, where they were measured, decode against its roofline, step times, and tails."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     runs, sweep, profiles = results["rollouts"], results.get("sweep", []), results.get("profiles", [])
     swept = list(dict.fromkeys(point["model"] for point in sweep))
     columns = max(1, len(runs) + max(len(swept), bool(profiles)))
@@ -27,12 +21,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         _breakdown(panels[1][len(runs)], profiles)
     for panel in panels.flat:
         panel.set_visible(panel.has_data())
-    env = results["environment"]
-    versions = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
-    figure.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def _throughput(panel: Any, run: dict[str, Any]) -> None:

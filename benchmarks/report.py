@@ -1,92 +1,9 @@
-"""A run as one JSON file, one plot and one readable table."""
+"""What a run of ``rollout`` found: one readable table, the targets it reaches, and its headline."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import platform
-import subprocess
-from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
-
-import torch
-
-from stoker.benchmarks import plots
-
-FOLDER = Path("outputs/benchmarks")  # where results go if no other folder is named
-
-
-def environment(device: str) -> dict[str, Any]:
-    found = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("stoker", "torch", "transformers")},
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        "git_revision": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-    }
-    if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def _git(*arguments: str) -> str | None:
-    """What git says of the current folder, where that is this repository: what runs is installed from it."""
-    if not Path("benchmarks/report.py").is_file():
-        return None
-    try:
-        run = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return run.stdout.strip()
-
-
-def write(results: dict[str, Any], folder: Path) -> Path:
-    """Write the JSON file and, with matplotlib, the plot beside it; returns the JSON file's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    path = folder / f"{results['environment']['device']}-{stamp}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    if importlib.util.find_spec("matplotlib") is not None:
-        plots.draw(results, path.with_suffix(".png"))
-    return path
-
-
-def save(name: str, results: dict[str, Any], folder: Path, draw: Callable[[Any], Any]) -> Path:
-    """Write ``name``'s JSON file and, with matplotlib, the figure that ``draw`` makes of pyplot; returns the file's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env = results["environment"]
-    path = folder / f"{name}-{env['device']}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    if importlib.util.find_spec("matplotlib") is not None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure = draw(pyplot)
-        versions = ", ".join(f"{package} {number}" for package, number in env["versions"].items())
-        figure.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
-        figure.tight_layout()
-        figure.savefig(path.with_suffix(".png"), dpi=120)
-        pyplot.close(figure)
-    return path
 
 
 def table(results: dict[str, Any]) -> str:

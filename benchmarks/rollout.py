@@ -6,7 +6,6 @@ anything: run it on a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.util
 import math
@@ -18,13 +17,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from stoker.benchmarks import ceilings, gate, overhead, phases, report, step_profile, sweeps
+from stoker.benchmarks import ceilings, command, gate, overhead, phases, plots, report, step_profile, sweeps
 from stoker.benchmarks.footprint import clear
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
@@ -49,11 +47,21 @@ class Scenario:
     extras: bool = True  # also lengths dealt to other requests, and whole cycles
     budget_s: float = float("inf")
     peer_limit_s: float = float("inf")  # a peer whose warm-up takes longer is not timed
+    warm_up_tokens: int | None = None  # of a completion, at most; None: warm-ups are as long as what is timed
+
+    @property
+    def warm_up_lengths(self) -> list[int]:
+        most = self.warm_up_tokens or self.workload.cap
+        return [min(n, most) for n in self.workload.lengths]
 
 
-# GRPO groups: (i) median 0.4 of the cap, all in flight at once; (ii) median 0.17 of it, more requests than slots.
+# GRPO groups: (i) median 0.4 of the cap, all in flight at once; (ii) median 0.17 of it, more requests than slots. The last one
+# of a CPU has lengths of a real training, where attention costs every engine its share.
 _CPU_I = Workload(name="i", prompts=8, samples=8, prompt_tokens=(64, 256), median=100, sigma=0.7, cap=256, slots=64)
 _CPU_II = Workload(name="ii", prompts=24, samples=8, prompt_tokens=(64, 256), median=44, sigma=1.0, cap=256, slots=64)
+_CPU_FULL = Workload(
+    name="i, full length", prompts=8, samples=8, prompt_tokens=(256, 1024), median=400, sigma=0.7, cap=1024, slots=64
+)
 _GPU_I = Workload(name="i", prompts=16, samples=8, prompt_tokens=(256, 1024), median=200, sigma=0.7, cap=512, slots=128)
 _GPU_II = Workload(
     name="ii", prompts=32, samples=8, prompt_tokens=(256, 1024), median=700, sigma=0.9, cap=4096, slots=256
@@ -65,6 +73,7 @@ SCENARIOS = {
         Scenario(spec=TOY, workload=_CPU_I, repeats=5),
         Scenario(spec=TOY, workload=_CPU_II, repeats=3),
         Scenario(spec=SMALL, workload=_CPU_I, repeats=3),
+        Scenario(spec=SMALL, workload=_CPU_FULL, repeats=3, extras=False, budget_s=1500, warm_up_tokens=32),
     ),
     ("cpu", True): (
         Scenario(spec=TOY, workload=_QUICK, repeats=3),
@@ -116,7 +125,7 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
     stoker.engine.generate_batch(first[:1], SamplingParams(max_tokens=1))
     first_token_s = stoker.start_up_s + time.perf_counter() - begin
     with overhead.timed_captures(stoker.engine) as capture_ms:
-        stoker.warm_up(first, lengths)
+        stoker.warm_up(first, scenario.warm_up_lengths)
     assert stoker.batch is not None
     checked = gate.check_logprobs(stoker.model, stoker.batch.outputs[:: work.samples][:8])
     engines = race(stoker, scenario, device, dtype, peer_names)
@@ -171,7 +180,7 @@ def race(
                 engines[name]["settings"] = peer.settings
                 with running(peer):
                     start = time.perf_counter()
-                    peer.warm_up(work.draw(vocab, -1), work.lengths, scenario.peer_limit_s)
+                    peer.warm_up(work.draw(vocab, -1), scenario.warm_up_lengths, scenario.peer_limit_s)
                     if (took := time.perf_counter() - start) > scenario.peer_limit_s:
                         raise TooSlowError(f"its warm-up took {took:.0f} s, allowed are {scenario.peer_limit_s:.0f} s")
             except Exception as error:  # whatever another engine fails with, the run goes on without it
@@ -315,16 +324,10 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser = command.flags(__doc__, "small workloads")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="all, less those that take minutes on CUDA")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, about; what comes late is left out")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     peer_names = args.peers
     if peer_names is None:
@@ -334,16 +337,9 @@ def main() -> int:
         peer_names = [name for name in PEERS if name not in slow]
 
     start = time.perf_counter()
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    results: dict[str, Any] = {
-        "environment": environment,
-        "configuration": {"quick": args.quick, "only": args.only, "peers": peer_names, "budget_s": str(args.budget)},
-        "rollouts": [],
-        "part_s": [],
-        "left_out": [],
-    }
+    written = command.Results("rollout", args, peers=peer_names, budget_s=str(args.budget))
+    results = written.found
+    results.update(rollouts=[], part_s=[], left_out=[])
     failed = False
     for part in parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf):
         began = time.perf_counter()
@@ -364,12 +360,14 @@ def main() -> int:
         else:
             results[part.key] = results.get(part.key, []) + found if isinstance(found, list) else found
             results["part_s"].append((part.key, time.perf_counter() - began))
+        written.write()
         clear(args.device)
     results["targets"] = report.targets(results)
     results["seconds"] = time.perf_counter() - start
-    path = report.write(results, args.output)
+    written.write()
+    written.draw(lambda pyplot: plots.draw(pyplot, results))
     print(report.table(results))
-    print(f"\nwrote {path}")
+    print(f"\nwrote {written.path}")
     print(report.summary(results))
     return int(failed)
 

@@ -6,22 +6,18 @@ and, last, one line of JSON. On a CPU only ratios of one run mean anything: run 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from stoker.benchmarks import ceilings, report
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutEngine
@@ -146,59 +142,33 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
         }
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    lines = []
-    for run in runs:
-        work = run["workload"]
-        lines += [
-            "",
-            f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
-            f"{work['completion_tokens']} tokens scored; within {run['gate']['max_abs_diff']:.1e} of the plain forward",
-            f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}",
-        ]
-        for name, e in run["engines"].items():
-            low, high = min(e["seconds"]), max(e["seconds"])
-            lines.append(
-                f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
-                f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
-            )
-    return "\n".join(lines)
+def table(run: dict[str, Any]) -> list[str]:
+    work = run["workload"]
+    lines = [
+        f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
+        f"{work['completion_tokens']} tokens scored; within {run['gate']['max_abs_diff']:.1e} of the plain forward",
+        f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}",
+    ]
+    for name, e in run["engines"].items():
+        low, high = min(e["seconds"]), max(e["seconds"])
+        lines.append(
+            f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
+            f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
+        )
+    return lines
+
+
+def headline(run: dict[str, Any]) -> dict[str, float]:
+    stoker, plain = run["engines"]["stoker"], run["engines"]["forward"]
+    return {
+        "tokens_per_s": round(stoker["tokens_per_s"]),
+        "of_ceiling": round(stoker["of_ceiling"], 3),
+        "x_forward": round(plain["times_stoker"], 2),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="small workloads, to see that everything runs")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        runs = [compare(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
-    except GateError as error:
-        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "scoring": runs}
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"scoring-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(runs))
-    print(f"\nwrote {path}")
-    summary = [
-        {
-            "model": run["model"]["name"],
-            "tokens_per_s": round(run["engines"]["stoker"]["tokens_per_s"]),
-            "of_ceiling": round(run["engines"]["stoker"]["of_ceiling"], 3),
-            "x_forward": round(run["engines"]["forward"]["times_stoker"], 2),
-        }
-        for run in runs
-    ]
-    print(json.dumps({"device": args.device, "scoring": summary}))
-    return 0
+    return command.run("scoring", __doc__, SCENARIOS, compare, table, headline)
 
 
 if __name__ == "__main__":

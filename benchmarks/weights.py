@@ -7,8 +7,6 @@ a table and, last, one line of JSON. On a CPU only ratios of one run mean anythi
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -24,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import multiprocessing
 
-from stoker.benchmarks import ceilings, lora, report, weight_ranks
+from stoker.benchmarks import ceilings, command, lora, weight_ranks
 from stoker.benchmarks.footprint import Peak, clear
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.weight_ranks import CONFIG, WAIT_S, sums, train
@@ -260,83 +258,54 @@ def measure(scenario: Scenario, device: str) -> dict[str, Any]:
     }
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    lines = []
-    for run in runs:
-        model = run["model"]
-        lines += [
-            "",
-            f"{model['name']} ({model['dtype']}): {model['parameters'] / 1e6:.1f} M parameters, {model['bytes'] / 1e6:.1f} MB; "
-            f"copies at {run['copy_bandwidth'] / 1e9:.1f} GB/s",
-            f"  {'update from':27}{'ms':>10}{'range':>20}{'MB written':>12}{'MB besides':>12}{'of bandwidth':>14}",
-        ]
-        for name, way in run["ways"].items():
-            if "skipped" in way:
-                lines.append(f"  {name:27} not timed: {way['skipped']}")
-                continue
-            low, high = (1e3 * f(way["seconds"]) for f in (min, max))
-            extra = f"{way['extra_bytes'] / 1e6:12.1f}" if "extra_bytes" in way else f"{'':12}"
-            part = way.get("of_bandwidth", way.get("of_collective"))
-            lines.append(
-                f"  {name:27}{1e3 * way['median_s']:10.3f}{f'{low:.3f} - {high:.3f}':>20}{way['bytes'] / 1e6:12.1f}{extra}"
-                + (f"{part:14.1%}" if part is not None else "")
-            )
-        gathered = run["ways"]["gathered"]
+def table(run: dict[str, Any]) -> list[str]:
+    model = run["model"]
+    lines = [
+        f"{model['name']} ({model['dtype']}): {model['parameters'] / 1e6:.1f} M parameters, {model['bytes'] / 1e6:.1f} MB; "
+        f"copies at {run['copy_bandwidth'] / 1e9:.1f} GB/s",
+        f"  {'update from':27}{'ms':>10}{'range':>20}{'MB written':>12}{'MB besides':>12}{'of bandwidth':>14}",
+    ]
+    for name, way in run["ways"].items():
+        if "skipped" in way:
+            lines.append(f"  {name:27} not timed: {way['skipped']}")
+            continue
+        low, high = (1e3 * f(way["seconds"]) for f in (min, max))
+        extra = f"{way['extra_bytes'] / 1e6:12.1f}" if "extra_bytes" in way else f"{'':12}"
+        part = way.get("of_bandwidth", way.get("of_collective"))
         lines.append(
-            f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
-            f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides"
+            f"  {name:27}{1e3 * way['median_s']:10.3f}{f'{low:.3f} - {high:.3f}':>20}{way['bytes'] / 1e6:12.1f}{extra}"
+            + (f"{part:14.1%}" if part is not None else "")
         )
-    return "\n".join(lines)
+    gathered = run["ways"]["gathered"]
+    lines.append(
+        f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
+        f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides"
+    )
+    return lines
 
 
-def draw(runs: list[dict[str, Any]]) -> Callable[[Any], Any]:
-    def figure(pyplot: Any) -> Any:
-        made, panel = pyplot.subplots(figsize=(8.5, 4.5))
-        sizes = [run["model"]["bytes"] for run in runs]
-        for number, name in enumerate(runs[0]["ways"]):
-            timed = [(size, run["ways"][name]) for size, run in zip(sizes, runs, strict=True)]
-            points = [(size, 1e3 * way["median_s"]) for size, way in timed if "skipped" not in way]
-            if points:
-                panel.plot(*zip(*points, strict=True), "o-" if number < 10 else "s--", label=name)
-        copies = [2e3 * run["model"]["bytes"] / run["copy_bandwidth"] for run in runs]
-        panel.plot(sizes, copies, "k+:", alpha=0.6, label="one copy at this run's bandwidth")
-        panel.set(xscale="log", yscale="log", xlabel="bytes of the weights", ylabel="update, ms")
-        panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return made
+def figure(pyplot: Any, runs: list[dict[str, Any]]) -> Any:
+    made, panel = pyplot.subplots(figsize=(8.5, 4.5))
+    sizes = [run["model"]["bytes"] for run in runs]
+    for number, name in enumerate(runs[0]["ways"]):
+        timed = [(size, run["ways"][name]) for size, run in zip(sizes, runs, strict=True)]
+        points = [(size, 1e3 * way["median_s"]) for size, way in timed if "skipped" not in way]
+        if points:
+            panel.plot(*zip(*points, strict=True), "o-" if number < 10 else "s--", label=name)
+    copies = [2e3 * run["model"]["bytes"] / run["copy_bandwidth"] for run in runs]
+    panel.plot(sizes, copies, "k+:", alpha=0.6, label="one copy at this run's bandwidth")
+    panel.set(xscale="log", yscale="log", xlabel="bytes of the weights", ylabel="update, ms")
+    panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return made
 
-    return figure
+
+def headline(run: dict[str, Any]) -> dict[str, float]:
+    return {f"{n}_ms": round(1e3 * w["median_s"], 3) for n, w in run["ways"].items() if "skipped" not in w}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=report.FOLDER)
-    parser.add_argument("--quick", action="store_true", help="few repeats of small models, to see that everything runs")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    environment = report.environment(args.device)
-    if (environment["load_average"] or 0) > 0.5:
-        print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
-    try:
-        runs = [measure(s, args.device) for s in SCENARIOS[args.device, args.quick] if args.only in s.spec.name]
-    except GateError as error:
-        print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-        return 1
-    results = {"environment": environment, "configuration": {"quick": args.quick, "only": args.only}, "weights": runs}
-    path = report.save("weights", results, args.output, draw(runs))
-    print(table(runs))
-    print(f"\nwrote {path}")
-    summary = [
-        {
-            "model": run["model"]["name"],
-            **{f"{n}_ms": round(1e3 * w["median_s"], 3) for n, w in run["ways"].items() if "skipped" not in w},
-        }
-        for run in runs
-    ]
-    print(json.dumps({"device": args.device, "weights": summary}))
-    return 0
+    quick = "few repeats of small models"
+    return command.run("weights", __doc__, SCENARIOS, measure, table, headline, figure, quick=quick)
 
 
 if __name__ == "__main__":

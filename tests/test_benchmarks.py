@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stoker.benchmarks import command
+from stoker.benchmarks.scoring import SCENARIOS
 from stoker.integrations.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -52,17 +55,36 @@ def test_an_unknown_program_is_refused_with_those_there_are(command: str, capsys
 
 def test_grpo_steps_by_who_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
-    found = run(tmp_path, "grpo")["grpo"]
+    (found,) = run(tmp_path, "grpo")["grpo"]
     assert found["gate"]["max_abs_diff"] < found["gate"]["limit"]
     assert {"engine", "generate", "continuous, sized"} < set(found["ways"])
     for way in found["ways"].values():
         assert len(way["step_seconds"]) == len(way["rollout_seconds"]) == found["workload"]["steps"]
         assert 0 < way["rollout_share"] < 1 and 1 <= way["mean_length"] <= found["workload"]["cap"]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["x_generate"] > 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"][0]["x_generate"] > 0
 
 
 def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(tmp_path, "partial")["partial"]
+    (found,) = run(tmp_path, "partial")["partial"]
     whole, partial = found["ways"]["wait for all"], found["ways"]["partial"]
     assert whole["over_an_update"] == 0 < partial["over_an_update"]
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["x_waiting"] > 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["partial"][0]["x_waiting"] > 0
+
+
+def test_a_run_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(scenario: Any, device: str) -> dict[str, Any]:
+        if scenario is SCENARIOS[device, True][1]:
+            raise KeyboardInterrupt
+        return {"model": {"name": scenario.spec.name}}
+
+    monkeypatch.setattr("sys.argv", ["name", "--quick", "--output", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        command.run("name", None, SCENARIOS, measure, lambda run: [run["model"]["name"]], lambda run: {})
+    (path,) = tmp_path.glob("*")
+    assert json.loads(path.read_text())["name"] == [{"model": {"name": "qwen3-toy"}}]
+
+
+def test_a_model_that_no_scenario_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "scoring", "--quick", "--only", "70b", "--output", str(tmp_path)]) == 2
+    assert "no model's name contains '70b'" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*"))

@@ -1,0 +1,145 @@
+"""What the benchmarks' command lines have in common: flags, the environment, one JSON file, one plot and one last line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stoker.benchmarks.gate import GateError
+
+FOLDER = Path("outputs/benchmarks")  # where results go if no other folder is named
+
+
+def flags(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """What every benchmark takes. quick: what ``--quick`` makes small."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}, to see that everything runs")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    return parser
+
+
+class Results:
+    """A run's one JSON file. Written whenever more is known, so that a run that is cut off leaves what it has found."""
+
+    def __init__(self, name: str, args: argparse.Namespace, **configuration: Any) -> None:
+        """Sets the threads, too. configuration: beside that of ``flags``."""
+        torch.set_num_threads(args.threads)
+        environment = _environment(args.device)
+        if (environment["load_average"] or 0) > 0.5:
+            print(f"the machine is busy (load average {environment['load_average']:.1f})", file=sys.stderr)
+        self.found: dict[str, Any] = {
+            "environment": environment,
+            "configuration": {"quick": args.quick, "only": args.only, **configuration},
+        }
+        args.output.mkdir(parents=True, exist_ok=True)
+        self.path: Path = args.output / f"{name}-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
+
+    def write(self) -> None:
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+    def draw(self, figure: Callable[[Any], Any]) -> None:
+        """With matplotlib, the plot beside the file: what ``figure`` makes, given pyplot."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        made, env = figure(pyplot), self.found["environment"]
+        versions = ", ".join(f"{package} {number}" for package, number in env["versions"].items())
+        made.suptitle(f"{env.get('gpu', env['cpu'])}, {versions}", fontsize=9)
+        made.tight_layout()
+        made.savefig(self.path.with_suffix(".png"), dpi=120)
+        pyplot.close(made)
+
+
+def run(
+    name: str,
+    description: str | None,
+    scenarios: Mapping[tuple[str, bool], Sequence[Any]],
+    measure: Callable[[Any, str], dict[str, Any]],
+    table: Callable[[dict[str, Any]], list[str]],
+    headline: Callable[[dict[str, Any]], dict[str, Any]],
+    figure: Callable[[Any, list[dict[str, Any]]], Any] | None = None,
+    *,
+    quick: str = "small workloads",
+) -> int:
+    """Measure scenarios one after the other; returns the exit code.
+
+    scenarios: by device and whether the run is a quick one, each with a ``spec``. table, headline: of one scenario, for a
+    terminal and for the last line. figure: of all of them, given pyplot.
+    """
+    args = flags(description, quick).parse_args()
+    results = Results(name, args)
+    runs = results.found[name] = []
+    for scenario in scenarios[args.device, args.quick]:
+        if args.only not in scenario.spec.name:
+            continue
+        try:
+            runs.append(measure(scenario, args.device))
+        except GateError as error:
+            print(f"gate: {error}; nothing was timed further", file=sys.stderr)
+            return 1
+        results.write()
+        print("", *table(runs[-1]), sep="\n", flush=True)
+    if not runs:
+        print(f"no model's name contains {args.only!r}", file=sys.stderr)
+        return 2
+    if figure is not None:
+        results.draw(lambda pyplot: figure(pyplot, runs))
+    print(f"\nwrote {results.path}")
+    print(json.dumps({"device": args.device, name: [{"model": r["model"]["name"], **headline(r)} for r in runs]}))
+    return 0
+
+
+def _environment(device: str) -> dict[str, Any]:
+    found = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("stoker", "torch", "transformers")},
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+    }
+    if device == "cuda":
+        found["gpu"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the current folder, where that is this repository: what runs is installed from it."""
+    if not Path("benchmarks/command.py").is_file():
+        return None
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
