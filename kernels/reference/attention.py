@@ -22,7 +22,7 @@ NEG_INF = float("-inf")
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
 _GATHER_BYTES = 8 * 2**20
 # So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
-_HOLD_BYTES = 256 * 2**20
+_HOLD_BYTES = 2**30
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
