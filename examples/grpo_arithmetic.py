@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,10 @@ import torch
 from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
-from transformers.generation import ContinuousBatchingConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from stoker.examples import arithmetic
-from stoker.integrations.trl import attach, detach
+from stoker.examples import arithmetic, grpo_report
+from stoker.integrations.trl import attach
 from stoker.rollout import RolloutEngine, SamplingParams
 
 Problem = dict[str, str]  # "prompt" and "answer"
@@ -214,7 +212,7 @@ def as_prompt(tokenizer: Any, text: str) -> Any:
     return [{"role": "user", "content": text}] if tokenizer.chat_template else text
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- held-out problems -------------------------------------------------------------------------------------------------
 
 
 def measure_accuracy(args: argparse.Namespace, engine: RolloutEngine, problems: list[Problem]) -> dict[str, Any]:
@@ -228,155 +226,6 @@ def measure_accuracy(args: argparse.Namespace, engine: RolloutEngine, problems: 
     right = [is_right(text, p["answer"]) for text, p in zip(texts, problems, strict=True)]
     examples = [p["prompt"] + text for text, p in zip(texts[:3], problems, strict=False)]
     return {"accuracy": sum(right) / len(right), "problems": len(right), "examples": examples}
-
-
-def measure_rollouts(
-    args: argparse.Namespace, trainer: GRPOTrainer, problems: list[Problem]
-) -> Iterator[tuple[str, float]]:
-    """Completion tokens a second of the engine and of TRL's two ways without one, each called by the trainer as in training.
-
-    All get the same prompts and sampling settings; tokens after the first EOS do not count. The engine is detached.
-    """
-    texts = [as_prompt(trainer.processing_class, p["prompt"]) for p in problems[: args.compare_prompts]]
-    prompts, _, _ = trainer._tokenize_prompts([text for text in texts for _ in range(args.num_generations)])
-
-    def rollout() -> int:
-        return sum(map(len, trainer._generate_single_turn(prompts, None, {}, args.num_generations)[0]))
-
-    yield "engine", tokens_per_second(rollout)
-    detach(trainer)
-    yield "model.generate", tokens_per_second(rollout)
-    # Sized to the batch. By default it takes a share of all memory, and on a CPU most of its time is then spent on that.
-    pages = -(-(max(map(len, prompts)) + args.max_completion_length) // 32)
-    trainer.use_transformers_continuous_batching = True
-    trainer.continuous_batching_config = ContinuousBatchingConfig(
-        page_size=32, num_blocks=pages * len(prompts), max_batch_tokens=2 * len(prompts)
-    )
-    yield "model.generate_batch", tokens_per_second(rollout)
-
-
-def tokens_per_second(rollout: Callable[[], int]) -> float:
-    rollout()  # warm-up
-    speeds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        tokens = rollout()
-        speeds.append(tokens / (time.perf_counter() - start))
-    return statistics.median(speeds)
-
-
-def seconds_of(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def measure_adapter_updates(engine: RolloutEngine, trainer: GRPOTrainer) -> dict[str, dict[str, float]]:
-    """Median seconds, and bytes copied, until an engine samples from a changed adapter.
-
-    "live": read where the trainer has it. "merge and push": as an engine with weights of its own has to be fed, by merging
-    the adapter into the base, copying every weight over, and taking it out of the base again. The adapter is as it was
-    afterwards; the base is only up to rounding, so this is the last that is done with it.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model()
-    plain = {name.replace(".base_layer", ""): p for name, p in base.named_parameters() if "lora_" not in name}
-    copies = {name: parameter.detach().clone() for name, parameter in plain.items()}
-
-    @torch.no_grad()
-    def merge_and_push() -> None:
-        model.merge_adapter()
-        for name, parameter in plain.items():
-            copies[name].copy_(parameter)
-        model.unmerge_adapter()
-
-    @torch.no_grad()
-    def change() -> None:  # stands in for an optimizer step
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.mul_(1 + 1e-6)
-
-    seconds: dict[str, list[float]] = {"live": [], "merge and push": []}
-    for _ in range(20):
-        change()
-        seconds["live"].append(seconds_of(engine.update_weights))
-        seconds["merge and push"].append(seconds_of(merge_and_push))
-    moved = {
-        "live": engine.stats().last_update_bytes,
-        "merge and push": sum(copy.nbytes for copy in copies.values()),
-    }
-    return {name: {"seconds": statistics.median(times), "bytes": moved[name]} for name, times in seconds.items()}
-
-
-def training_record(trainer: GRPOTrainer) -> dict[str, Any]:
-    """What TRL logged: the reward of each step, and the engine's log-probabilities against the trainer's forward."""
-
-    def logged(key: str) -> list[float]:
-        return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-    difference = "sampling/sampling_logp_difference"
-    record: dict[str, Any] = {"rewards": logged("reward"), "mean_lengths": logged("completions/mean_length")}
-    if record["rewards"]:
-        record["logprob_difference"] = {
-            "mean": statistics.fmean(logged(f"{difference}/mean")),
-            "max": max(logged(f"{difference}/max")),
-        }
-    return record
-
-
-# -- report ------------------------------------------------------------------------------------------------------------
-
-
-def write_report(folder: Path, report: dict[str, Any]) -> None:
-    """Written anew after each stage, so an interrupted run leaves what it had."""
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def print_report(report: dict[str, Any]) -> None:
-    print()
-    for when in ("before", "after"):
-        if when in report:
-            print(f"held-out accuracy {when}: {report[when]['accuracy']:.1%} of {report[when]['problems']} problems")
-            for example in report[when]["examples"]:
-                print(f"    {example!r}")
-    if "logprob_difference" in report:
-        difference = report["logprob_difference"]
-        print(
-            f"|log-probability difference| to the trainer: mean {difference['mean']:.1e}, max {difference['max']:.1e}"
-        )
-    if "update_seconds" in report:
-        print(f"weight update: {report['update_seconds'] * 1e3:.2f} ms")
-    for name, update in report.get("adapter_updates", {}).items():
-        print(f"changed adapter, {name}: {update['seconds'] * 1e3:.2f} ms and {update['bytes']:,} bytes a step")
-    if "tokens_per_second" in report:
-        speeds = report["tokens_per_second"]
-        print(f"rollout tokens/s on the same prompts, in this one run ({report['device']}):")
-        for name, speed in speeds.items():
-            ratio = "" if name == "engine" else f"   engine is {speeds['engine'] / speed:.1f} times as fast"
-            print(f"    {name:<22}{speed:>10,.0f}{ratio}")
-
-
-def plot_report(folder: Path, report: dict[str, Any]) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        print("no report.png: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), width_ratios=(3, 2), layout="constrained")
-    left.plot(range(1, len(report["rewards"]) + 1), report["rewards"], label="mean reward (sampled)")
-    for when, style in (("before", ":"), ("after", "--")):
-        if when in report:
-            accuracy = report[when]["accuracy"]
-            left.axhline(accuracy, ls=style, color="grey", label=f"held-out accuracy {when} (greedy): {accuracy:.0%}")
-    left.set(xlabel="GRPO step", ylim=(0, 1.02), title="Learning")
-    left.legend(loc="lower right")
-    speeds = report.get("tokens_per_second", {})
-    right.bar_label(right.bar([name.replace("_", "_\n") for name in speeds], list(speeds.values())), fmt="{:,.0f}")
-    right.set(ylabel="completion tokens/s", title=f"Rollouts, same prompts, one run\n{report['device']}")
-    figure.savefig(folder / "report.png", dpi=120)
 
 
 def main() -> int:
@@ -397,30 +246,31 @@ def main() -> int:
             torch.cuda.get_device_name() if device == "cuda" else f"CPU, threads: {torch.get_num_threads()}"
         )
         report["before"] = measure_accuracy(args, engine, held_out)
-        write_report(args.output, report)
+        grpo_report.write(args.output, report)
 
         trainer.add_callback(Progress(args.steps))
         trainer.train()
-        report |= training_record(trainer)
+        report |= grpo_report.training_record(trainer)
         report["after"] = measure_accuracy(args, engine, held_out)
-        report["update_seconds"] = statistics.median(seconds_of(engine.update_weights) for _ in range(20))
+        report["update_seconds"] = statistics.median(grpo_report.seconds_of(engine.update_weights) for _ in range(20))
         if args.lora:
-            report["adapter_updates"] = measure_adapter_updates(engine, trainer)
-        write_report(args.output, report)
+            report["adapter_updates"] = grpo_report.adapter_updates(engine, trainer)
+        grpo_report.write(args.output, report)
         if args.compare_prompts:
             print("measuring rollout speed ...")
+            texts = [as_prompt(tokenizer, p["prompt"]) for p in held_out[: args.compare_prompts]]
             report["tokens_per_second"] = speeds = {}
-            for name, speed in measure_rollouts(args, trainer, held_out):
+            for name, speed in grpo_report.rollout_speeds(trainer, texts):
                 speeds[name] = speed
     except KeyboardInterrupt:
         report["interrupted"] = True
         if trainer is not None:
-            report |= training_record(trainer)
+            report |= grpo_report.training_record(trainer)
     report["seconds"] = time.perf_counter() - start
-    write_report(args.output, report)
+    grpo_report.write(args.output, report)
     if "before" in report:
-        print_report(report)
-        plot_report(args.output, report)
+        grpo_report.show(report)
+        grpo_report.plot(args.output, report)
     print(f"\nwritten to {args.output} after {report['seconds']:.0f} s")
     return 130 if report.get("interrupted") else 0
 
