@@ -36,7 +36,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running or self._launched)
+        """Whether a request is under way. Where all ended early a plan may still run, whose results nobody wants."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
         """Launch a plan, and read the oldest where enough are under way; returns the requests that finished."""

@@ -59,7 +59,8 @@ class PenaltyState:
 
     def start(self, slot: int, prompt: Tensor, output: Tensor) -> None:
         self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
-        self.counts[slot] = torch.bincount(output, minlength=self.counts.shape[1])
+        # Not bincount, which waits for the device to learn the largest id.
+        self.counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)

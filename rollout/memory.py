@@ -46,6 +46,7 @@ class EngineMemory:
         """Give memory back, of nothing that is running. drop_weights: do not keep a mirror's numbers in host memory."""
         tags = set(tags)
         runner = self.core.runner
+        self.core.drain()  # a plan of requests that have ended may still run
         lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
         if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
             runner.release_graphs()

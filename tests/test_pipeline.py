@@ -175,6 +175,45 @@ def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family:
         assert engine.core.runner._graphs and all(engine.core.runner._graphs.values())
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_a_plan_that_outlives_its_requests_is_in_nobody_s_way(ahead: int) -> None:
+    """The last requests end by a stop token, which is known one plan late: that plan still runs when they are through."""
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompt = [3, 1, 4, 1, 5]
+    with build(runtime=lambda device: PretendDevice(device, ahead=ahead)) as engine:  # type: ignore[arg-type]
+        free = engine.stats().num_free_kv_blocks
+        (output,) = engine.generate_batch([prompt], greedy)
+        tokens = output.completions[0].token_ids
+        at = next(i for i in range(4, 30) if tokens[i] not in tokens[:i])
+        until = replace(greedy, stop_token_ids=[tokens[at]])
+
+        def roll_out() -> None:
+            (found,) = engine.generate_batch([prompt], until)
+            assert found.completions[0].token_ids == tokens[: at + 1]
+            assert found.completions[0].finish_reason == "stop"
+            assert engine.core._launched, "nothing outlived the request: the test shows nothing"
+            assert engine.stats().num_free_kv_blocks == free
+
+        roll_out()
+        assert engine.verify_weights().ok
+        roll_out()
+        assert engine.update_weights() == 1
+        roll_out()
+        for level in (1, 2):
+            engine.sleep(level)
+            engine.wake_up()
+            roll_out()
+        with engine.sleeping():
+            pass
+        roll_out()
+        engine.pause("wait")
+        engine.resume()
+        handle = engine.submit(prompt, until)
+        roll_out()
+        assert handle.result().completions[0].token_ids == tokens[: at + 1]
+        roll_out()
+
+
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_ahead_without_graphs(ahead: int) -> None:
     several = (prompts(20), params(20))
