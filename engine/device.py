@@ -107,16 +107,24 @@ class CudaRuntime(Runtime):
         main: Any = torch.cuda.current_stream(self.device)
         side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(main)
-        # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
-            try:
-                body()
-            except BaseException:
-                with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        # Torch keeps a cuBLAS workspace for every stream that has multiplied. One from before would be no part of the pool,
+        # and somebody else's memory once torch lets go of it; one that stayed would keep its part of the pool from being
+        # given back.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
+            with torch.cuda.stream(side):
+                with torch.inference_mode(False):  # of the first capture torch keeps tensors that later ones write to
+                    graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         main.wait_stream(side)
         return graph.replay
 

@@ -7,8 +7,9 @@ captured with: whatever a step takes from the host, or from a tensor that is not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from families import VOCAB, make_model
 from torch import Tensor
 
-from stoker.engine.device import CpuRuntime
+from stoker.engine.device import CpuRuntime, CudaRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import PenaltyState
@@ -274,6 +275,37 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
             close(engine.generate_batch(*several), expected)
         warnings = [r.getMessage() for r in caplog.records if "without a CUDA graph" in r.getMessage()]
         assert len(warnings) == len(engine.core.runner._graphs) == len(set(map(str, engine.core.runner._graphs)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
+def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps from a capture would be written to, or given back, long after it."""
+    done: list[tuple[str, bool]] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: done.append((name, torch.is_inference_mode_enabled()))
+
+    def body() -> None:
+        noted("body")()
+        if error is not None:
+            raise error
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    graph = SimpleNamespace(capture_begin=noted("begin"), capture_end=noted("end"), replay=noted("replay"))
+    for name, value in {
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda device: stream,
+        "Stream": lambda device: stream,
+        "stream": lambda chosen: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted("clear"), raising=False)
+    with torch.inference_mode(), nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
+        CudaRuntime(torch.device("cuda")).capture(body)
+    assert done == [("clear", True), ("begin", False), ("body", True), ("end", True), ("clear", True)]
 
 
 def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:
