@@ -125,7 +125,7 @@ class Lanes:
             SHARED=shared,
             MAX_PARTS=self.buffers.max_parts,
             PARTS_BLOCK=triton.next_power_of_2(self.buffers.max_parts),
-            BLOCK=max(16, triton.next_power_of_2(count)),
+            BLOCK=max(16, triton.next_power_of_2(self.buffers.rows)),
         )
 
 

@@ -43,13 +43,15 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
     signature, constants, aligned = {}, {}, {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = given[name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        specialised = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (specialised and value == 1):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + NAMES[value.dtype]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        placed = isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment
+        if placed or (specialised and value % 16 == 0):
             aligned[(index,)] = [["tt.divisibility", 16]]
     aligned = {at: attribute for at, attribute in aligned.items() if kernel.arg_names[at[0]] not in constants}
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
