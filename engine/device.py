@@ -83,6 +83,7 @@ class CudaRuntime(Runtime):
     ahead: int = 1
     graphs: bool = True
     _pool: list[Any] = field(default_factory=list)  # the memory pool of all graphs, made with the first
+    _side: list[Any] = field(default_factory=list)  # the stream they are captured on, likewise
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
@@ -103,9 +104,11 @@ class CudaRuntime(Runtime):
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         if not self._pool:
             self._pool.append(torch.cuda.graph_pool_handle())
+        if not self._side:  # one: torch has but 32, and what another thread launches on it meanwhile would be captured
+            self._side.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         main: Any = torch.cuda.current_stream(self.device)
-        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side = self._side[0]
         side.wait_stream(main)
         # Torch keeps a cuBLAS workspace for every stream that has multiplied. One from before would be no part of the pool,
         # and somebody else's memory once torch lets go of it; one that stayed would keep its part of the pool from being
