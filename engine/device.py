@@ -95,7 +95,7 @@ class CudaRuntime(Runtime):
         static.copy_(host.pin_memory(), non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> HostCopy:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))

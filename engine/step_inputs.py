@@ -235,7 +235,7 @@ class StepInputs:
                 request.first_new_block = end
         if blocks:
             index = torch.empty(3, len(blocks), dtype=torch.long, device=self.runtime.device)
-            self.runtime.to_device(torch.tensor([slots, columns, blocks]), index)
+            self.runtime.to_device(torch.tensor([slots, columns, blocks], device="cpu"), index)
             self._tables.index_put_((index[0], index[1]), index[2])
 
     def _write_slot(self, request: Request) -> None:

@@ -202,7 +202,7 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
 
 
 def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=dtype)
+    host = torch.tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

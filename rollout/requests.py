@@ -248,7 +248,7 @@ def token_logprobs(
         )
     top_k = scoring.variant.top_k
     return TokenLogprobs(
-        token_ids=torch.tensor(tokens[scoring.first : scoring.end], dtype=torch.long),
+        token_ids=torch.tensor(tokens[scoring.first : scoring.end], dtype=torch.long, device="cpu"),
         logprobs=scores.logprobs.clone(),
         ranks=scores.ranks.clone(),
         top_ids=scores.top_ids.clone() if top_k else None,

@@ -400,6 +400,23 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
         close(engine.generate_batch(*few(5)), expected)
 
 
+def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is() -> None:
+    prompts = [[1, 2, 3]]
+    settings = SamplingParams(n=2, seed=1, max_tokens=2, repetition_penalty=1.2, top_k=5, logprobs=2, ignore_eos=True)
+    with build(ops=TRITON, num_layers=1, block_size=2) as engine:
+        expected, scores = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        engine.update_weights()
+        torch.set_default_device("meta")
+        try:
+            found, again = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        finally:
+            torch.set_default_device(None)
+        assert found == expected
+        for one, other in zip(again, scores, strict=True):
+            for name in ("token_ids", "logprobs", "ranks", "top_ids"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+
+
 @pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])
 def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
