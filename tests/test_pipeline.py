@@ -225,6 +225,18 @@ def test_ahead_without_graphs(ahead: int) -> None:
         close(engine.generate_batch(*several), expected)
 
 
+def test_whoever_steps_may_do_so_in_inference_mode() -> None:
+    """What is made then, static outputs and penalties' counts, is written to outside of it too."""
+    several = (prompts(6), params(6))
+    with build(runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+    with build() as engine:
+        with torch.inference_mode():
+            for handle in [engine.submit(*each) for each in zip(*several, strict=True)]:
+                handle.result()
+        close(engine.generate_batch(*several), expected)
+
+
 def test_a_window_is_launched_before_the_one_before_it_is_read() -> None:
     with build() as engine:
         core, under_way = engine.core, []
