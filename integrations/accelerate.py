@@ -1,5 +1,7 @@
 """accelerate: rollouts for any training loop that has an ``Accelerator``.
 
+    from stoker.integrations.accelerate import AcceleratedEngine, SamplingParams
+
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     engine = AcceleratedEngine(accelerator, model, tokenizer=tokenizer)
     for prompts in loader:
@@ -28,6 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.weight_sync.naming import unwrap
+
+__all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
 
 
 class AcceleratedEngine:

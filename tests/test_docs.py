@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,20 +28,37 @@ SMALLER = {
 ROOMS = ("rollout", "engine", "weight_sync", "kernels", "integrations")
 
 
-def blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and code of each block of Python; of a diff, what the code is after it."""
-    for match in re.finditer(r"^```(python|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+# How many lines a loop adds to adopt the engine; updates of a sharded model are said, as all ranks make them together.
+MOST_ADDED = {"sharded": 4, "trl-async": 4}
+
+
+def blocks(text: str, kinds: str = "python|diff", without: str = "-") -> Iterator[tuple[int, str]]:
+    """Line number and code of each block of Python; of a diff, what the code is after it (before it: without "+")."""
+    for match in re.finditer(rf"^```({kinds})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         code = match[2]
         if match[1] == "diff":
-            kept = [line for line in code.splitlines() if not line.startswith("-")]
+            kept = [line for line in code.splitlines() if not line.startswith(without)]
             code = textwrap.dedent("\n".join(line[1:] for line in kept))
         yield text[: match.start()].count("\n") + 2, code
 
 
 def surroundings() -> dict[str, Any]:
-    """What the pages take for given: the reader's model, data and loss."""
+    """What the pages take for given: the reader's model, data and loss, and how he sampled so far."""
     model, tokenizer = make_model(max_position_embeddings=1024), make_tokenizer()
     tokenizer.padding_side = "left"
+
+    def sample(model: Any, prompts: list[str]) -> SimpleNamespace:
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        ids = getattr(model, "module", model).generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=True)
+        width = inputs["input_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(ids).logits[:, width - 1 : -1]
+        completion_ids = ids[:, width:]
+        logprobs = logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0]
+        mask = torch.ones_like(completion_ids)
+        return SimpleNamespace(
+            prompt_ids=ids[:, :width], completion_ids=completion_ids, completion_mask=mask, logprobs=logprobs
+        )
 
     def ppo_loss(model: Any, prompt_ids: Any, completion_ids: Any, completion_mask: Any, old_logprobs: Any) -> Any:
         logits = model(torch.cat([prompt_ids, completion_ids], 1)).logits[:, prompt_ids.shape[1] - 1 : -1]
@@ -55,6 +73,7 @@ def surroundings() -> dict[str, Any]:
         "loader": [["abc", "d"], ["fed", "cab"]],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "ppo_loss": ppo_loss,
+        "sample": sample,
         "__name__": "docs",
     }
     return names
@@ -70,9 +89,9 @@ def process_group(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_page(page: Path, names: dict[str, Any]) -> int:
+def run_page(page: Path, names: dict[str, Any], *selection: str) -> int:
     """Run the blocks of a page one after the other; returns how many there are."""
-    found = list(blocks(page.read_text(encoding="utf-8")))
+    found = list(blocks(page.read_text(encoding="utf-8"), *selection))
     for line, code in found:
         for shown, smaller in SMALLER.items():
             code = code.replace(shown, smaller)
@@ -103,6 +122,30 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with group:
         ran = run_page(page, names)
     assert ran == text.count("```python\n") + text.count("```diff\n")
+
+
+@pytest.mark.parametrize("page", ["accelerate", "ppo", "sharded", "trl"])
+def test_what_a_diff_starts_from_runs_too(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, path = surroundings(), ROOT / "docs" / "pages" / f"{page}.md"
+    if page == "trl":
+        pytest.importorskip("trl")
+        from datasets import Dataset
+
+        names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
+    # transformers' continuous batching takes half a minute to set itself up.
+    quick = tmp_path / path.name
+    quick.write_text(path.read_text(encoding="utf-8").partition("## Coming from")[0], encoding="utf-8")
+    with process_group(tmp_path) if page == "sharded" else nullcontext():
+        assert run_page(quick, names, "diff", "+") == 1
+    assert "engine" not in names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_diff_adds_few_lines(page: Path) -> None:
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    added = [len(re.findall(r"^\+", diff, re.MULTILINE)) for diff in diffs]
+    assert max(added, default=0) <= MOST_ADDED.get(page.stem, 3)
 
 
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
