@@ -21,7 +21,8 @@ class SamplingParams:
     n: completions of the prompt; sample ``i`` draws from ``(seed, i, position)``.
     temperature: 0 is greedy (log-probabilities are then those of temperature 1).
     top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; ``top_k=0`` is off.
-    repetition_penalty: over prompt and completion; presence and frequency penalties over the completion.
+    repetition_penalty: over prompt and completion; 1 is off. presence_penalty, frequency_penalty: over the completion;
+        0 is off.
     max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
     stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
         token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do
@@ -105,7 +106,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Any, **overrides: Any) -> SamplingParams:
-        """Translate a ``transformers.GenerationConfig`` (or a mapping of its fields).
+        """Translate ``config``, a ``transformers.GenerationConfig`` or a mapping of its fields.
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
         ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pkgutil
 import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from trl_setup import PROMPTS, count_a, make_model, make_tokenizer
+
+import stoker.rollout
+from stoker.weight_sync.transport import WeightTransfer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
@@ -171,8 +176,30 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page.name for page in PAGES[1:] if f": {page.name}\n" not in navigation] == []
 
 
-def test_every_name_of_the_reference_exists() -> None:
+def reference() -> dict[str, Any]:
     names = re.findall(r"^::: (\S+)$", (ROOT / "docs/pages/api.md").read_text(), re.MULTILINE)
-    assert len(names) > 10
-    for name in names:
-        assert pkgutil.resolve_name(name) is not None
+    return {name: pkgutil.resolve_name(name) for name in names}
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    shown = list(reference().values())
+    shown += [thing for module in shown if inspect.ismodule(module) for thing in vars(module).values()]
+    missing = [n for n in stoker.rollout.__all__ if not any(getattr(stoker.rollout, n) is thing for thing in shown)]
+    assert len(shown) > 20 and missing == []
+
+
+def test_what_the_reference_has_is_documented() -> None:
+    """Each public member by a docstring, or it would not be shown; each field of a result or a config by its class's."""
+    lacking = []
+    for name, thing in reference().items():
+        if not inspect.isclass(thing) or issubclass(thing, WeightTransfer):  # these have the protocol's methods
+            continue
+        fields = [f.name for f in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
+        fields += getattr(thing, "_fields", ())
+        for member, value in vars(thing).items():
+            shown = isinstance(value, property | FunctionType | classmethod) and not member.startswith("_")
+            if shown and not inspect.getdoc(getattr(thing, member)):
+                lacking.append(f"{name}.{member}")
+        said = inspect.getdoc(thing) or ""
+        lacking += [f"{name}: {f}" for f in fields if f[0] != "_" and not re.search(rf"\b{f}\b", said)]
+    assert lacking == []
