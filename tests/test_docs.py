@@ -7,7 +7,9 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+import shlex
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from trl_setup import PROMPTS, count_a, make_model, make_tokenizer
 
 import stoker.rollout
+from stoker.integrations import cli
 from stoker.weight_sync.transport import WeightTransfer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,6 +86,15 @@ def surroundings() -> dict[str, Any]:
         "__name__": "docs",
     }
     return names
+
+
+def commands() -> list[str]:
+    """Lines of the pages' shell blocks, without comments."""
+    found = [
+        b for page in PAGES for b in re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    lines = [line.partition("  #")[0].strip() for block in found for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("stoker ", "make ", "pip "))]
 
 
 @contextmanager
@@ -154,6 +166,23 @@ def test_a_diff_adds_few_lines(page: Path) -> None:
     assert max(added, default=0) <= MOST_ADDED.get(page.stem, 3)
 
 
+def test_commands_are_understood() -> None:
+    found = commands()
+    assert len(found) > 8
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for program, command, *arguments in (shlex.split(line) for line in found):
+        if program == "make":
+            assert command in targets
+        elif program == "pip":
+            assert all(extra in extras for extra in re.findall(r"\[(\w+)\]", " ".join(arguments)))
+        elif command in cli._PROGRAMS:
+            default, programs = cli._PROGRAMS[command]
+            assert (arguments or [default])[0] in programs
+        else:
+            cli._parser().parse_args([command, *arguments])
+
+
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text\n\n```python\nx = 1\n```\n\n```diff\n-x = nothing\n+y = x + 1\n y += 1\n```\n")
@@ -214,6 +243,16 @@ def test_every_error_is_found_in_troubleshooting() -> None:
                 lacking.append(f"{place}: {message}")
     assert seen > 150
     assert lacking == [], "give docs/pages/troubleshooting.md an entry with words of these"
+
+
+def test_tuning_has_every_setting_and_its_default() -> None:
+    rows = re.findall(r"^\| (`.+?) \| (`.+?) \|", (ROOT / "docs/pages/tuning.md").read_text(), re.MULTILINE)
+    said: dict[str, str] = {}
+    for settings, defaults in rows:
+        names, values = re.findall("`([^`]+)`", settings), re.findall("`([^`]+)`", defaults)
+        said |= dict(zip(names, values * len(names) if len(values) == 1 else values, strict=True))
+    is_so = {field.name: field.default for field in dataclasses.fields(stoker.rollout.EngineConfig)}
+    assert {name: ast.literal_eval(value) for name, value in said.items()} == is_so
 
 
 def test_every_page_is_in_the_navigation() -> None:
