@@ -90,10 +90,11 @@ def surroundings() -> dict[str, Any]:
 
 def commands() -> list[str]:
     """Lines of the pages' shell blocks, without comments."""
-    found = [
-        b for page in PAGES for b in re.findall(r"^```(?:sh)?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shell = [
+        b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if kind in ("", "sh")
     ]
-    lines = [line.partition("  #")[0].strip() for block in found for line in block.splitlines()]
+    lines = [line.partition("  #")[0].strip() for block in shell for line in block.splitlines()]
     return [line for line in lines if line.startswith(("stoker ", "make ", "pip "))]
 
 
