@@ -30,6 +30,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
 # What the pages show is for a GPU and a real run.
 SMALLER = {
     "4GiB": "4MiB",
+    "Accelerator()": "Accelerator(cpu=True)",
     '"path/or/hub-id"': "folder, processing_class=tokenizer",
     'AsyncGRPOConfig(output_dir="out"': 'AsyncGRPOConfig(dtype="float32", output_dir="out"',
     'output_dir="out"': 'output_dir="out", use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, report_to="none"',
