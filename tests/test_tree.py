@@ -180,3 +180,17 @@ def test_a_model_that_is_as_it_was_is_not_walked_over_again(adapted: bool, monke
         assert engine.update_weights() == 3 and "moved" in calls
         calls.clear()
         assert engine.update_weights() == 4 and calls == []
+
+
+def test_the_active_adapter_is_that_of_now() -> None:
+    """Also where nothing was looked at since it was chosen, as while requests are under way."""
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        binding = engine._binding
+        assert binding.active_adapter() == "default"
+        model.set_adapter("other")
+        assert binding.active_adapter() == "other"
+        with model.disable_adapter():
+            assert binding.active_adapter() is None
+        assert engine.update_weights() == 1 and binding.active_adapter() == "other"
