@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
@@ -19,12 +18,11 @@ from stoker.engine.model import ModelShell, check_supported
 from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
-    WeightsMismatchError,
     WeightsMovedError,
-    WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.lora import AdapterWeights
+from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapter_files import adapter_reader
 from stoker.weight_sync.adapters import (
     Switches,
@@ -37,7 +35,7 @@ from stoker.weight_sync.adapters import (
 )
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.naming import named_tensors, unwrap, walk
+from stoker.weight_sync.naming import unwrap, walk
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
 from stoker.weight_sync.staging import Staging, same_place
 from stoker.weight_sync.transport import NewWeights, receive
@@ -265,29 +263,8 @@ class ModelBinding:
                 "itself, and call update_weights() without an argument"
             )
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
-            weights = self._load(os.fspath(weights))
+            weights = checkpoint(type(self.shell.module), os.fspath(weights))
         return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)
-
-    def _load(self, folder: str) -> dict[str, Tensor]:
-        """A checkpoint's tensors by the names of the model, which transformers maps the files' names to; memory-mapped."""
-        loader: Any = type(self.shell.module)
-        try:
-            model, info = loader.from_pretrained(
-                folder,
-                dtype="auto",
-                device_map={"": "cpu"},
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
-        wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
-        wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]
-        wrong += [f"{name} has shape {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])]
-        if wrong:
-            raise WeightsMismatchError(f"{folder} does not fit: {'; '.join(wrong)}. No weight was changed")
-        return {name: tensor for name, tensor, in_checkpoints in named_tensors(model) if in_checkpoints}
 
     def put_in_service(self, staged: Staging) -> int:
         written = staged.commit()
