@@ -306,7 +306,7 @@ def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("at", ["bucket", "second bucket", "finish", "write"])
+@pytest.mark.parametrize("at", ["bucket", "second bucket", "finish", "end", "write"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
     at: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -314,14 +314,15 @@ def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
     """Also where its last bucket, with the only handle of the memory, was never taken."""
     here, there = over_a_pipe(timeout=30)
     targets = {"a": torch.zeros(40)}
-    owner, name = (Staging, "write") if at == "write" else (here, at.split()[-1])
+    owner, name = (Staging, "write") if at == "write" else (here, "_expect" if at == "end" else at.split()[-1])
     original = getattr(owner, name)
     for value in (1.0, 2.0):
         calls: list[None] = []
 
         def fail(*given: Any, calls: list[None] = calls) -> Any:
             calls.append(None)
-            if len(calls) == 1 + (at == "second bucket") and not (at == "finish" and given):
+            wanted = given == ("end",) if at == "end" else len(calls) == 1 + (at == "second bucket")
+            if wanted and not (at == "finish" and given):
                 raise error("enough")
             return original(*given)
 

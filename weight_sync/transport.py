@@ -372,7 +372,6 @@ class SharedMemoryTransfer(_Conversation):
 
     def finish(self, error: str | None = None) -> None:
         if error is not None:
-            self._in_use = False
             self._tell(error)
         elif self._sends:
             self._send("end", None)
@@ -417,4 +416,4 @@ class SharedMemoryTransfer(_Conversation):
 
 def _synchronize(tensor: Tensor) -> None:
     """Wait for what was queued on the tensor's device: the other process does not see this one's streams."""
-    torch.get_device_module(tensor.device).synchronize()
+    torch.get_device_module(tensor.device).synchronize(tensor.device)  # which need not be the current one
