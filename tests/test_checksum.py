@@ -115,7 +115,7 @@ def test_tensors_of_one_kind_are_looked_at_together_and_each_has_its_own_number(
     device = torch.device("cpu")
     expected = [checksum(t).item() for t in tensors]
     assert checksums(tensors, device) == expected
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 2**20)  # and in lots
+    monkeypatch.setattr(module, "_LOT_BYTES", 2**20)  # and in lots
     assert checksums(tensors, device) == [checksum(t).item() for t in tensors]
 
     calls: list[int] = []

@@ -15,6 +15,7 @@ _FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
 # changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
 _APART, _SET = 1021, 127
 _STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
+_LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
 _WEIGHTS = 2**18  # more than sums of sets in a chunk, and words left over
 
 
@@ -67,7 +68,7 @@ def checksums(tensors: Iterable[Tensor], device: torch.device) -> list[int]:
     order, sums = [], []
     with torch.no_grad():
         for indices in alike.values():
-            lot = max(1, _CHUNK_BYTES // max(1, tensors[indices[0]].nbytes))
+            lot = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
             for start in range(0, len(indices), lot):
                 chosen = indices[start : start + lot]
                 order += chosen
