@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,47 @@ def test_values_that_are_not_finite_where_that_is_asked_for() -> None:
         with pytest.raises(WeightsMismatchError, match=LAYER):
             engine.update_weights(new)
         sender.check(engine, sender.trained(0), 0)
+
+
+@pytest.mark.parametrize("form", ["mapping", "pairs", "file", "transfer"])
+def test_values_that_the_engines_dtype_cannot_hold_are_refused_by_name(form: str, tmp_path: Path) -> None:
+    """float16 ends at 65504: a larger one would become infinite, and nothing is put in service."""
+    config = type(sender.CONFIG)(kv_cache_memory="1MiB", max_model_len=64, dtype="float16")
+    new = weights(1)
+    new[LAYER][3, 3] = -1e5
+    with RolloutEngine(sender.trained(0), config=config) as engine:
+        before = {n: t.clone() for n, t in engine._binding.source.tensors().items()}
+        here, there = over_a_pipe()
+        given: Any = {
+            "mapping": new,
+            "pairs": iter(new.items()),
+            "file": tmp_path / "new.safetensors",
+            "transfer": here,
+        }
+        save_file({n: t.contiguous() for n, t in new.items()}, tmp_path / "new.safetensors")
+        sent = sending(there, new, 10_000) if form == "transfer" else nullcontext()
+        with sent, pytest.raises(WeightsMismatchError, match=rf"{LAYER} has values up to 1e\+05, beyond .*float16"):
+            engine.update_weights(given[form])
+        assert engine.weight_version == 0
+        assert all(torch.equal(t, before[n]) for n, t in engine._binding.source.tensors().items())
+        new[LAYER][3, 3] = -6e4
+        assert engine.update_weights(new) == 1
+        assert engine._binding.source.tensors()[LAYER][3, 3] == -6e4
+
+
+def test_an_interrupt_while_weights_arrive_changes_nothing() -> None:
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(weights(1).items()):
+            if number == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield pair
+
+    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(interrupted())
+        sender.check(engine, sender.trained(0), 0)
+        assert engine.update_weights(weights(1)) == 1
+        sender.check(engine, sender.trained(1), 1)
 
 
 def test_an_iterator_that_fails_half_way_changes_nothing() -> None:

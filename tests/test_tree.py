@@ -12,7 +12,7 @@ from families import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 from stoker.weight_sync import adapters, naming
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.tree import Tree
@@ -194,3 +194,37 @@ def test_the_active_adapter_is_that_of_now() -> None:
         with model.disable_adapter():
             assert binding.active_adapter() is None
         assert engine.update_weights() == 1 and binding.active_adapter() == "other"
+
+
+SWITCHES: dict[str, Callable[[Any], object]] = {
+    "another scale": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.scaling.update(default=3.0),
+    "another adapter": lambda m: m.set_adapter("other"),
+    "several": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.set_adapter(["default", "other"]),
+    "off": lambda m: m.base_model.disable_adapter_layers(),
+    "one layer off": lambda m: m.base_model.model.model.layers[2].self_attn.q_proj.enable_adapters(False),
+    "merged": lambda m: m.merge_adapter(),
+    "merged tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.merge(),
+    "other tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.token_indices["default"].reverse(),
+    "a variant": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.lora_variant.update(default=object()),
+    "a saved module's": lambda m: m.base_model.model.lm_head.set_adapter("other"),
+}
+
+
+@pytest.mark.parametrize("change", SWITCHES)
+def test_what_adapters_are_set_to_is_noticed(change: str) -> None:
+    config = {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["lm_head"]}
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(**config, trainable_token_indices=[3, 5]))
+    model.add_adapter("other", LoraConfig(**config))
+    switches = adapters.Switches(model)
+    assert switches.same()
+    SWITCHES[change](model)
+    assert not switches.same()
+    assert adapters.Switches(model).same()
+
+
+def test_a_config_that_becomes_one_that_is_not_run_is_refused() -> None:
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        model.peft_config["default"].layer_replication = [[0, 1]]
+        with pytest.raises(UnsupportedModelError, match="layer_replication"):
+            engine.update_weights()
