@@ -202,7 +202,7 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "several": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.set_adapter(["default", "other"]),
     "off": lambda m: m.base_model.disable_adapter_layers(),
     "one layer off": lambda m: m.base_model.model.model.layers[2].self_attn.q_proj.enable_adapters(False),
-    "merged": lambda m: m.merge_adapter(),
+    "merged": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.merge(),
     "merged tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.merge(),
     "other tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.token_indices["default"].reverse(),
     "a variant": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.lora_variant.update(default=object()),

@@ -89,7 +89,7 @@ class Mirror:
         if self.resident:
             self._settle()
             pinned = self._data.device.type != "cpu"
-            parts = self._data.split(_PINNED_BYTES)
+            parts = torch.split(self._data, _PINNED_BYTES)
             host = [torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned) for part in parts]
             for to, part in zip(host, parts, strict=True):
                 to.copy_(part, non_blocking=True)
@@ -112,7 +112,7 @@ class Mirror:
         if not self.resident:
             self._data.untyped_storage().resize_(self.nbytes)
             if self._host is not None:
-                for part, host in zip(self._data.split(_PINNED_BYTES), self._host, strict=True):
+                for part, host in zip(torch.split(self._data, _PINNED_BYTES), self._host, strict=True):
                     part.copy_(host, non_blocking=True)
                 self._settle()
                 self._host = None
