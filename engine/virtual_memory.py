@@ -7,6 +7,7 @@ CUDA's virtual memory management, reached through ``cuda.bindings.driver``, whic
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any, Protocol
 
@@ -105,7 +106,7 @@ class _Memory:
         self.size, self.chunk = round_up(nbytes), round_up(chunk)
         self.address = driver.reserve(self.size)
         self.mapped: list[tuple[int, int]] = []
-        weakref.finalize(self, _give_up, driver, self.address, self.size, self.mapped).atexit = False
+        weakref.finalize(self, _give_up, driver, self.address, self.size, self.mapped, os.getpid()).atexit = False
 
     def map_all(self) -> None:
         missing = [chunk for chunk in self._chunks() if chunk not in self.mapped]  # all or none, but for a failed unmap
@@ -133,7 +134,9 @@ def _unmap(driver: Driver, mapped: list[tuple[int, int]]) -> None:
         mapped.pop()
 
 
-def _give_up(driver: Driver, address: int, size: int, mapped: list[tuple[int, int]]) -> None:
+def _give_up(driver: Driver, address: int, size: int, mapped: list[tuple[int, int]], process: int) -> None:
+    if os.getpid() != process:  # a fork (of a data loader, say) has a copy of this, and no driver
+        return
     if mapped:
         driver.synchronize()
         _unmap(driver, mapped)
@@ -207,5 +210,5 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             error, *results = getattr(self.api, name)(*arguments)
         if error != self.api.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{name} failed: {error}")
+            raise RuntimeError(f"{name} failed: {getattr(error, 'name', error)}")
         return results[0] if results else None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
@@ -19,20 +18,28 @@ from stoker.engine.model import ModelShell, check_supported
 from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
-    WeightsMismatchError,
     WeightsMovedError,
-    WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.lora import AdapterWeights
+from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapter_files import adapter_reader
-from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
+from stoker.weight_sync.adapters import (
+    Switches,
+    active_adapters,
+    check_adapters,
+    layout,
+    live_adapters,
+    numbers,
+    sum_of,
+)
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.naming import named_tensors, unwrap, walk
+from stoker.weight_sync.naming import unwrap, walk
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
 from stoker.weight_sync.staging import Staging, same_place
 from stoker.weight_sync.transport import NewWeights, receive
+from stoker.weight_sync.tree import Tree
 
 
 class ModelBinding:
@@ -67,6 +74,8 @@ class ModelBinding:
         self.fused_layers = 0
         self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
         self._layout: object = None  # of the adapters that may change, when last looked at
+        self._active: tuple[str, ...] = ()
+        self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
         self._numbers: list[int] | None = None
         self._sums: dict[
             str, tuple[str, ...]
@@ -109,8 +118,9 @@ class ModelBinding:
         Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
         shell, and goes on failing.
         """
-        if not self.moved():
-            self._look_at_adapters(self.shell)
+        same = self._is_as_seen()
+        if same or not self.moved():
+            self._look_at_adapters(self.shell, same=same)
             return self._written(self.source.pull())
         self.source.check()
         source = self._source()
@@ -135,36 +145,60 @@ class ModelBinding:
 
         Raises ``WeightsMovedError`` where it does: the model was sharded since the last update.
         """
-        moved = self.moved()
+        same = self._is_as_seen()
+        moved = not same and self.moved()
         if moved:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.refresh()
-        adapted = self._look_at_adapters(self.shell, announced=False)
+        adapted = self._look_at_adapters(self.shell, announced=False, same=same)
         caught_up = self.source.catch_up()
         if caught_up:
             self._written(0)
         return moved or adapted or caught_up
 
-    def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True) -> bool:
+    def _is_as_seen(self) -> bool:
+        """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
+        return self._seen is not None and all(seen.same() for seen in self._seen)
+
+    def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True, same: bool = False) -> bool:
         """Take the live model's adapters as they are now; returns whether they changed since the last look.
 
         announced: whoever asks takes them for changed anyway. Then their numbers are not read: nothing has been sampled
-        with them when they are first looked at again. Raises ``UnsupportedModelError``, and takes nothing, where the shell
-        cannot run them.
+        with them when they are first looked at again. same: the model is as seen then, so they are the same tensors. Raises
+        ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
         """
+        before, moved = self._layout, False
+        if same and not self.loaded:
+            adapters = {name: adapter for name, adapter in self.adapters.items() if name not in self._copies}
+        else:
+            adapters = self._find_adapters()
+            moved = self._take_adapters(shell, adapters)
+        if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
+            self._numbers = None
+            return moved
+        known, self._numbers = self._numbers, numbers(adapters, self.source.device)
+        return (before is not None and moved) or (known is not None and known != self._numbers)
+
+    def _find_adapters(self) -> dict[str, AdapterWeights]:
+        """All that may change: the live model's, and those of other models."""
+        self._seen = None
         check_adapters(self.model)
         model = unwrap(self.model)
         adapters = live_adapters(model)
-        if len(active := active_adapters(model)) > 1:
-            self._sums["+".join(active)] = active
+        self._active = active_adapters(model)
+        if len(self._active) > 1:
+            self._sums["+".join(self._active)] = self._active
         sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
         adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}
         for name in adapters.keys() & (self.loaded.keys() | self._copies.keys()):
             raise UnsupportedModelError(
                 f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
             )
-        adapters |= {name: read() for name, read in self.loaded.items()}
+        return adapters | {name: read() for name, read in self.loaded.items()}
+
+    def _take_adapters(self, shell: ModelShell, adapters: dict[str, AdapterWeights]) -> bool:
+        """Check and keep them where they are others than before; returns whether they are."""
         before, self._layout = self._layout, layout(adapters)
         moved = before != self._layout or shell is not self.shell
         if moved:
@@ -176,11 +210,9 @@ class ModelBinding:
                 self._layout = None
                 raise
             self.adapters = everything
-        if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
-            self._numbers = None
-            return moved
-        known, self._numbers = self._numbers, numbers(adapters, self.source.device)
-        return (before is not None and moved) or (known is not None and known != self._numbers)
+        if not is_sharded(self.model):  # shards come and go with every forward pass
+            self._seen = Tree(self.model), Switches(self.model)
+        return moved
 
     def _check_adapter(
         self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
@@ -218,7 +250,8 @@ class ModelBinding:
 
     def active_adapter(self) -> str | None:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
-        return "+".join(active_adapters(unwrap(self.model))) or None
+        active = self._active if self._is_as_seen() else active_adapters(unwrap(self.model))
+        return "+".join(active) or None
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
@@ -230,29 +263,8 @@ class ModelBinding:
                 "itself, and call update_weights() without an argument"
             )
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
-            weights = self._load(os.fspath(weights))
+            weights = checkpoint(type(self.shell.module), os.fspath(weights))
         return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)
-
-    def _load(self, folder: str) -> dict[str, Tensor]:
-        """A checkpoint's tensors by the names of the model, which transformers maps the files' names to; memory-mapped."""
-        loader: Any = type(self.shell.module)
-        try:
-            model, info = loader.from_pretrained(
-                folder,
-                dtype="auto",
-                device_map={"": "cpu"},
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
-        wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
-        wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]
-        wrong += [f"{name} has shape {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])]
-        if wrong:
-            raise WeightsMismatchError(f"{folder} does not fit: {'; '.join(wrong)}. No weight was changed")
-        return {name: tensor for name, tensor, in_checkpoints in named_tensors(model) if in_checkpoints}
 
     def put_in_service(self, staged: Staging) -> int:
         written = staged.commit()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
+
 from stoker.engine.core import EngineCore
 from stoker.engine.kv_cache import KVCache
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
@@ -55,9 +57,9 @@ class EngineMemory:
             self.core.scheduler.prefix_cache.clear()
             runner.sampler.penalties = None
             self.kv.release()
-            self.kv.runtime.release_memory()
         if "weights" in tags:
             self.binding.source.give_back(drop=drop_weights)
+        self.kv.runtime.release_memory()  # last: also what the weights have left in torch's allocator
 
     def wake(self, tags: Iterable[str]) -> None:
         """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
@@ -77,3 +79,5 @@ class EngineMemory:
             raise EngineStateError(
                 f"no memory for the {what}: {nbytes} bytes wanted, {free} free. Free some and call wake_up() again"
             ) from error
+        device = self.kv.runtime.device  # whoever generates under another stream finds it written
+        torch.get_device_module(device).synchronize(device)

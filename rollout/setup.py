@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
@@ -20,6 +19,7 @@ from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.loading import UNREADABLE, whole_models
 
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
 
@@ -34,10 +34,11 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        with whole_models():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
+            )
+    except UNREADABLE as error:
         raise InvalidConfigError(f"{path} cannot be loaded: {error}") from error
     if info["missing_keys"]:
         lacking = ", ".join(sorted(info["missing_keys"])[:4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import weakref
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from families import make_model
 from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +27,7 @@ from stoker.rollout import (
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import gather
+from stoker.weight_sync import checksum, gather
 from stoker.weight_sync.mirror import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -157,6 +160,7 @@ class Live(TorchDispatchMode):
 
 def take_little(rank: int, bucket_bytes: int) -> tuple[int, int, int]:
     """(peak bytes a gather takes besides the mirror, what a whole pull takes, bytes of the mirror)."""
+    checksum._LOT_BYTES = 2**13  # as small as the model is
     gather.BUCKET_BYTES = bucket_bytes
     model = by_fsdp2(small())
     source = source_for(model)
@@ -203,3 +207,34 @@ def pieces_of_zero3(rank: int) -> None:
             assert engine.update_weights() == step
             assert set(assert_matches(engine, twin)) == {step}
             assert engine.verify_weights().ok
+
+
+def offloaded(rank: int) -> None:
+    """FSDP2 that keeps its shards in host memory; the mirror goes to sleep, with its numbers and without, and comes back."""
+    twin, model = small(), small()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizers = sgd(twin), sgd(model)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        source = engine._binding.source
+        assert isinstance(source, MirroredSource) and source.mirror is not None
+        storage = next(iter(source.mirror.tensors.values())).untyped_storage()
+        assert storage.nbytes() == engine.stats().mirror_bytes > 0
+        for step, level in enumerate((1, 2, 3), start=1):
+            before = copy.deepcopy(twin)
+            engine.sleep(level)
+            assert storage.nbytes() == (engine.stats().mirror_bytes if level == 1 else 0)
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            engine.wake_up()
+            if dist.get_world_size() == 1:  # which sees by itself what changed
+                assert set(assert_matches(engine, twin)) == {2 * step - 1}
+            elif level < 3:  # before it is told, the engine has the numbers it had
+                assert set(assert_matches(engine, before)) == {step - 1}
+            else:
+                with pytest.raises(EngineStateError, match="incomplete"):
+                    engine.generate_batch([PROMPT], PARAMS)
+            version = engine.update_weights()
+            assert version == (2 * step if dist.get_world_size() == 1 else step)
+            assert set(assert_matches(engine, twin)) == {version} and engine.verify_weights().ok

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.weight_sync import checksum as module
-from stoker.weight_sync.checksum import checksum
+from stoker.weight_sync.checksum import checksum, checksums
 
 
 def swapped(first: int, second: int) -> Callable[[Tensor], Tensor]:
@@ -96,3 +96,30 @@ def test_they_are_those_of_the_content_after_a_cast(
     assert checksum(x, dtype).item() == checksum(x.to(dtype)).item() != checksum(x.flip(0), dtype).item()
     halves = torch.randn(2, 2**16 // dtype.itemsize)
     assert checksum(halves, dtype).item() != checksum(halves.flip(0), dtype).item()
+
+
+def test_tensors_of_one_kind_are_looked_at_together_and_each_has_its_own_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any shape and dtype, in any order, below and above the size that is stacked; and few calls for many tensors."""
+    shapes: list[tuple[int, ...]] = [(), (0,), (7,), (40, 50), (1021, 257), (1021, 260), (700, 800)]
+    kinds = [(shape, dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16, torch.bool)]
+    tensors = [torch.randn(shape).mul(50).to(dtype) for shape, dtype in kinds for _ in range(3)]
+    tensors += [
+        torch.randn(50, 40).t(),
+        torch.randn(2003).bfloat16()[3:].view(40, 50),
+        torch.zeros(20, 100),
+        torch.zeros(80, 50).half(),
+    ]
+    tensors = [tensors[i] for i in torch.randperm(len(tensors))]
+    device = torch.device("cpu")
+    expected = [checksum(t).item() for t in tensors]
+    assert checksums(tensors, device) == expected
+    monkeypatch.setattr(module, "_LOT_BYTES", 2**20)  # and in lots
+    assert checksums(tensors, device) == [checksum(t).item() for t in tensors]
+
+    calls: list[int] = []
+    weigh = module._weighted_sums
+    monkeypatch.setattr(module, "_weighted_sums", lambda data: calls.append(len(data)) or weigh(data))
+    checksums([torch.randn(300 + i % 2) for i in range(400)], device)
+    assert calls == [200, 200]

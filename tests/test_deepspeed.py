@@ -28,6 +28,10 @@ def test_a_model_that_was_never_whole():
     ranks.run(zero.made_in_pieces, 2)
 
 
+def test_a_folder_while_transformers_makes_models_in_pieces(tmp_path: Path):
+    ranks.run(zero.weights_from_a_folder, 2, str(tmp_path))
+
+
 @pytest.mark.parametrize(("stage", "source"), [(2, "aliased"), (3, "mirror")])
 def test_under_accelerate(stage: int, source: str):
     for rank, found in enumerate(ranks.run(accelerated.follow, 2, f"zero {stage}")):

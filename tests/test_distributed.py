@@ -31,6 +31,11 @@ def test_pieces_of_zero3():
     ranks.run(sharded_faults.pieces_of_zero3, 3)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shards_in_host_memory_and_a_mirror_that_sleeps(world_size):
+    ranks.run(sharded_faults.offloaded, world_size)
+
+
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")
@@ -63,4 +68,4 @@ def test_groups_that_see_other_changes_stay_in_step():
 def test_a_gather_takes_one_bucket_besides_the_mirror(bucket_bytes):
     for peak, with_checksums, mirror in ranks.run(sharded_faults.take_little, 2, bucket_bytes):
         assert bucket_bytes // 2 < peak <= bucket_bytes < mirror
-        assert with_checksums < mirror / 2, "checksums are made tensor by tensor, before there is a bucket"
+        assert with_checksums < mirror / 2, "checksums are made lot by lot, before there is a bucket"

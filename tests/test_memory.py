@@ -159,6 +159,24 @@ def test_levels_say_how_much_sleeps():
             assert first_tokens(engine) == expected
 
 
+def test_what_weights_leave_in_the_allocator_is_given_back_too(monkeypatch):
+    seen: list[tuple[bool, int]] = []
+    with in_double(make_model("llama")) as engine:
+        mirror = engine._binding.source.mirror
+        monkeypatch.setattr(
+            type(engine.runtime), "release_memory", lambda self: seen.append((mirror.resident, engine._kv.nbytes))
+        )
+        for arguments, left in (
+            ({"level": 1}, (True, 0)),
+            ({"level": 2}, (False, 0)),
+            ({"tags": "weights"}, (False, None)),
+        ):
+            kv = engine._kv.nbytes
+            engine.sleep(**arguments)
+            assert seen[-1] == (left[0], kv if left[1] is None else 0)
+            engine.wake_up()
+
+
 def test_staged_waking_lets_an_update_come_before_the_kv_cache():
     model, other = make_model("llama"), make_model("llama", seed=5)
     with in_double(other) as engine:

@@ -20,6 +20,7 @@ from stoker.rollout import (
     UnsupportedModelError,
     WeightsMismatchError,
 )
+from stoker.weight_sync import mirror as mirror_module
 from stoker.weight_sync.checksum import checksum
 from stoker.weight_sync.mirror import Mirror, MirroredSource
 from stoker.weight_sync.source import source_for
@@ -295,7 +296,9 @@ def test_checksums_see_the_highest_bits(dtype, count):
 # -- memory of its own -----------------------------------------------------------------------------------------------
 
 
-def test_a_mirror_gives_its_memory_back_and_takes_it_again():
+@pytest.mark.parametrize("piece", [2**28, 1000])
+def test_a_mirror_gives_its_memory_back_and_takes_it_again(piece, monkeypatch):
+    monkeypatch.setattr(mirror_module, "_PINNED_BYTES", piece)
     model = make_model("llama")
     with engine_on(model) as engine:
         mirror: Mirror = engine._binding.source.mirror
@@ -305,6 +308,8 @@ def test_a_mirror_gives_its_memory_back_and_takes_it_again():
         for _ in range(2):
             mirror.offload()
             assert not mirror.resident and storage.nbytes() == 0
+            assert max(len(part) for part in mirror._host) <= piece
+            assert sum(len(part) for part in mirror._host) == mirror.nbytes
             with pytest.raises(EngineStateError, match=r"weights are asleep: call wake_up\(\['weights'\]\)"):
                 engine.update_weights()
             mirror.restore()
@@ -318,6 +323,21 @@ def test_a_mirror_gives_its_memory_back_and_takes_it_again():
         assert engine.update_weights() == 1
         assert engine.stats().last_update_bytes >= 8 * sum(p.numel() for p in model.parameters()), "all of it anew"
         assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs == expected
+
+
+def test_memory_is_given_away_when_nothing_under_way_can_touch_it(monkeypatch):
+    """Whatever stream it was launched under: the device is waited for before, and after copies to and from the host."""
+    with engine_on(make_model("llama"), "float64") as engine:
+        mirror: Mirror = engine._binding.source.mirror
+        seen: list[tuple[bool, bool]] = []
+        wait = lambda device=None: seen.append((mirror.resident, mirror._host is not None))  # noqa: E731
+        monkeypatch.setattr(torch.cpu, "synchronize", wait)
+        mirror.offload()
+        assert seen == [(True, False), (True, False)]
+        mirror.restore()
+        assert seen[2:] == [(True, True)]
+        mirror.release()
+        assert seen[3:] == [(True, False)]
 
 
 def test_released_weights_are_not_generated_from():

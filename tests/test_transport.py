@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import sender
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
 from stoker.rollout import RolloutEngine
@@ -117,6 +120,47 @@ def test_values_that_are_not_finite_where_that_is_asked_for() -> None:
         with pytest.raises(WeightsMismatchError, match=LAYER):
             engine.update_weights(new)
         sender.check(engine, sender.trained(0), 0)
+
+
+@pytest.mark.parametrize("form", ["mapping", "pairs", "file", "transfer"])
+def test_values_that_the_engines_dtype_cannot_hold_are_refused_by_name(form: str, tmp_path: Path) -> None:
+    """float16 ends at 65504: a larger one would become infinite, and nothing is put in service."""
+    config = type(sender.CONFIG)(kv_cache_memory="1MiB", max_model_len=64, dtype="float16")
+    new = weights(1)
+    new[LAYER][3, 3] = -1e5
+    with RolloutEngine(sender.trained(0), config=config) as engine:
+        before = {n: t.clone() for n, t in engine._binding.source.tensors().items()}
+        here, there = over_a_pipe()
+        given: Any = {
+            "mapping": new,
+            "pairs": iter(new.items()),
+            "file": tmp_path / "new.safetensors",
+            "transfer": here,
+        }
+        save_file({n: t.contiguous() for n, t in new.items()}, tmp_path / "new.safetensors")
+        sent = sending(there, new, 10_000) if form == "transfer" else nullcontext()
+        with sent, pytest.raises(WeightsMismatchError, match=rf"{LAYER} has values up to 1e\+05, beyond .*float16"):
+            engine.update_weights(given[form])
+        assert engine.weight_version == 0
+        assert all(torch.equal(t, before[n]) for n, t in engine._binding.source.tensors().items())
+        new[LAYER][3, 3] = -6e4
+        assert engine.update_weights(new) == 1
+        assert engine._binding.source.tensors()[LAYER][3, 3] == -6e4
+
+
+def test_an_interrupt_while_weights_arrive_changes_nothing() -> None:
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(weights(1).items()):
+            if number == 5:
+                signal.raise_signal(signal.SIGINT)
+            yield pair
+
+    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights(interrupted())
+        sender.check(engine, sender.trained(0), 0)
+        assert engine.update_weights(weights(1)) == 1
+        sender.check(engine, sender.trained(1), 1)
 
 
 def test_an_iterator_that_fails_half_way_changes_nothing() -> None:
@@ -303,42 +347,168 @@ def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
 
 
-def test_what_an_aborted_transfer_left_behind_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its receiver was interrupted, and its last bucket, with the only handle of the memory, was never taken."""
-    here, there = over_a_pipe()
-    there.timeout = 0.2
-    old, new = ({"a": torch.full((40,), value)} for value in (1.0, 2.0))
+@pytest.mark.parametrize("at", ["bucket", "second bucket", "finish", "end", "write"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
+    at: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its last bucket, with the only handle of the memory, was never taken."""
+    here, there = over_a_pipe(timeout=30)
     targets = {"a": torch.zeros(40)}
+    owner, name = (Staging, "write") if at == "write" else (here, "_expect" if at == "end" else at.split()[-1])
+    original = getattr(owner, name)
+    for value in (1.0, 2.0):
+        calls: list[None] = []
 
-    def interrupt(data: Tensor | None = None) -> Tensor:
-        raise KeyboardInterrupt
+        def fail(*given: Any, calls: list[None] = calls) -> Any:
+            calls.append(None)
+            wanted = given == ("end",) if at == "end" else len(calls) == 1 + (at == "second bucket")
+            if wanted and not (at == "finish" and given):
+                raise error("enough")
+            return original(*given)
 
-    with sending(there, old) as sent:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(here, "bucket", interrupt)
+        with sending(there, {"a": torch.full((40,), -value)}) as sent:
+            with monkeypatch.context() as patch, pytest.raises(error):
+                patch.setattr(owner, name, fail)
+                take(here, targets)
+            gave_up = rf"the receiver, process {os.getpid()}, gave up: {error.__name__}: enough\."
+            with pytest.raises(WeightTransferError, match=gave_up):
+                sent.result(5)
+        with sending(there, {"a": torch.full((40,), value)}) as sent:
             take(here, targets)
-        with pytest.raises(WeightTransferError, match="no 'taken' from the other process in 0.2 s"):
-            sent.result()
-    there.timeout = 10
-    with sending(there, new) as sent:
+            sent.result(5)
+        assert targets["a"].eq(value).all()
+
+
+def test_a_sender_that_is_interrupted_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = over_a_pipe(timeout=30)
+    targets = {"a": torch.zeros(40)}
+    poll = there.connection.poll
+    monkeypatch.setattr(there, "connection", Interrupting(there.connection))
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(WeightTransferError, match="the sender gave up: KeyboardInterrupt"):
+            take(here, targets)
+        with pytest.raises(KeyboardInterrupt):
+            sent.result(5)
+    assert poll(0), "the answer to what nobody waits for any more"
+    with sending(there, {"a": torch.ones(40)}) as sent:
         take(here, targets)
-        sent.result()
-    assert torch.equal(targets["a"], new["a"])
+        sent.result(5)
+    assert targets["a"].all()
 
 
-def test_a_transfer_that_was_begun_anew() -> None:
+class Interrupting:
+    """A connection whose first wait is interrupted."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.polls = connection, 0
+
+    def poll(self, timeout: float) -> bool:
+        self.polls += 1
+        if self.polls == 1:
+            raise KeyboardInterrupt
+        return bool(self.connection.poll(timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+def test_a_message_is_neither_cut_nor_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives with it is there at the next call."""
+    here, there = over_a_pipe(timeout=30)
+    targets = {"a": torch.zeros(40)}
+    receive_message = here.connection.recv
+    seen: list[Any] = []
+
+    class Recv:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(there_to_here, name)
+
+        def recv(self) -> Any:
+            if not seen:
+                signal.raise_signal(signal.SIGINT)
+            seen.append(receive_message())
+            return seen[-1]
+
+    there_to_here = here.connection
+    monkeypatch.setattr(here, "connection", Recv())
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(KeyboardInterrupt):
+            take(here, targets)
+        assert [kind for kind, _, _ in seen] == ["begin"] and not targets["a"].any()
+        take(here, targets)
+        sent.result(5)
+    assert targets["a"].all()
+
+
+def test_a_receiver_that_is_gone() -> None:
+    here, there = over_a_pipe()
+    bucket = here.bucket
+
+    def last(data: Tensor | None = None) -> Tensor:
+        bucket()
+        here.connection.close()
+        raise SystemExit
+
+    here.bucket = last  # type: ignore[method-assign]
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(SystemExit):
+            take(here, {"a": torch.zeros(40)})
+        with pytest.raises(WeightTransferError, match=rf"the receiver, process {os.getpid()}, is gone"):
+            sent.result(5)
+
+
+def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
+    tensors = {"turned": torch.randn(64, 48).t(), "expanded": torch.randn(1, 300).expand(7, 300), "b": torch.randn(500)}
+
+    class Counting(TorchDispatchMode):
+        copied = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+                self.copied += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    class Nowhere:
+        """The other end of a transfer, which keeps what is sent."""
+
+        def __init__(self) -> None:
+            self.came: list[Tensor] = []
+
+        def begin(self, manifest: Any = None, judge: Any = None) -> Any: ...
+        def finish(self, error: str | None = None) -> None: ...
+        def bucket(self, data: Tensor | None = None) -> Tensor:
+            assert data is not None
+            self.came += data.clone().view(-1, 4)
+            return data
+
+    transfer = Nowhere()
+    with Counting() as counting:
+        send_weights(tensors, transfer, bucket_bytes=100)
+    sent_bytes = sum(t.nbytes for t in tensors.values())
+    assert len(transfer.came) * 4 == sent_bytes, "which the transfer here copies as well"
+    assert counting.copied == 64 * 48 + 7 * 300 + sent_bytes
+    assert torch.equal(
+        torch.stack(transfer.came).view(torch.float32).view(-1), torch.cat([t.reshape(-1) for t in tensors.values()])
+    )
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_transfer_that_was_begun_anew(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver came too late for the first one, which it is told, and gets the second."""
     here, there = over_a_pipe()
     there.timeout = 0.1
     old, new = ({"a": torch.full((40,), value)} for value in (1.0, 2.0))
     targets = {"a": torch.zeros(40)}
-    with pytest.raises(WeightTransferError, match="no 'judged'"):
+    with monkeypatch.context() as patch, pytest.raises(WeightTransferError, match="no 'judged'"):
+        if not told:
+            patch.setattr(there, "_tell", lambda error: None)
         send_weights(old, there)
     there.timeout = 10
+    anew = "gave this transfer up and began another: call update_weights again"
+    gave_up = r"the sender gave up: WeightTransferError: no 'judged' from the receiver in 0.1 s\. The engine keeps"
     with sending(there, new) as sent:
-        with pytest.raises(
-            WeightTransferError, match="gave this transfer up and began another: call update_weights again"
-        ):
+        with pytest.raises(WeightTransferError, match=gave_up if told else anew):
             take(here, targets)
         assert not targets["a"].any()
         take(here, targets)
@@ -372,7 +542,7 @@ def test_shared_memory_between_two_processes(dies: bool) -> None:
             assert engine.update_weights(transfer) == 1
             sender.check(engine, sender.trained(1), 1)
             if dies:
-                with pytest.raises(WeightTransferError, match=r"the other process is gone.*keeps the weights"):
+                with pytest.raises(WeightTransferError, match=r"the sender is gone.*keeps the weights"):
                     engine.update_weights(transfer)
                 sender.check(engine, sender.trained(1), 1)
             else:
@@ -386,7 +556,7 @@ def test_shared_memory_between_two_processes(dies: bool) -> None:
 def test_a_sender_that_is_not_heard_of() -> None:
     here, there = multiprocessing.get_context("forkserver").Pipe()
     with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
-        with pytest.raises(WeightTransferError, match=r"no 'begin' from the other process in 0.2 s"):
+        with pytest.raises(WeightTransferError, match=r"no 'begin' from the sender in 0.2 s"):
             engine.update_weights(SharedMemoryTransfer(here, timeout=0.2))
         sender.check(engine, sender.trained(0), 0)
     there.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass, field
 
 import pytest
@@ -199,3 +200,13 @@ def test_without_the_driver_module_the_cache_is_an_ordinary_tensor(
     buffer = device_module.CudaRuntime(torch.device("cuda")).allocate(100)
     assert not buffer.stable_addresses and buffer.tensor.shape == (100,)
     assert "captured again after sleep: No module named 'cuda'" in caplog.text
+
+
+def test_a_fork_leaves_the_memory_to_the_process_that_has_it(monkeypatch):
+    driver = StrictDriver()
+    buffer = VirtualBuffer(64 * KIB, driver, chunk=16 * KIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        del buffer
+        gc.collect()
+    assert sum(driver.mapped.values()) == 64 * KIB and driver.ranges

@@ -166,6 +166,18 @@ def optimizer_step(make: Callable[..., torch.optim.Optimizer], **fields) -> Call
     return lambda model: train(model, make(model.parameters(), lr=0.05, **fields))
 
 
+class Replacing(torch.optim.Optimizer):
+    """Gives every parameter new memory at every step."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
 @torch.no_grad()
 def in_place(model: PreTrainedModel) -> None:
     model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
@@ -241,6 +253,7 @@ CHANGES = {
     "load_state_dict": load_state_dict,
     "load_state_dict(assign=True)": assigning_state_dict,
     ".data = ...": set_data,
+    "an optimizer that replaces .data": optimizer_step(Replacing),
     "parameters replaced": replace_parameters,
     "a layer replaced": replace_a_layer,
     "a buffer replaced": replace_a_buffer,

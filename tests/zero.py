@@ -151,3 +151,27 @@ def made_in_pieces(rank: int) -> None:
         parameter.ds_tensor.ds_quant_scale = torch.ones(1)
         with pytest.raises(UnsupportedModelError, match=f"{name} is partitioned by ZeRO-3 and quantised"):
             engine.update_weights()
+
+
+def weights_from_a_folder(rank: int, folder: str) -> None:
+    """While transformers is told that models are made in pieces, as by its Trainer: a folder's weights come whole."""
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    config = settings(3)
+    other = small(seed=5)
+    other.save_pretrained(folder)  # on the first rank, that is
+    dist.barrier()
+    trainer = initialize(small(), config)
+    alive = HfDeepSpeedConfig(config)
+    with RolloutEngine(trainer, config=CONFIG) as engine:
+        before = statuses(trainer.module)
+        assert engine.update_weights(folder) == 1
+        assert_matches(engine, other, 1)
+        assert statuses(trainer.module) == before, "the trainer goes on with its own"
+        with RolloutEngine.from_pretrained(folder, config=CONFIG) as loaded:
+            assert_matches(loaded, other, 0)
+        assert is_deepspeed_zero3_enabled() and alive.is_zero3()
+        del alive  # which the twin that follows must not be made under
+        train(trainer, 1)
+        assert engine.update_weights() == 2
+        assert_matches(engine, whole(trainer.module), 2)

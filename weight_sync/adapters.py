@@ -76,11 +76,7 @@ def check_adapters(model: nn.Module) -> None:
 
     model: with all its wrappers.
     """
-    wrapper: nn.Module | None = model
-    while wrapper is not None:  # prompts and prefixes are known to PEFT's own wrapper alone
-        for config in getattr(wrapper, "peft_config", {}).values():
-            check_config(config)
-        wrapper = inside(wrapper)
+    _check_configs(model)
     for name, module, kind in _wrapped(model):
         if kind == "other":
             raise UnsupportedModelError(f"{name} is a {type(module).__name__} of PEFT: the engine runs LoRA, merge it")
@@ -101,6 +97,40 @@ def check_adapters(model: nn.Module) -> None:
                 raise UnsupportedModelError(
                     f"{name} has a {type(variant).__name__}: the engine runs LoRA, rsLoRA and DoRA, merge the adapter"
                 )
+
+
+class Switches:
+    """What PEFT's modules say besides their tensors, as it is now: scales, and which adapters are active, merged or off."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._wrapped = [(module, kind) for _, module, kind in _wrapped(model)]
+        self._state = self._read()
+
+    def same(self) -> bool:
+        """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
+        _check_configs(self._model)
+        return self._read() == self._state
+
+    def _read(self) -> list[object]:
+        state: list[object] = []
+        for module, kind in self._wrapped:
+            state += module.disable_adapters, tuple(module.active_adapters)
+            if kind == "tokens":
+                layer = module.token_adapter
+                state += tuple(layer.merged_adapters), {n: tuple(ids) for n, ids in layer.token_indices.items()}
+            elif kind != "saved":
+                variants = tuple(map(type, module.lora_variant.values()))
+                state += tuple(module.merged_adapters), dict(module.scaling), variants
+        return state
+
+
+def _check_configs(model: nn.Module) -> None:
+    wrapper: nn.Module | None = model
+    while wrapper is not None:  # prompts and prefixes are known to PEFT's own wrapper alone
+        for config in getattr(wrapper, "peft_config", {}).values():
+            check_config(config)
+        wrapper = inside(wrapper)
 
 
 def _parameters(layer: Any) -> Iterator[nn.Parameter]:

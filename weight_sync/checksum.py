@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +14,8 @@ _FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
 # Beyond it words are summed in sets first. Rows have lengths that this prime does not divide, so rows or columns that
 # changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
 _APART, _SET = 1021, 127
+_STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
+_LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
 _WEIGHTS = 2**18  # more than sums of sets in a chunk, and words left over
 
 
@@ -48,38 +50,58 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     is. Runs at memory speed; a cast takes a temporary of at most 64 MiB.
     """
     dtype = dtype or tensor.dtype
-    data = tensor.detach().contiguous().view(-1)
+    data = tensor.detach().contiguous().view(1, -1)
     total: Tensor | None = None
-    for part in torch.split(data, _CHUNK_BYTES // dtype.itemsize):
-        number = _weighted_sum(part.to(dtype).view(torch.uint8))
+    for part in torch.split(data, _CHUNK_BYTES // dtype.itemsize, dim=1):
+        (number,) = _weighted_sums(part.to(dtype).view(torch.uint8))
         total = number if total is None else 31 * total + number
     return torch.zeros((), dtype=torch.int64, device=data.device) if total is None else total
 
 
 def checksums(tensors: Iterable[Tensor], device: torch.device) -> list[int]:
     """One number each, with one copy to the host."""
+    tensors = list(tensors)
+    alike: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        stacked = tensor.nbytes <= _STACKED_BYTES
+        alike.setdefault((tensor.shape, tensor.dtype, tensor.device) if stacked else index, []).append(index)
+    order, sums = [], []
     with torch.no_grad():
-        sums = [checksum(t).to(device) for t in tensors]
-        numbers: list[int] = torch.stack(sums).tolist() if sums else []
-    return numbers
+        for indices in alike.values():
+            lot = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
+            for start in range(0, len(indices), lot):
+                chosen = indices[start : start + lot]
+                order += chosen
+                sums.append(_of_alike([tensors[i] for i in chosen]).to(device))
+        numbers: list[int] = torch.cat(sums).tolist() if sums else []
+    return [number for _, number in sorted(zip(order, numbers, strict=True))]
 
 
-def _weighted_sum(data: Tensor) -> Tensor:
-    whole = data.numel() // 8 * 8
-    words, rest = data[:whole], data[whole:]
+def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
+    """Their checksums, int64 [tensors]."""
+    if len(tensors) == 1:
+        return checksum(tensors[0]).view(1)
+    return _weighted_sums(torch.stack(list(tensors)).view(len(tensors), -1).view(torch.uint8))
+
+
+def _weighted_sums(data: Tensor) -> Tensor:
+    """Of each row of bytes, uint8 [rows, bytes]; int64 [rows]."""
+    count, whole = len(data), data.shape[1] // 8 * 8
+    words, rest = data[:, :whole].contiguous().view(-1), data[:, whole:]
     if words.storage_offset() % 8:
         words = words.clone()
-    words = words.view(torch.int64)
-    if words.numel() > _FEW_WORDS:
-        rows = words.numel() // _APART
+    words = words.view(torch.int64).view(count, whole // 8)
+    if words.shape[1] > _FEW_WORDS:
+        rows = words.shape[1] // _APART
         whole_sets = rows // _SET * _SET
         odd = max(0, (rows - whole_sets - 1) // 2 * 2 + 1)  # rows of one more set, if there are any
-        body = words[: (whole_sets + odd) * _APART].view(-1, _APART)
-        sums = body[:whole_sets].view(-1, _SET, _APART).sum(1)
-        words = torch.cat([sums.view(-1), body[whole_sets:].sum(0), words[body.numel() :]])
+        end = (whole_sets + odd) * _APART
+        body = words[:, :end].view(count, -1, _APART)
+        sums = body[:, :whole_sets].view(count, -1, _SET, _APART).sum(2)
+        words = torch.cat([sums.flatten(1), body[:, whole_sets:].sum(1), words[:, end:]], dim=1)
     weights = _odd_numbers(data.device)
-    total = (_mixed(words) * weights[: words.numel()]).sum()
-    return total + (rest * weights[: rest.numel()]).sum() if rest.numel() else total
+    total = (_mixed(words) * weights[: words.shape[1]]).sum(1)
+    return total + (rest * weights[: rest.shape[1]]).sum(1) if rest.shape[1] else total
 
 
 def _mixed(words: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from stoker.weight_sync.naming import engine_dtypes, unwrap
 from stoker.weight_sync.shards import Held, Shards, read
 
 _ALIGNMENT = 256  # bytes
+_PINNED_BYTES = 2**28  # torch rounds each piece of pinned memory up to a power of two
 
 
 class Mirror:
@@ -59,7 +60,7 @@ class Mirror:
             for group in grouped
         }
         self.complete = False
-        self._host: Tensor | None = None
+        self._host: list[Tensor] | None = None
 
     @staticmethod
     def _put(
@@ -86,14 +87,24 @@ class Mirror:
     def offload(self) -> None:
         """Move the weights to host memory (pinned, for a device), and give the device's back."""
         if self.resident:
+            self._settle()
             pinned = self._data.device.type != "cpu"
-            self._host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            self._host.copy_(self._data)
+            parts = torch.split(self._data, _PINNED_BYTES)
+            host = [torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned) for part in parts]
+            for to, part in zip(host, parts, strict=True):
+                to.copy_(part, non_blocking=True)
+            self._settle()
+            self._host = host
             self._data.untyped_storage().resize_(0)
+
+    def _settle(self) -> None:
+        """Wait for what was launched to write or read the weights, under whatever stream: their memory is given away."""
+        torch.get_device_module(self._data.device).synchronize(self._data.device)
 
     def release(self) -> None:
         """Give all memory back. What was held is gone: after ``restore`` comes a complete update."""
         self._host, self.complete = None, False
+        self._settle()
         self._data.untyped_storage().resize_(0)
 
     def restore(self) -> None:
@@ -101,7 +112,9 @@ class Mirror:
         if not self.resident:
             self._data.untyped_storage().resize_(self.nbytes)
             if self._host is not None:
-                self._data.copy_(self._host)
+                for part, host in zip(torch.split(self._data, _PINNED_BYTES), self._host, strict=True):
+                    part.copy_(host, non_blocking=True)
+                self._settle()
                 self._host = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
 from stoker.weight_sync.staging import Staging, TensorSpec
+from stoker.weight_sync.version import uninterrupted
 
 BUCKET_BYTES = 256 * 2**20
 _OLD_STAYS = "The engine keeps the weights and the version it had"
@@ -73,7 +75,7 @@ class WeightTransfer(Protocol):
         """The sender passes on ``data``, uint8 [n]; a receiver gets it, to be read before its next call."""
 
     def finish(self, error: str | None = None) -> None:
-        """No more to come, or never: ``error`` says why the sender gave up."""
+        """No more to come, or never: ``error`` says why this end gives up, for the other one to know where it can be told."""
 
 
 NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
@@ -90,18 +92,20 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
     try:
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         buffer = torch.empty(manifest.largest, dtype=torch.uint8, device=device)
+        name, flat = "", buffer
         for bucket in manifest.buckets():
             end = 0
             for spec, start, count in bucket:
-                part = tensors[spec.name].detach().reshape(-1)[start : start + count]
+                if start == 0 or spec.name != name:  # what is not contiguous is copied here, once for all its buckets
+                    name, flat = spec.name, tensors[spec.name].detach().reshape(-1)
                 size = count * spec.dtype.itemsize
-                buffer[end : end + size].copy_(part.contiguous().view(torch.uint8))
+                buffer[end : end + size].copy_(flat[start : start + count].view(torch.uint8))
                 end += size
             transfer.bucket(buffer[:end])
     except WeightTransferError:
         raise
     except BaseException as error:
-        transfer.finish(f"{type(error).__name__}: {error}")
+        transfer.finish(_reason(error))
         raise
     transfer.finish()
 
@@ -173,15 +177,23 @@ def _from_file(path: str, staging: Staging) -> None:
 def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
     manifest = transfer.begin(judge=staging.check)
     _refuse(staging.check(manifest.specs))
-    for spec in manifest.specs:  # those without elements too, which are in no bucket
-        staging.expect(spec)
-    for bucket in manifest.buckets():
-        data, end = transfer.bucket(), 0
-        for spec, start, count in bucket:
-            size = count * spec.dtype.itemsize
-            staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
-            end += size
-    transfer.finish()
+    try:
+        for spec in manifest.specs:  # those without elements too, which are in no bucket
+            staging.expect(spec)
+        for bucket in manifest.buckets():
+            data, end = transfer.bucket(), 0
+            for spec, start, count in bucket:
+                size = count * spec.dtype.itemsize
+                staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
+                end += size
+        transfer.finish()
+    except BaseException as error:
+        transfer.finish(_reason(error))
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(f". {_OLD_STAYS}")
 
 
 class _Conversation:
@@ -189,6 +201,7 @@ class _Conversation:
 
     _id = 0
     _sends = False
+    _other = "the sender"
     _ahead: tuple[str, int, Any] | None = None  # a message that came before it was waited for
 
     def _next(self, kind: str) -> tuple[str, int, Any]:
@@ -210,7 +223,7 @@ class _Conversation:
                     f"the sender gave this transfer up and began another: call update_weights again for it. {_OLD_STAYS}"
                 )
             if transfer_id == self._id:
-                raise WeightTransferError(f"the sender gave up: {content or came}. {_OLD_STAYS}")
+                raise WeightTransferError(f"{self._other} gave up: {content or came}. {_OLD_STAYS}")
 
 
 class BroadcastTransfer(_Conversation):
@@ -257,7 +270,7 @@ class BroadcastTransfer(_Conversation):
     def finish(self, error: str | None = None) -> None:
         if self._sends:
             self._send("end" if error is None else "abort", error)
-        else:
+        elif error is None:  # one who gives up cannot interrupt the others, and skips what they are sent
             self._expect("end")
         self._buffer = self._buffer.new_empty(0)
 
@@ -320,16 +333,22 @@ class SharedMemoryTransfer(_Conversation):
         self._in_use = False
         self._sends = manifest is not None
         if manifest is not None:
-            self._id = manifest.transfer_id
-            self._send("begin", manifest)
-            refusal = self._expect("judged")
+            self._other, self._id = "the receiver", manifest.transfer_id
+            try:
+                self._send("begin", manifest)
+                process, refusal = self._expect("judged")
+            except BaseException as error:
+                self._tell(_reason(error))
+                raise
+            self._other = f"the receiver, process {process},"
             if refusal is not None:
-                raise WeightTransferError(f"the receiver refuses: {refusal}")
+                raise WeightTransferError(f"{self._other} refuses: {refusal}")
             return manifest
+        self._other = "the sender"
         manifest = self._expect("begin")
         assert manifest is not None
         self._id = manifest.transfer_id
-        self._send("judged", judge(manifest.specs) if judge is not None else None)
+        self._send("judged", (os.getpid(), judge(manifest.specs) if judge is not None else None))
         return manifest
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
@@ -352,11 +371,19 @@ class SharedMemoryTransfer(_Conversation):
         return data
 
     def finish(self, error: str | None = None) -> None:
-        if self._sends:
-            self._send("end" if error is None else "abort", error)
+        if error is not None:
+            self._tell(error)
+        elif self._sends:
+            self._send("end", None)
+            self._expect("ended")
         else:
             self._taken()
             self._expect("end")
+            self._send("ended", None)
+
+    def _tell(self, error: str) -> None:
+        with suppress(WeightTransferError):  # there may be nobody left to be told
+            self._send("abort", error)
 
     def _taken(self) -> None:
         if self._in_use:
@@ -367,20 +394,26 @@ class SharedMemoryTransfer(_Conversation):
 
     def _send(self, kind: str, content: Any) -> None:
         try:
-            self.connection.send((kind, self._id, content))
+            with uninterrupted():  # half a message could not be told from the next one
+                self.connection.send((kind, self._id, content))
         except (OSError, EOFError) as error:
-            raise WeightTransferError(f"the other process is gone ({error}). {_OLD_STAYS}") from error
+            raise self._gone(error) from error
 
     def _next(self, kind: str) -> tuple[str, int, Any]:
         try:
             if not self.connection.poll(self.timeout):
-                raise WeightTransferError(f"no {kind!r} from the other process in {self.timeout} s. {_OLD_STAYS}")
-            message: tuple[str, int, Any] = self.connection.recv()
+                raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {_OLD_STAYS}")
+            with uninterrupted():
+                self._ahead = self.connection.recv()  # and not lost where an interrupt comes now
         except (OSError, EOFError) as error:
-            raise WeightTransferError(f"the other process is gone ({error!r}). {_OLD_STAYS}") from error
-        return message
+            raise self._gone(error) from error
+        assert self._ahead is not None
+        return self._ahead
+
+    def _gone(self, error: Exception) -> WeightTransferError:
+        return WeightTransferError(f"{self._other} is gone ({error!r}). {_OLD_STAYS}")
 
 
 def _synchronize(tensor: Tensor) -> None:
     """Wait for what was queued on the tensor's device: the other process does not see this one's streams."""
-    torch.get_device_module(tensor.device).synchronize()
+    torch.get_device_module(tensor.device).synchronize(tensor.device)  # which need not be the current one

@@ -1,0 +1,230 @@
+"""What a model's tree notices at every update: whatever changes what is in the model, and nothing else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.weight_sync import adapters, naming
+from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.tree import Tree
+
+CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4)
+
+
+def set_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def other_strides(model: Any) -> None:
+    """The same elements at the same address in another order."""
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    weight.data = weight.data.t()
+
+
+def square(model: Any) -> None:
+    """Strides alone."""
+    weight = model.model.layers[0].square.weight
+    weight.data = weight.data.t()
+
+
+def shortened(model: Any) -> None:
+    weight = model.model.layers[0].square.weight
+    weight.data = weight.data[:4]
+
+
+def reinterpreted(model: Any) -> None:
+    """The same bytes at the same address in another dtype."""
+    weight = model.model.layers[0].square.weight
+    weight.data = weight.data.view(torch.bfloat16)
+
+
+def renamed(model: Any) -> None:
+    norm = model.model.norm
+    norm._parameters = OrderedDict((f"{name}_", p) for name, p in norm._parameters.items())
+
+
+def renamed_in_place(model: Any) -> None:
+    norm = model.model.norm
+    norm._parameters["gain"] = norm._parameters.pop("weight")
+
+
+def exchanged(model: Any) -> None:
+    first, second = model.model.layers[0].mlp, model.model.layers[1].mlp
+    first.up_proj, second.up_proj = second.up_proj, first.up_proj
+
+
+def registry_replaced(model: Any) -> None:
+    model.model.norm._parameters = {"weight": nn.Parameter(torch.ones(48))}
+
+
+def parameter_replaced(model: Any) -> None:
+    model.lm_head._parameters["weight"] = nn.Parameter(model.lm_head.weight.detach())
+
+
+def bias_added(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.zeros(128))
+
+
+def bias_taken_away(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.bias = None
+
+
+def buffer_moved(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+
+
+def layer_replaced(model: Any) -> None:
+    model.model.layers[1] = make_model("llama", seed=3).model.layers[1]
+
+
+def layer_dropped(model: Any) -> None:
+    del model.model.layers[2]
+
+
+def layer_added(model: Any) -> None:
+    model.model.layers.append(make_model("llama", seed=3).model.layers[1])
+
+
+def child_added(model: Any) -> None:
+    model.model.norm.extra = nn.Identity()
+
+
+def lora(model: Any) -> None:
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def retyped(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+CHANGES: list[Callable[[Any], None]] = [
+    set_data, other_strides, square, shortened, reinterpreted, renamed, renamed_in_place, exchanged, registry_replaced,
+    parameter_replaced, bias_added, bias_taken_away, buffer_moved, layer_replaced, layer_dropped, layer_added, child_added,
+    lora, retyped,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -> None:
+    inner: Any = make_model("llama")
+    inner.model.layers[0].square = nn.Linear(8, 8, dtype=torch.float16)
+    model = nn.parallel.DataParallel(inner) if wrapped else inner
+    tree = Tree(model)
+    assert tree.same()
+    change(inner)
+    assert not tree.same()
+    assert Tree(model).same(), "and once only"
+
+
+def test_what_training_does_is_no_change() -> None:
+    model: Any = make_model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    tree = Tree(model)
+    ids = torch.randint(1, 100, (2, 8))
+    for _ in range(2):
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval().requires_grad_(False).requires_grad_(True)
+        model.to(torch.float32).tie_weights()
+        model.load_state_dict(model.state_dict())
+    assert tree.same()
+
+
+def test_an_adapter_comes_and_goes() -> None:
+    model: Any = make_model("llama")
+    peft = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    tree = Tree(model)
+    peft.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
+    assert not tree.same()
+    tree = Tree(model)
+    peft.delete_adapter("other")
+    assert not tree.same()
+    tree = Tree(model)
+    a = next(p for name, p in model.named_parameters() if "lora_A" in name)
+    a.data = a.data.clone()
+    assert not tree.same()
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_that_is_as_it_was_is_not_walked_over_again(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = make_model("llama")
+    if adapted:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    calls: list[str] = []
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for owner, name in ((AliasedSource, "moved"), (naming, "walk"), (adapters, "walk")):
+            original = getattr(owner, name)
+
+            def counted(*args: Any, original: Any = original, name: str = name) -> Any:
+                calls.append(name)
+                return original(*args)
+
+            monkeypatch.setattr(owner, name, counted)
+        assert engine.update_weights() == 1 and engine.update_weights() == 2
+        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=2)).raise_for_errors()
+        assert calls == [] and engine.weight_version == 2
+        for p in model.parameters():
+            p.data = p.data.clone()
+        assert engine.update_weights() == 3 and "moved" in calls
+        calls.clear()
+        assert engine.update_weights() == 4 and calls == []
+
+
+def test_the_active_adapter_is_that_of_now() -> None:
+    """Also where nothing was looked at since it was chosen, as while requests are under way."""
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        binding = engine._binding
+        assert binding.active_adapter() == "default"
+        model.set_adapter("other")
+        assert binding.active_adapter() == "other"
+        with model.disable_adapter():
+            assert binding.active_adapter() is None
+        assert engine.update_weights() == 1 and binding.active_adapter() == "other"
+
+
+SWITCHES: dict[str, Callable[[Any], object]] = {
+    "another scale": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.scaling.update(default=3.0),
+    "another adapter": lambda m: m.set_adapter("other"),
+    "several": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.set_adapter(["default", "other"]),
+    "off": lambda m: m.base_model.disable_adapter_layers(),
+    "one layer off": lambda m: m.base_model.model.model.layers[2].self_attn.q_proj.enable_adapters(False),
+    "merged": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.merge(),
+    "merged tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.merge(),
+    "other tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.token_indices["default"].reverse(),
+    "a variant": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.lora_variant.update(default=object()),
+    "a saved module's": lambda m: m.base_model.model.lm_head.set_adapter("other"),
+}
+
+
+@pytest.mark.parametrize("change", SWITCHES)
+def test_what_adapters_are_set_to_is_noticed(change: str) -> None:
+    config = {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["lm_head"]}
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(**config, trainable_token_indices=[3, 5]))
+    model.add_adapter("other", LoraConfig(**config))
+    switches = adapters.Switches(model)
+    assert switches.same()
+    SWITCHES[change](model)
+    assert not switches.same()
+    assert adapters.Switches(model).same()
+
+
+def test_a_config_that_becomes_one_that_is_not_run_is_refused() -> None:
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        model.peft_config["default"].layer_replication = [[0, 1]]
+        with pytest.raises(UnsupportedModelError, match="layer_replication"):
+            engine.update_weights()
