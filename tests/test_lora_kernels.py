@@ -186,12 +186,15 @@ def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
 def test_nothing_that_was_stacked_outlives_a_window() -> None:
     table, slots = make_table([24], 16, {1: 4, 2: 7, 3: 4}, torch.float32), torch.tensor([1, 2, 3, 3])
     x, out = randn(4, 16), randn(4, 24)
+    other = make_table([24], 16, {1: 2, 2: 3}, torch.float32)
     before = table.weights[0][1].b.clone()
     for _ in range(2):
         rows = AdapterRows(slots)
         expected = dense(x, out, table, slots)
         for _ in range(2):
             assert_close(OPS["reference"].lora(x, out.clone(), table, rows), expected, torch.float32)
+        again = OPS["reference"].lora(x, out.clone(), other, rows)
+        assert_close(again, dense(x, out, other, slots), torch.float32)
         assert torch.equal(table.weights[0][1].b, before)
         before = table.weights[0][1].b.mul_(3).clone()
         table.weights[0][2].a.add_(1)

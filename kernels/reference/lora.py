@@ -145,7 +145,7 @@ class AdapterRows:
         Slots are in the order of their first tokens, so that what lies slot by slot stays as it is. Reads the slots, so it is
         for a CPU.
         """
-        present, inverse, counts = self.slots.unique(return_inverse=True, return_counts=True)
+        present, inverse, counts = torch.unique(self.slots, return_inverse=True, return_counts=True)
         places = torch.arange(len(inverse))
         firsts = torch.full_like(present, len(inverse)).scatter_reduce_(0, inverse, places, "amin")
         firsts[present == 0] = -1
@@ -171,8 +171,7 @@ class AdapterRows:
         slots = tuple(s for s, _, _ in parts)
         if count == width * len(parts):
             return Pieces(slots, tokens, None if isinstance(tokens, slice) else tokens, None)
-        if isinstance(tokens, slice):
-            tokens = torch.arange(tokens.start, tokens.stop)
+        tokens = torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
         bounds = torch.tensor([(start, end - 1) for _, start, end in parts])
         index = bounds[:, :1] + torch.arange(width)
         places = (index <= bounds[:, 1:]).flatten().nonzero().flatten()
@@ -347,12 +346,12 @@ def _apply_stacked(x: Tensor, out: Tensor, table: LoraTable, stack: Stack, piece
 
     before = by_piece(out)
     hidden = torch.bmm(by_piece(x).to(stack.a.dtype), stack.a.mT)
-    parts = before.split(list(table.widths), -1)
+    parts = torch.split(before, list(table.widths), dim=-1)
     rank = hidden.shape[-1] // len(stack.linears)
     for number, (linear, b, gain, shift) in enumerate(stack.linears):
         mine = hidden[..., number * rank : (number + 1) * rank]
         _adapt(mine, parts[linear], table.biases[linear], b, 1.0, gain, shift)
-    if pieces.gather is not None:
+    if isinstance(pieces.tokens, Tensor):
         after = before.flatten(0, 1)
         out.index_copy_(0, pieces.tokens, after if pieces.places is None else after.index_select(0, pieces.places))
     return out
