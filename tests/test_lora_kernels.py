@@ -158,6 +158,56 @@ def test_many_tokens(ops: str) -> None:
     check(OPS[ops].lora, table, 16, slots.to(DEVICE), torch.float32)
 
 
+# Slots of each token, and whether the tokens that have an adapter are taken as they lie.
+MIXED = {
+    "slot by slot": ([4] * 2 + [1] * 2 + [2] * 2 + [5] * 2, True),
+    "between tokens without": ([0] + [4] * 2 + [1] * 2 + [2] * 2 + [0], True),
+    "in any order": ([1, 4, 2, 0, 5, 2, 0, 1, 4, 3, 5], False),
+    "one that has most": ([2, 1, 2, 2, 4, 2, 2, 0, 2, 2, 2, 2], False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MIXED)
+def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
+    """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes."""
+    slots, as_they_lie = MIXED[case]
+    rows = AdapterRows(torch.tensor(slots))
+    assert rows.pieces is not None and (rows.pieces.gather is None) == as_they_lie
+    assert len(rows.pieces.slots) < 2 * len(set(slots) - {0})
+    for options in ({}, {"biased": True, "gains": (1, 4), "shifts": (2, 4)}):
+        table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
+        table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(24, 2, dtype=dtype), 0.7))
+        for slot in (1, 2, 4):
+            table.put(1, slot, None)
+        check(OPS["reference"].lora, table, 33, rows.slots, dtype)
+
+
+def test_nothing_that_was_stacked_outlives_a_window() -> None:
+    table, slots = make_table([24], 16, {1: 4, 2: 7, 3: 4}, torch.float32), torch.tensor([1, 2, 3, 3])
+    x, out = randn(4, 16), randn(4, 24)
+    other = make_table([24], 16, {1: 2, 2: 3}, torch.float32)
+    before = table.weights[0][1].b.clone()
+    for _ in range(2):
+        rows = AdapterRows(slots)
+        expected = dense(x, out, table, slots)
+        for _ in range(2):
+            assert_close(OPS["reference"].lora(x, out.clone(), table, rows), expected, torch.float32)
+        again = OPS["reference"].lora(x, out.clone(), other, rows)
+        assert_close(again, dense(x, out, other, slots), torch.float32)
+        assert torch.equal(table.weights[0][1].b, before)
+        before = table.weights[0][1].b.mul_(3).clone()
+        table.weights[0][2].a.add_(1)
+    assert OPS["reference"].lora(x, out.clone(), LoraTable([24], [None], 5, DEVICE), AdapterRows(slots)).equal(out)
+
+
+def test_when_adapters_are_stacked() -> None:
+    few, long = torch.tensor([1, 1, 2, 2]), torch.arange(1, 5).repeat_interleave(17)
+    assert AdapterRows(few).pieces is None and AdapterRows(long).pieces is None
+    assert AdapterRows(torch.zeros(4, dtype=torch.long)).pieces is None
+    assert AdapterRows(long[::2]).pieces is not None
+
+
 def test_through_the_tables() -> None:
     """An emptied slot does nothing; a slot filled anew does what it was filled with, at the same addresses of the table."""
     table = make_table([24], 16, {1: 4, 2: 7}, torch.float32)
@@ -192,3 +242,4 @@ def test_part_of_the_rows() -> None:
     assert {slot: tokens[start:end].tolist() for slot, start, end in spans} == {1: [3], 3: [0, 4]}
     assert AdapterRows(torch.tensor([0, 2, 2, 4, 0])).by_slot == (slice(1, 4), [(2, 0, 2), (4, 2, 3)])
     assert AdapterRows(torch.tensor([2, 2])).by_slot == (slice(0, 2), [(2, 0, 2)])
+    assert AdapterRows(torch.tensor([4, 4, 2, 2])).by_slot == (slice(0, 4), [(4, 0, 2), (2, 2, 4)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ def quantised(folder: Path, kind: str) -> Any:
     return model
 
 
-def adapted(model: Any, **options: Any) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **options)
+def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(**{"r": 4, "target_modules": targets, "init_lora_weights": False} | options)
     return get_peft_model(model, config).eval()
 
 
@@ -143,6 +145,59 @@ def test_scores_are_those_of_the_forward(folder: Path) -> None:
         for score, output in zip(engine.score(batch), batch, strict=True):
             sampled = torch.tensor(output.completions[0].logprobs)
             torch.testing.assert_close(score.logprobs, sampled, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_given_tokens_are_scored_with_the_prompt(folder: Path, kind: str) -> None:
+    """By ``score`` and by ``prompt_logprobs``, with the adapter and without, as the model's forward has them."""
+    model = adapted(quantised(folder, kind))
+    prompt = PROMPTS[2]
+    with RolloutEngine(model, config=EngineConfig(block_size=4, max_num_batched_tokens=16)) as engine:
+        for adapter in ("default", None):
+            with nullcontext() if adapter else model.disable_adapter():
+                wanted = oracle.logprobs(model, prompt[:1], prompt[1:])
+            (score,) = engine.score([prompt], adapter=adapter)
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            (output,) = engine.generate_batch([prompt], params, adapter=adapter)
+            asked = output.prompt_logprobs.logprobs
+            for got in (score.logprobs, asked):
+                torch.testing.assert_close(got.double(), wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_a_loaded_adapter_beside_the_live_one(folder: Path, tmp_path: Path) -> None:
+    model, other = adapted(quantised(folder, "nf4")), adapted(quantised(folder, "nf4"), r=7, use_dora=True, seed=5)
+    other.save_pretrained(tmp_path)
+    with RolloutEngine(model) as engine:
+        engine.load_adapter("other", tmp_path)
+        choices = ["default", "other", None]
+        batch = engine.generate_batch(PROMPTS * 3, GREEDY, adapter=[c for c in choices for _ in PROMPTS])
+        check(model, batch[:4])
+        check(other, batch[4:8])
+        with model.disable_adapter():
+            check(model, batch[8:])
+        engine.unload_adapter("other")
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+
+
+def test_a_merged_adapter_is_refused(folder: Path) -> None:
+    model = adapted(quantised(folder, "nf4"))
+    model.merge_adapter()
+    with pytest.raises(UnsupportedModelError, match=r"is merged into .*: call unmerge_adapter"):
+        RolloutEngine(model)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_scales_that_changed_in_place_are_seen(folder: Path, kind: str) -> None:
+    """Unannounced, and though the weights themselves are as they were: no prompt's KV of before is read again."""
+    model = quantised(folder, kind)
+    with RolloutEngine(model, config=EngineConfig(block_size=4)) as engine:
+        first = engine.generate_batch(PROMPTS, GREEDY)
+        state = model.model.layers[0].mlp.up_proj.weight.quant_state
+        (state.absmax if state.state2 is None else state.state2.absmax).mul_(3)
+        after = engine.generate_batch(PROMPTS, GREEDY)
+        check(model, after)
+        assert engine.weight_version == 1 and engine.verify_weights().ok
+    assert [o.completions[0].logprobs for o in first] != [o.completions[0].logprobs for o in after]
 
 
 def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:

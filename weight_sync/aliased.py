@@ -88,6 +88,8 @@ class AliasedSource:
                     if tensor is not None:
                         layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                         yield f"{path}.{name}", tensor, layout
+                        for scales in _scales_of(tensor):
+                            yield f"{path}.{name}", scales, (scales.data_ptr(), scales.dtype, scales.shape)
 
     def moved(self, module: nn.Module) -> bool:
         """Whether a tensor was added, taken away, renamed or replaced since ``bind``, or lies elsewhere.
@@ -166,6 +168,14 @@ class AliasedSource:
             if parameter.untyped_storage().nbytes() != parameter.nbytes:
                 parameter.data = parameter.detach().clone()
         self._rehomed, self._bound = [], []
+
+
+def _scales_of(weight: Any) -> Iterator[Tensor]:
+    """What the numbers of a weight in 4 bits depend on too; the scales may be quantised once more."""
+    state = getattr(weight, "quant_state", None)
+    while state is not None:
+        yield from (t for t in (state.absmax, state.offset) if isinstance(t, Tensor))
+        state = state.state2
 
 
 def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:

@@ -1,7 +1,8 @@
 """Low-rank adapters over a projection's output, as plain torch (Hu et al. 2021, arXiv:2106.09685).
 
 Each token has a slot; a slot holds one adapter, slot 0 none. An adapter's matrices stay where they are: a table holds the
-tensors themselves, and their addresses for kernels.
+tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side, which live
+as long as the rows of one window of steps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 class LoraWeights(NamedTuple):
@@ -102,11 +104,35 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _named(f"{name}.{key}", inner)
 
 
+class Pieces(NamedTuple):
+    """Tokens that have an adapter, in P pieces of W tokens of one slot each. A piece that is short ends in one token's repeats."""
+
+    slots: tuple[int, ...]  # of each piece
+    tokens: slice | Tensor  # int64 [t], piece by piece
+    gather: Tensor | None  # int64 [P * W], tokens; None where that is ``tokens``, a slice
+    places: Tensor | None  # int64 [t], where ``gather`` has each of ``tokens`` first; None where it is ``tokens``
+
+
+class Stack(NamedTuple):
+    """What each of P pieces does to the L linears of a table that any of them changes; zeros fill ranks up to one r."""
+
+    a: Tensor  # [P, L * r, D]
+    linears: list[
+        tuple[int, Tensor, Tensor | None, Tensor | None]
+    ]  # number, b [P, N, r] scaled, gain and shift [P, 1, N]
+
+
+# Up to so many tokens of an adapter, and from so many adapters on, one product over a stack beats one for each adapter.
+_STACKED_TOKENS = 16
+_STACKED_SLOTS = 3
+
+
 @dataclass(frozen=True)
 class AdapterRows:
-    """The adapter slot of each of T tokens."""
+    """The adapter slot of each of T tokens, for one window of steps, in which no adapter changes."""
 
     slots: Tensor  # int64 [T]
+    _stacks: dict[LoraTable, Stack | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -116,10 +142,15 @@ class AdapterRows:
     def by_slot(self) -> tuple[slice | Tensor, list[tuple[int, int, int]]]:
         """The tokens that have an adapter, those of one slot side by side, and (slot, start, end) of each slot among them.
 
-        Reads the slots, so it is for a CPU.
+        Slots are in the order of their first tokens, so that what lies slot by slot stays as it is. Reads the slots, so it is
+        for a CPU.
         """
-        slots, order = self.slots.sort(stable=True)
-        present, counts = torch.unique_consecutive(slots, return_counts=True)
+        present, inverse, counts = torch.unique(self.slots, return_inverse=True, return_counts=True)
+        places = torch.arange(len(inverse))
+        firsts = torch.full_like(present, len(inverse)).scatter_reduce_(0, inverse, places, "amin")
+        firsts[present == 0] = -1
+        order, by_first = firsts[inverse].argsort(stable=True), firsts.argsort()
+        present, counts = present[by_first], counts[by_first]
         ends = counts.cumsum(0).tolist()
         spans = [(s, end - n, end) for s, end, n in zip(present.tolist(), ends, counts.tolist(), strict=True)]
         without = spans[0][2] if spans and spans[0][0] == 0 else 0
@@ -127,6 +158,30 @@ class AdapterRows:
         if len(order) > without and bool((order[without:].diff() == 1).all()):
             tokens = slice(int(order[without]), int(order[-1]) + 1)
         return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """None where there are too few adapters, or too many tokens of each, for a stack to pay. For a CPU."""
+        tokens, spans = self.by_slot
+        count = spans[-1][2] if spans else 0
+        if len(spans) < _STACKED_SLOTS or count > _STACKED_TOKENS * len(spans):
+            return None
+        width = -(-count // len(spans))  # of the mean, so that there are less than twice as many pieces as slots
+        parts = [(s, at, min(at + width, end)) for s, start, end in spans for at in range(start, end, width)]
+        slots = tuple(s for s, _, _ in parts)
+        if count == width * len(parts):
+            return Pieces(slots, tokens, None if isinstance(tokens, slice) else tokens, None)
+        tokens = torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
+        bounds = torch.tensor([(start, end - 1) for _, start, end in parts])
+        index = bounds[:, :1] + torch.arange(width)
+        places = (index <= bounds[:, 1:]).flatten().nonzero().flatten()
+        return Pieces(slots, tokens, tokens[torch.minimum(index, bounds[:, 1:]).flatten()], places)
+
+    def stack(self, table: LoraTable, pieces: Pieces) -> Stack | None:
+        """Copies, made when first asked for: they end with the window, so they are never behind the tensors' owner."""
+        if table not in self._stacks:
+            self._stacks[table] = _stack(table, pieces.slots)
+        return self._stacks[table]
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
@@ -222,6 +277,9 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
+    if table.experts == 1 and (pieces := rows.pieces) is not None:
+        stack = rows.stack(table, pieces)
+        return out if stack is None else _apply_stacked(x, out, table, stack, pieces)
     return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
 
 
@@ -246,19 +304,76 @@ def _apply(
         before = part[tokens]  # a view where they lie side by side
         for weights, start, end in found:
             if weights is not None:
-                _adapt(shrink(mine[start:end], weights.a), before[start:end], bias, weights)
+                _adapt(shrink(mine[start:end], weights.a), before[start:end], bias, *weights[1:])
         if not isinstance(tokens, slice):
             part[tokens] = before
     return out
 
 
-def _adapt(hidden: Tensor, out: Tensor, bias: Tensor | None, weights: LoraWeights) -> None:
-    """One adapter over one linear, in place. hidden: [t, r], the input times ``a``."""
-    _, b, scale, gain, shift = weights
+def _stack(table: LoraTable, slots: Sequence[int]) -> Stack | None:
+    """None where no slot changes anything."""
+    found = [[by_slot.get(slot) for slot in slots] for by_slot in table.weights]
+    known = [weights for entries in found for weights in entries if weights is not None]
+    if not known:
+        return None
+    rank, dtype = max(weights.rank for weights in known), table.dtype
+    shrinks, linears = [], []
+    for linear, (width, entries) in enumerate(zip(table.widths, found, strict=True)):
+        if all(weights is None for weights in entries):
+            continue
+        nothing = LoraWeights(known[0].a[:0], known[0].b.new_empty(width, 0), 1.0)
+        each = [weights or nothing for weights in entries]
+        shrinks.append([w.a if len(w.a) == rank else F.pad(w.a, (0, 0, 0, rank - len(w.a))).to(dtype) for w in each])
+        b = torch.stack([w.b if len(w.a) == rank else F.pad(w.b, (0, rank - len(w.a))).to(dtype) for w in each])
+        b *= torch.tensor([w.scale for w in each], dtype=dtype)[:, None, None]
+        gain = _vectors([w.gain for w in each], torch.ones(width))
+        linears.append((linear, b, gain, _vectors([w.shift for w in each], torch.zeros(width))))
+    a = torch.stack([a for of_piece in zip(*shrinks, strict=True) for a in of_piece])
+    return Stack(a.view(len(slots), -1, a.shape[-1]), linears)
+
+
+def _vectors(vectors: Sequence[Tensor | None], neutral: Tensor) -> Tensor | None:
+    if all(v is None for v in vectors):
+        return None
+    return torch.stack([neutral if v is None else v for v in vectors])[:, None]
+
+
+def _apply_stacked(x: Tensor, out: Tensor, table: LoraTable, stack: Stack, pieces: Pieces) -> Tensor:
+    def by_piece(rows: Tensor) -> Tensor:
+        """[P, W, ...]; a view where nothing is gathered."""
+        mine = rows[pieces.tokens] if pieces.gather is None else rows.index_select(0, pieces.gather)
+        return mine.view(len(pieces.slots), -1, rows.shape[1])
+
+    before = by_piece(out)
+    hidden = torch.bmm(by_piece(x).to(stack.a.dtype), stack.a.mT)
+    parts = torch.split(before, list(table.widths), dim=-1)
+    rank = hidden.shape[-1] // len(stack.linears)
+    for number, (linear, b, gain, shift) in enumerate(stack.linears):
+        mine = hidden[..., number * rank : (number + 1) * rank]
+        _adapt(mine, parts[linear], table.biases[linear], b, 1.0, gain, shift)
+    if isinstance(pieces.tokens, Tensor):
+        after = before.flatten(0, 1)
+        out.index_copy_(0, pieces.tokens, after if pieces.places is None else after.index_select(0, pieces.places))
+    return out
+
+
+def _adapt(
+    hidden: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    b: Tensor,
+    scale: float,
+    gain: Tensor | None,
+    shift: Tensor | None,
+) -> None:
+    """One adapter over one linear, in place, or each of a stack. hidden: [..., t, r], the input times ``a``."""
     if gain is None and shift is None and b.dtype == out.dtype:
-        out.addmm_(hidden, b.T, alpha=scale)
+        if out.dim() == 2:
+            out.addmm_(hidden, b.T, alpha=scale)
+        else:
+            out.add_(hidden @ b.mT, alpha=scale)  # as baddbmm_, for columns of a wider matrix, runs piece by piece
         return
-    delta = hidden @ b.T * scale
+    delta = hidden @ b.mT * scale
     if gain is not None:
         delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
     if shift is not None:
