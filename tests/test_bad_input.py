@@ -186,6 +186,13 @@ def test_no_prompts_are_an_empty_batch(engine):
             assert len(engine.generate_batch(prompts, params)) == 0
 
 
+def test_half_a_character(tokenizer):
+    with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
+        for call in (engine.generate_batch, engine.score):
+            with pytest.raises(InvalidRequestError, match="1 holds half a character.*surrogates"):
+                call(["a b", "a \ud83d"])
+
+
 def test_a_tokenizer_without_chat_template(tokenizer):
     with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
         assert engine.generate_batch(["a b"], GREEDY)[0].prompt_token_ids == [1, 2]
