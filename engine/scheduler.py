@@ -135,7 +135,11 @@ class Scheduler:
     def _left(request: Request) -> int:
         """Tokens the request could compute now."""
         if request.remaining:
-            return request.total - request.computed
+            left = request.total - request.computed
+            if left > 1 and _ends_at_once(request):
+                # It would be gone before the others of its prompt could go on from it.
+                left -= any(r.status is Status.WAITING for r in request.group if r is not request)
+            return left
         # Nothing is sampled: the last token predicts nothing. The first of a group stops where the others can go on.
         end = request.total - 1
         shared = len(request.group) > 1 and request.computed < request.num_prompt
@@ -287,8 +291,8 @@ class Scheduler:
 
     def _with_prompt(self, request: Request) -> Request | None:
         """A running sample of the same prompt that has computed all of it."""
-        have = (r for r in self.running if r.group is request.group and r.computed >= r.num_prompt and not r.older_kv)
-        return next(have, None)
+        mine = (r for r in self.running if r.group is request.group and not r.older_kv)
+        return next((r for r in mine if r.computed >= r.num_prompt - _ends_at_once(r)), None)
 
     def _admit(self, request: Request, budget: int, copies: dict[int, int]) -> int:
         """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait."""
@@ -409,3 +413,7 @@ class Scheduler:
             assert len(r.block_ids) * self.block_size >= r.computed
         for r in self.waiting:
             assert r.status is Status.WAITING and r.computed == 0 and not r.block_ids and r.slot == -1
+
+
+def _ends_at_once(request: Request) -> bool:
+    return request.spec.max_tokens == 1 and request.scoring is None

@@ -33,7 +33,7 @@ def read_lines(path: Path, *, kinds: tuple[str, ...], results: tuple[str, ...]) 
     """
     lines = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, text in enumerate(file, start=1):
                 if text.strip():
                     fields = _parse(text, f"{path} line {number}")
@@ -48,7 +48,9 @@ def read_lines(path: Path, *, kinds: tuple[str, ...], results: tuple[str, ...]) 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError as error:
+        if "\\u" in text:  # may be half a character, which neither a tokenizer nor the output takes
+            json.dumps(fields, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"{where} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise CommandError(f"{where} is a {type(fields).__name__}: each line has to be an object")
@@ -75,6 +77,10 @@ def _prompt(fields: dict[str, Any], kinds: tuple[str, ...], where: str) -> Any:
     return value
 
 
+def _same(a: Any, b: Any) -> bool:
+    return json.dumps(a) == json.dumps(b)  # as text, where NaN is itself
+
+
 class ResumableWriter:
     """Writes one object for each input line, in order, each whole before the next is begun.
 
@@ -89,7 +95,8 @@ class ResumableWriter:
         self._end = 0
         try:
             # Unbuffered: a line is with the system once it is written, whatever happens to this process.
-            self._file = open(path, "wb" if overwrite or not path.exists() else "r+b", buffering=0)  # noqa: SIM115
+            anew = overwrite or not path.is_file()  # a pipe or device keeps no lines
+            self._file = open(path, "wb" if anew else "r+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error}") from error
         if self._file.mode == "rb+":
@@ -109,7 +116,7 @@ class ResumableWriter:
                     found = json.loads(text)
                 except ValueError:
                     found = None
-                if mine is None or not isinstance(found, dict) or any(found.get(k) != v for k, v in mine.items()):
+                if mine is None or not isinstance(found, dict) or not _same({k: found.get(k) for k in mine}, mine):
                     raise CommandError(
                         f"{self.path} line {number} is not of line {number} of this input: name another output, or "
                         "start anew with --overwrite"

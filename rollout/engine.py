@@ -221,11 +221,14 @@ class RolloutEngine:
         """Until all of them are through; where that is interrupted, none of them holds anything."""
         later = list(requests)
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
+            left = requests[::-1]
 
-            def done() -> bool:
-                finished = sum(r.status is Status.FINISHED for r in requests)
-                progress.update(finished - progress.n)
-                return finished == len(requests)
+            def done() -> bool:  # asked after every step: a walk through all requests would cost as much as the step
+                while left and left[-1].status is Status.FINISHED:
+                    left.pop()
+                if progress_bar:
+                    progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
+                return not left
 
             def room() -> bool:
                 return done() or bool(self._adapters.that_fit(later[:1], self._queued()))

@@ -30,6 +30,10 @@ def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, wh
 
 def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # tokenizers raise a TypeError, about something else
+            raise InvalidRequestError(f"{name} holds half a character: {error}") from error
         ids = _tokenizer(tokenizer, "text prompts")(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
         chat = _tokenizer(tokenizer, "chat prompts")

@@ -19,20 +19,24 @@ class StopStringChecker:
         self._tail = ""
         self._context: list[int] = []  # tokens whose text is out: how a token decodes may depend on those before it
         self._pending: list[int] = []  # tokens that do not make whole characters yet
+        self._searched = 0  # characters they make already
 
     def __call__(self, token: int) -> str | None:
         """Take the next token; returns the stop string that it completed, the earliest in the text, or None."""
         self._pending.append(token)
         before = self._decode(self._context)
         after = self._decode(self._context + self._pending)
-        if after.endswith("�"):  # inside a multi-byte character
-            return None
-        text = self._tail + after[len(before) :]
-        self._context, self._pending = self._pending[-4:], []
+        new = after[len(before) :]
+        whole = new.rstrip("�")  # a token may end one character and begin the next
+        text = self._tail + whole
         # Only a match that ends in the new text: one in the old text was reported when it was new.
-        old = len(self._tail)
+        old = len(self._tail) + self._searched
         found = [(at, s) for s in self.stops if (at := text.find(s, max(0, old - len(s) + 1))) >= 0]
-        self._tail = text[-self._keep :] if self._keep else ""
+        self._searched = len(whole)
+        if whole == new:  # not inside a multi-byte character
+            self._searched = 0
+            self._context, self._pending = self._pending[-4:], []
+            self._tail = text[-self._keep :] if self._keep else ""
         return min(found)[1] if found else None
 
     def _decode(self, ids: list[int]) -> str:

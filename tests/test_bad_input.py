@@ -186,6 +186,13 @@ def test_no_prompts_are_an_empty_batch(engine):
             assert len(engine.generate_batch(prompts, params)) == 0
 
 
+def test_half_a_character(tokenizer):
+    with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
+        for call in (engine.generate_batch, engine.score):
+            with pytest.raises(InvalidRequestError, match="1 holds half a character.*surrogates"):
+                call(["a b", "a \ud83d"])
+
+
 def test_a_tokenizer_without_chat_template(tokenizer):
     with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
         assert engine.generate_batch(["a b"], GREEDY)[0].prompt_token_ids == [1, 2]
@@ -458,7 +465,7 @@ def test_a_constructor_that_is_interrupted_leaves_the_model_as_it_was(monkeypatc
     monkeypatch.setattr("stoker.rollout.binding.fuse_layers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         RolloutEngine(model, config=CONFIG)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
     monkeypatch.undo()
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_usable(engine, model)
@@ -481,10 +488,10 @@ def test_a_constructor_that_is_interrupted_leaves_the_model_as_it_was(monkeypatc
 def test_a_configuration_that_does_not_fit_the_model_leaves_it_alone(fields, message):
     model = make_model("llama")
     before = {n: p.data_ptr() for n, p in model.named_parameters()}
-    storages = {n: p.untyped_storage().nbytes() for n, p in model.named_parameters()}
+    storages = {n: p.untyped_storage().resizable() for n, p in model.named_parameters()}
     with pytest.raises(InvalidConfigError, match=message):
         RolloutEngine(model, config=EngineConfig(**{"kv_cache_memory": "1MiB"} | fields))
-    assert {n: p.untyped_storage().nbytes() for n, p in model.named_parameters()} == storages
+    assert {n: p.untyped_storage().resizable() for n, p in model.named_parameters()} == storages
     if "kv_cache_memory" not in fields:
         assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
 

@@ -255,6 +255,26 @@ def test_a_torn_line_is_cut_off_whatever_its_length(tmp_path: Path) -> None:
     assert path.read_text() == '{"i": 0}\n{"i": 1}\n'
 
 
+def test_a_line_with_nan_is_known_again(tmp_path: Path) -> None:
+    path, lines = tmp_path / "out", [Line(1, {"reward": float("nan")}, [3]), Line(2, {"reward": [float("nan")]}, [3])]
+    for done, line in enumerate(lines):
+        with ResumableWriter(path, lines) as writer:
+            assert writer.done == done
+            writer.write(line.fields | {"text": "a"})
+    path.write_text(path.read_text().replace("[NaN]", "[1.0]"))
+    with pytest.raises(CommandError, match="line 2 is not of line 2"):
+        ResumableWriter(path, lines)
+
+
+def test_windows_files_and_devices(folder: str, tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.write_bytes(b'\xef\xbb\xbf{"prompt": "abc"}\r\n\r\n{"prompt": "b"}\r\n')
+    for _ in range(2):
+        assert main(["generate", folder, str(source), "/dev/null", "--max-tokens", "2"]) == 0
+    assert main(["generate", folder, str(source), str(tmp_path / "out"), "--max-tokens", "2"]) == 0
+    assert [record["prompt"] for record in read(tmp_path / "out")] == ["abc", "b"]
+
+
 def test_ctrl_c_keeps_what_is_done(
     folder: str, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +297,9 @@ def test_ctrl_c_keeps_what_is_done(
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ("9" * 5000, "line 2 is not JSON: Exceeds the limit"),
+        ("[" * 200_000, "line 2 is not JSON: maximum recursion"),
+        (r'{"prompt": "\ud83d"}', "line 2 is not JSON: 'utf-8' codec"),  # half a character
         ("[1]", "line 2 is a list"),
         ("{}", "line 2 needs exactly one of prompt, messages, token_ids, and has none"),
         ('{"prompt": "a", "token_ids": [1]}', "has prompt and token_ids"),

@@ -531,6 +531,25 @@ def test_a_stop_string_may_be_a_special_token():
         assert (c.text, c.stop_reason, c.token_ids) == ("bc", "<bot>", encode("bc<bot>"))
 
 
+def test_a_stop_string_in_a_token_that_begins_another_character():
+    """As in " 😀", whose first token ends in the first half of the character."""
+
+    class Bytes:
+        pieces = (b" \xf0\x9f", b"\x98\x80", b"a", b"\xff")
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+    def said(stop: str, ids: list[int]) -> list[str | None]:
+        check = StopStringChecker(Bytes(), [stop])
+        return [check(token) for token in ids]
+
+    assert said(" ", [2, 0, 1, 2, 0]) == [None, " ", None, None, " "]  # each once: before min_tokens it is passed over
+    assert said(" \N{GRINNING FACE}a", [0, 1, 2, 0, 1, 2]) == [None, None, " 😀a", None, None, " 😀a"]
+    assert said("a", [3, 2, 3, 3, 2]) == [None, "a", None, None, "a"]  # after bytes that are no character
+    assert said("a ", [3, 2, 0, 3, 1]) == [None, None, "a ", None, None]
+
+
 def test_stop_strings_before_min_tokens_are_part_of_the_text():
     model = successor_model(encode("abcd"))
     with build(model, tokenizer=tokenizer()) as engine:

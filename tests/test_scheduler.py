@@ -128,6 +128,19 @@ def test_a_group_waits_for_its_prompt_and_keeps_its_slots() -> None:
     assert machine.drain()[-1] is late
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 11])
+def test_a_group_of_one_token_each_goes_on_from_one_prompt(length: int, ahead: int) -> None:
+    """The first would end, and give up what the others wait for, with the token that its prompt gives."""
+    scheduler = make_scheduler(num_blocks=40, block_size=4, max_num_seqs=6, enable_prefix_caching=False)
+    machine = Machine(scheduler, ahead)
+    group = make_group(0, [3] * length, [make_spec(seed=i, max_tokens=1) for i in range(6)])
+    scheduler.add(group)
+    finished = [len(machine.step()) for _ in range(2 + ahead)]
+    assert sum(finished) == len(group)
+    assert machine.tokens_computed == length - 1 + 6
+
+
 def test_a_prompt_that_the_cache_holds_whole_costs_one_token() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     machine = Machine(scheduler)

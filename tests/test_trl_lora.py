@@ -89,7 +89,7 @@ def test_a_peft_model_of_the_users(make_trainer: MakeTrainer) -> None:
     trainer.train()
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
     detach(trainer)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in trainer.model.parameters())
+    assert all(p.untyped_storage().resizable() for p in trainer.model.parameters())
 
 
 def test_an_adapter_the_engine_does_not_run_is_refused(make_trainer: MakeTrainer) -> None:

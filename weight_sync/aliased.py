@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,14 @@ from stoker.weight_sync.naming import named_tensors, unwrap
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.
 _Place = tuple[str, Tensor, tuple[Any, ...]]
+# What parameters were laid side by side in, by its address; each is there as long as a parameter lies in it.
+_WHOLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 class AliasedSource:
     """Full parameters in the engine's dtype, on the engine's device. Nothing is ever written to them.
 
-    ``rehome`` lets parameters that are used together share one storage, by setting their ``.data`` to row views of it:
+    ``rehome`` lays parameters that are used together side by side in one memory, by setting their ``.data`` to rows of it:
     the parameter objects stay, so the optimizer's in-place updates, gradients and checkpoints go on as before.
     """
 
@@ -30,7 +34,7 @@ class AliasedSource:
     def __init__(self, model: nn.Module, *, check_finite: bool = False) -> None:
         self.module = unwrap(model)
         self._check_finite = check_finite
-        self._rehomed: list[nn.Parameter] = []
+        self._rehomed: list[tuple[nn.Parameter, int]] = []  # with the address it was given
         self._bound: list[_Place] = []
         self._sums: list[int] | None = None
         sizes: dict[torch.dtype, int] = {}
@@ -69,10 +73,11 @@ class AliasedSource:
             whole = _view_side_by_side(parts)
             if whole is None and all(_owns_storage(p, owners) for p in parts) and _alike(parts):
                 whole = torch.cat([p.detach() for p in parts])
+                _WHOLES[whole.data_ptr()] = whole
                 for part, rows in zip(parts, torch.split(whole, [p.shape[0] for p in parts]), strict=True):
                     if isinstance(part, nn.Parameter):
-                        self._rehomed.append(part)
-                    part.data = rows
+                        self._rehomed.append((part, rows.data_ptr()))
+                    part.data = _with_storage(rows)
             if whole is not None:
                 fused[group] = whole
         return fused
@@ -164,8 +169,8 @@ class AliasedSource:
 
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again."""
-        for parameter in self._rehomed:
-            if parameter.untyped_storage().nbytes() != parameter.nbytes:
+        for parameter, address in self._rehomed:
+            if parameter.data_ptr() == address:
                 parameter.data = parameter.detach().clone()
         self._rehomed, self._bound = [], []
 
@@ -194,11 +199,29 @@ def _alike(tensors: Sequence[Tensor]) -> bool:
     return len({(t.dtype, t.device, t.shape[1:]) for t in tensors}) == 1
 
 
+def _with_storage(rows: Tensor) -> Tensor:
+    """The same memory, as a tensor whose storage begins and ends with it, and keeps that of ``rows`` alive.
+
+    Views of one storage would be what tied weights are: accelerate's ``save_state`` and ``save_model`` keep one tensor of
+    a storage and drop the others, safetensors' ``save_model`` refuses, ``torch.save`` writes the whole storage.
+    """
+    return torch.utils.dlpack.from_dlpack(rows)
+
+
+def _fills(whole: Tensor, tensors: Sequence[Tensor]) -> bool:
+    ends = accumulate((t.nbytes for t in tensors), initial=whole.data_ptr())
+    same = whole.nbytes == sum(t.nbytes for t in tensors) and _alike([whole, *tensors])
+    return same and all(t.data_ptr() == at for t, at in zip(tensors, ends, strict=False))
+
+
 def _view_side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     """One tensor over all rows where they follow each other in one storage, else None."""
     first = tensors[0]
     if not _alike(tensors) or not all(t.is_contiguous() for t in tensors):
         return None
+    known = _WHOLES.get(first.data_ptr())
+    if known is not None and _fills(known, tensors):
+        return known
     offset = first.storage_offset()
     for tensor in tensors:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
