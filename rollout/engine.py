@@ -206,7 +206,7 @@ class RolloutEngine:
     ) -> RolloutHandle:
         """Queue one prompt and return at once; nothing runs until somebody waits for a result.
 
-        Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
+        Where its adapter has no slot it waits for one, as in a batch; see ``AdapterSlots``. Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
         thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix cache:
         a next turn, prompt and completion and tool output together, costs little more than its new tokens. Raises as
         ``generate_batch`` does, before any work starts.
