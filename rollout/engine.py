@@ -206,10 +206,10 @@ class RolloutEngine:
     ) -> RolloutHandle:
         """Queue one prompt and return at once; nothing runs until somebody waits for a result.
 
-        Where its adapter has no slot it waits for one, as in a batch; see ``AdapterSlots``. Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
-        thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix cache:
-        a next turn, prompt and completion and tool output together, costs little more than its new tokens. Raises as
-        ``generate_batch`` does, before any work starts.
+        Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
+        thread may submit and wait. A prompt whose adapter has no slot waits for one, and blocks nobody. The beginning that
+        a prompt shares with an earlier one is read from the prefix cache: a next turn, prompt and completion and tool
+        output together, costs little more than its new tokens. Raises as ``generate_batch`` does, before any work starts.
         """
         self._check_ready()
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
