@@ -207,9 +207,9 @@ class RolloutEngine:
         """Queue one prompt and return at once; nothing runs until somebody waits for a result.
 
         Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
-        thread may submit and wait. A prompt whose adapter has no slot waits for one, and blocks nobody. The beginning that
-        a prompt shares with an earlier one is read from the prefix cache: a next turn, prompt and completion and tool
-        output together, costs little more than its new tokens. Raises as ``generate_batch`` does, before any work starts.
+        thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix cache:
+        a next turn, prompt and completion and tool output together, costs little more than its new tokens. Raises as
+        ``generate_batch`` does, before any work starts.
         """
         self._check_ready()
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
@@ -284,7 +284,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int:
-        return self._updates.version
+        return self.core.scheduler.weight_version
 
     @torch.inference_mode(False)
     def verify_weights(self) -> WeightReport:
