@@ -34,7 +34,7 @@ class EngineConfig:
     score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
         times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
     check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
-    max_loras: most adapters that run at one time; requests with others wait for a slot. max_lora_rank: most rank one may have.
+    max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
     seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
