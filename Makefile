@@ -6,10 +6,6 @@ BIN := $(VENV)/bin
 ROOMS := rollout engine weight_sync kernels integrations
 PROGRAMS := benchmarks examples
 MYPY_PACKAGES := $(ROOMS:%=-p stoker.%)
-# Of `make gpu`, which stays below 9 minutes on an H200: tests 210 s, rollouts 240 s (they end where the budget does), and
-# 15-20 s for each of the others in their short form, 70 s in all, together 520 s.
-ROLLOUT_BUDGET ?= 240
-BENCHMARKS ?= scoring lora weights memory
 
 # Written when the dependencies are in place, so an interrupted install is taken up again.
 DEPENDENCIES := $(VENV)/.dependencies
@@ -30,8 +26,8 @@ help:
 	@echo "make bench         the benchmarks (ARGS: more flags)"
 	@echo "make lint          ruff and mypy"
 	@echo "make docs          the documentation, into outputs/docs"
-	@echo "make gpu OUT=DIR   GPU tests, then the benchmarks, on a CUDA host with torch; results in DIR"
-	@echo "                   (ROLLOUT_BUDGET: seconds for that of rollouts; BENCHMARKS: those run in short besides)"
+	@echo "make gpu OUT=DIR   GPU tests, then the benchmarks, on a CUDA host with torch; results in DIR, in 9 minutes"
+	@echo "                   (PARTS=tests or PARTS=benchmarks for one of the two; .ci/gpu names other settings)"
 	@echo "make clean         remove the environment, the caches and what builds left"
 	@echo "PYTHON=python3.12 chooses another interpreter, 3.11 or newer."
 
@@ -56,28 +52,8 @@ docs: $(INSTALLED)
 	@$(CLEAN_BUILD)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file docs/mkdocs.yml
 
-gpu: SHELL := bash
-gpu: .SHELLFLAGS := -o pipefail -c
 gpu:
-	@test -n "$(OUT)" || { echo "make gpu needs a folder for its results: make gpu OUT=results" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "make gpu needs a CUDA device and a torch that sees it; $(PYTHON) has none." >&2; exit 2; }
-	@mkdir -p "$(OUT)"; \
-	  site=$$(mktemp -d); trap 'rm -rf "$$site"' EXIT; \
-	  $(CLEAN_BUILD); \
-	  $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --no-index --target "$$site" . || exit; \
-	  $(CLEAN_BUILD); \
-	  export PYTHONPATH="$$site"; failed=0; \
-	  workers=$$($(PYTHON) -c 'import importlib.util as u; print("-n 8" if u.find_spec("xdist") else "")'); \
-	  for tests in "gpu and not alone" "gpu and alone"; do \
-	    $(PYTHON) -P -m pytest -m "$$tests" $$workers --junitxml="$(OUT)/$${tests// /-}.xml" $(ARGS) 2>&1 \
-	      | tee -a "$(OUT)/gpu-tests.log" || failed=1; \
-	    workers=""; \
-	  done; \
-	  for benchmark in "rollout --budget $(ROLLOUT_BUDGET)" $(BENCHMARKS:%="% --quick"); do \
-	    $(PYTHON) -P -m stoker.benchmarks.$$benchmark --device cuda --output "$(OUT)" || failed=1; \
-	  done; \
-	  exit $$failed
+	@PYTHON="$(PYTHON)" OUT="$(OUT)" ARGS="$(ARGS)" bash .ci/gpu
 
 clean:
 	$(CLEAN_BUILD)

@@ -28,11 +28,22 @@ MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}
 
 # The first kind whose word is in a kernel's or an operation's name takes it.
 KINDS = {
-    "attention": ("attention", "attend", "flash", "split", "merge", "sdpa"),
-    "matmul": ("gemm", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "skinny", "cublas"),
-    "norm, rotary, KV write": ("norm", "rotary", "write_kv", "index_copy"),
-    "activation": ("silu", "gelu", "swiglu"),
-    "sampling": ("sample", "gumbel", "logprob", "softmax", "logsumexp", "argmax", "truncate", "sort", "topk", "philox"),
+    "sampling": (
+        *("sample", "gumbel", "noise", "philox", "logprob", "score", "softmax", "logsumexp", "argmax"),
+        *("truncate", "thresholds", "sort", "topk"),
+    ),
+    "attention": (
+        *("attention", "attend", "flash", "sdpa", "decode_kernel", "prefill_kernel"),
+        *("work_list", "common_blocks", "units_kernel"),
+    ),
+    "experts": ("grouped", "_order_kernel", "weighted_sum"),
+    "adapters": ("shrink", "expand_kernel", "look_up"),
+    "matmul": (
+        *("gemm", "gemv", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "cublas", "splitk"),
+        *("skinny", "single_kernel", "add_segments"),
+    ),
+    "norm, rotary, KV write": ("norm", "rotary", "write_kv", "write_kernel", "index_copy"),
+    "activation": ("silu", "gelu", "swiglu", "act_mul"),
     "copies": ("memcpy", "memset", "copy", "index_select", "gather", "cat"),
 }
 

@@ -85,7 +85,8 @@ class EngineCore:
 
     def _launch(self, plan: Plan) -> Pending:
         try:
-            with self.inputs.runtime.chosen():
+            # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
+            with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 for request in plan.admitted:
                     if request.adapter is not None:
                         self.place_adapter(request.adapter)

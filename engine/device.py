@@ -83,6 +83,7 @@ class CudaRuntime(Runtime):
     ahead: int = 1
     graphs: bool = True
     _pool: list[Any] = field(default_factory=list)  # the memory pool of all graphs, made with the first
+    _side: list[Any] = field(default_factory=list)  # the stream they are captured on, likewise
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
@@ -94,7 +95,7 @@ class CudaRuntime(Runtime):
         static.copy_(host.pin_memory(), non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> HostCopy:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
@@ -103,20 +104,30 @@ class CudaRuntime(Runtime):
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         if not self._pool:
             self._pool.append(torch.cuda.graph_pool_handle())
+        if not self._side:  # one: torch has but 32, and what another thread launches on it meanwhile would be captured
+            self._side.append(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
         main: Any = torch.cuda.current_stream(self.device)
-        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        side = self._side[0]
         side.wait_stream(main)
-        # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
-        with torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
-            try:
-                body()
-            except BaseException:
-                with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        # Torch keeps a cuBLAS workspace for every stream that has multiplied. One from before would be no part of the pool,
+        # and somebody else's memory once torch lets go of it; one that stayed would keep its part of the pool from being
+        # given back.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
+            with torch.cuda.stream(side):
+                with torch.inference_mode(False):  # of the first capture torch keeps tensors that later ones write to
+                    graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
+                try:
+                    body()
+                except BaseException:
+                    with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         main.wait_stream(side)
         return graph.replay
 

@@ -220,7 +220,7 @@ def _fused(
         return None
     like = layer.self_attn.o_proj.weight
     generator = torch.Generator().manual_seed(layer.self_attn.layer_idx)
-    x = torch.randn(1, POSITIONS.numel(), like.shape[0], generator=generator).to(like)
+    x = torch.randn(1, POSITIONS.numel(), like.shape[0], generator=generator, device="cpu").to(like)
     positions, recorder = POSITIONS[None].to(like.device), Recorder()
     arguments = {
         "attention_mask": None,

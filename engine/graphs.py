@@ -106,7 +106,7 @@ class GraphStep:
                 assert value is not None
                 result.index_copy_(0, step, value[None])
             step.add_(1)
-            batch.advance(out.tokens)
+            batch.advance(self.eager.ops, out.tokens)
 
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):

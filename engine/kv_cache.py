@@ -87,7 +87,7 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all reads before all writes. copies: (from, to)."""
         index = torch.empty(len(copies), 2, dtype=torch.long, device=self.runtime.device)
-        self.runtime.to_device(torch.tensor(copies), index)
+        self.runtime.to_device(torch.tensor(copies, device="cpu"), index)
         source, target = index[:, 0], index[:, 1]
         for pair in self.layers:
             for cache in pair:

@@ -67,7 +67,8 @@ class PlainModel:
     def _head_is_last(self) -> bool:
         """Whether the model returns what its head does. Large numbers, for a softcap leaves small ones what they are."""
         weight = self.head.weight
-        x = _LARGE * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+        generator = torch.Generator().manual_seed(0)
+        x = _LARGE * torch.randn(4, weight.shape[1], generator=generator, device="cpu").to(weight)
         expected, actual = self.shell.module_logits(x).float(), self.head(x).float()
         return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
 

@@ -90,7 +90,7 @@ class EagerStep:
             noise = self.sampler.noise(batch.sampling, batch.seq_lens, batch.num_steps)
             for step in range(batch.num_steps):
                 if step:
-                    batch.advance(outputs[-1].tokens)
+                    batch.advance(self.ops, outputs[-1].tokens)
                 hidden = self._hidden(batch)
                 if batch.scoring is not None:
                     scores = self.scorer(self.model, hidden, batch.scoring, batch.adapters)

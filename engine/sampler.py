@@ -85,7 +85,7 @@ class Sampler:
     def start_penalties(self, slot: int, prompt: list[int], output: list[int]) -> None:
         self.penalties = self.penalties or PenaltyState(*self._shape)
         device = self._shape[2]
-        ids = (torch.tensor(t, dtype=torch.long) for t in (prompt, output))
+        ids = (torch.tensor(t, dtype=torch.long, device="cpu") for t in (prompt, output))
         self.penalties.start(slot, *(t.to(device, non_blocking=True) for t in ids))
 
     def noise(self, rows: SamplingRows, positions: Tensor, num_steps: int) -> list[Tensor | None]:

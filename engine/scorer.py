@@ -48,7 +48,7 @@ class ScoreRows:
 
         def put(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             rows = torch.empty(len(values), dtype=dtype, device=runtime.device)
-            runtime.to_device(torch.tensor(values, dtype=dtype), rows)
+            runtime.to_device(torch.tensor(values, dtype=dtype, device="cpu"), rows)
             return rows
 
         return cls(plan.scored, put(hidden, torch.long), put(targets, torch.long), put(inverse, torch.float32), top_k)

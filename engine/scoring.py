@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,9 +37,10 @@ class TokenScores:
 
     @classmethod
     def unknown(cls, first: int, end: int, top_k: int) -> TokenScores:
-        n, nan = end - first, math.nan
-        ranks, ids = torch.zeros(n, dtype=torch.long), torch.zeros(n, top_k, dtype=torch.long)
-        return cls(first, end, torch.full((n,), nan), torch.full((n,), nan), ranks, ids, torch.full((n, top_k), nan))
+        n = end - first
+        unknown = partial(torch.full, fill_value=math.nan, dtype=torch.float32, device="cpu")
+        zeros = partial(torch.zeros, dtype=torch.long, device="cpu")
+        return cls(first, end, unknown((n,)), unknown((n,)), zeros(n), zeros(n, top_k), unknown((n, top_k)))
 
     def columns(self) -> tuple[Tensor, ...]:
         return self.logprobs, self.entropy, self.ranks, self.top_ids, self.top_logprobs

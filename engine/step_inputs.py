@@ -46,22 +46,20 @@ class Batch:
     adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
 
-    def advance(self, tokens: Tensor) -> None:
-        """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R].
-
-        A row that has reached its length or sampled a stop id is over: it shrinks to one key, writes to the null block,
-        and samples what nobody reads.
-        """
-        self.token_ids.copy_(tokens)
-        stopped = (tokens[:, None] == self.sampling.stop_ids).any(1)
-        stopped.logical_and_(self.seq_lens >= self.sampling.first_stop)
-        over = (self.seq_lens.add_(1) > self.last_lens).logical_or_(stopped)
-        self.seq_lens.masked_fill_(over, 1)
-        self.last_lens.masked_fill_(over, 0)
-        torch.sub(self.seq_lens, 1, out=self.positions)
-        block = self.block_tables.gather(1, (self.positions // self.block_size)[:, None])[:, 0]
-        torch.add(block * self.block_size, self.positions % self.block_size, out=self.slots)
-        self.slots.masked_fill_(over, 0)
+    def advance(self, ops: Ops, tokens: Tensor) -> None:
+        """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R]."""
+        ops.advance(
+            tokens,
+            self.sampling.stop_ids,
+            self.sampling.first_stop,
+            self.block_tables,
+            self.block_size,
+            token_ids=self.token_ids,
+            positions=self.positions,
+            slots=self.slots,
+            seq_lens=self.seq_lens,
+            last_lens=self.last_lens,
+        )
         self.attention.next_step()
 
 
@@ -237,7 +235,7 @@ class StepInputs:
                 request.first_new_block = end
         if blocks:
             index = torch.empty(3, len(blocks), dtype=torch.long, device=self.runtime.device)
-            self.runtime.to_device(torch.tensor([slots, columns, blocks]), index)
+            self.runtime.to_device(torch.tensor([slots, columns, blocks], device="cpu"), index)
             self._tables.index_put_((index[0], index[1]), index[2])
 
     def _write_slot(self, request: Request) -> None:

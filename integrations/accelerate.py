@@ -1,5 +1,7 @@
 """accelerate: rollouts for any training loop that has an ``Accelerator``.
 
+    from stoker.integrations.accelerate import AcceleratedEngine, SamplingParams
+
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     engine = AcceleratedEngine(accelerator, model, tokenizer=tokenizer)
     for prompts in loader:
@@ -7,9 +9,9 @@
         ...
 
 The loop says nothing about weights: a rollout after an optimizer step takes them anew. Where FSDP or ZeRO-3 shard them,
-that one rollout gathers them, so each process has to make it. No other runs a collective: processes may generate different
-numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and so does the
-engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
+that one rollout gathers them, so each process has to make it. No other runs a collective: processes may generate
+different numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and so
+does the engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.weight_sync.naming import unwrap
+
+__all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
 
 
 class AcceleratedEngine:
@@ -82,9 +86,10 @@ class AcceleratedEngine:
     ) -> RolloutBatch:
         """``RolloutEngine.generate_batch`` on the weights as the last optimizer step left them.
 
-        The progress bar shows on the main process only. accelerate's trackers get the main process's
-        ``rollout/seconds``, ``rollout/tokens_per_second``, ``rollout/mean_length`` (of completions, in tokens) and
-        ``rollout/weight_version``; step: the step they are logged under.
+        prompts, sampling_params, attention_mask, and what is raised: as there. The progress bar shows on the main
+        process only. accelerate's trackers get the main process's ``rollout/seconds``, ``rollout/tokens_per_second``,
+        ``rollout/mean_length`` (of completions, in tokens) and ``rollout/weight_version``; step: the step they are
+        logged under.
         """
         if self.engine.is_sleeping:
             self.engine.wake_up()
@@ -115,7 +120,7 @@ class AcceleratedEngine:
         return batch
 
     def close(self) -> None:
-        """Close the engine, and stop watching optimizers."""
+        """Close the engine, and stop watching optimizers. Also a context manager: ``with AcceleratedEngine(...):``."""
         self._stop_watching()
         self.engine.close()
 

@@ -1,4 +1,4 @@
-"""JSON Lines files of the command line: read with every line checked, and written so that a run can be taken up again."""
+"""JSON Lines files of the command line: every line read is checked, and a run that was killed is taken up again."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Everything is of shape [B, C], one column a completion token, and comes with a mask [B, C] (bool, or numbers of 0 and 1)
 of the tokens that are the policy's own. What the mask leaves out, padding or the answer of a tool in the middle, has no
-effect on any result, and is 0 in it. Results are float32, on the device of the arguments.
+effect on any result, and is 0 in it. Results are float32, on the device of the arguments. ``InvalidRequestError`` names
+shapes that do not agree.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates and returns, both [B, C] (Schulman et al., arXiv:1506.02438, equation 16).
 
-    rewards: of each token. values: the critic's estimate before each token. An episode ends with its last token, so
-    nothing is bootstrapped after it. Tokens the mask leaves out take no time: the one after follows the one before.
+    rewards: of each token. values: the critic's estimate before each token. gamma: the discount. lam: lambda, which
+    weighs later errors. An episode ends with its last token, so nothing is bootstrapped after it. Tokens the mask
+    leaves out take no time: the one after follows the one before.
     """
     keep = _mask(mask, rewards, values)
     rewards, values = rewards.float(), values.float()
@@ -39,10 +41,11 @@ def gae(
 def kl_penalty(
     logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, kind: Literal["k1", "k3"] = "k1"
 ) -> Tensor:
-    """Estimate of KL(policy, reference) at each token, [B, C], from log-probabilities of the policy's samples.
+    """Estimate of KL(policy, reference) at each token, [B, C], from log-probabilities [B, C] of the policy's samples.
 
-    With r = reference / policy: "k1" is -log r, unbiased, and negative at times; "k3" is r - 1 - log r, unbiased too, never
-    negative and of lower variance (J. Schulman, Approximating KL divergence, joschu.net/blog/kl-approx.html, 2020).
+    With r = reference / policy: "k1" is -log r, unbiased, and negative at times; "k3" is r - 1 - log r, unbiased too,
+    never negative and of lower variance (J. Schulman, Approximating KL divergence, joschu.net/blog/kl-approx.html,
+    2020).
     """
     keep = _mask(mask, logprobs, reference_logprobs)
     log_ratio = torch.where(keep, reference_logprobs.float() - logprobs.float(), 0.0)
@@ -68,13 +71,13 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coefficient: f
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the tokens of the whole batch, a scalar; 0 where there is none. Gradients flow."""
+    """Mean of values [B, C] over the tokens of the whole batch, a scalar; 0 where there is none. Gradients flow."""
     keep = _mask(mask, values)
     return torch.where(keep, values.float(), 0.0).sum() / keep.sum().clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """Values scaled to variance 1 over the tokens of the batch, [B, C], and shifted to mean 0 unless told not to."""
+    """Values [B, C] scaled to variance 1 over the tokens of the batch, and with ``shift_mean`` shifted to mean 0."""
     keep = _mask(mask, values)
     mean = masked_mean(values, mask)
     variance = masked_mean((values.float() - mean) ** 2, mask)

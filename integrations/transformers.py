@@ -24,13 +24,14 @@ def generate_batch(
     max_new_tokens: int | None = None,
     progress_bar: bool = False,
 ) -> dict[str, GenerationOutput]:
-    """Completions of prompts given as token ids, under the request ids ``"req_0"``, ``"req_1"``, ... in their order.
+    """Completions of ``inputs``, prompts as token ids, under request ids ``"req_0"``, ``"req_1"``, ... in their order.
 
-    max_new_tokens: wins over the configuration's. Of ``num_return_sequences`` completions of a prompt the last has the
-    id of the prompt, those before it ``"req_0__child#0"`` and so on. As there, completions end at the configuration's
-    ``eos_token_id`` and at no other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are
-    always set, those of ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot
-    be served is an ``InvalidRequestError`` before any work starts.
+    generation_config: as ``SamplingParams.from_generation_config`` translates it. max_new_tokens: wins over the
+    configuration's. Of ``num_return_sequences`` completions of a prompt the last has the id of the prompt, those before
+    it ``"req_0__child#0"`` and so on. As there, completions end at the configuration's ``eos_token_id`` and at no
+    other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
+    ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot be served is an
+    ``InvalidRequestError`` before any work starts.
     """
     if max_new_tokens is None and generation_config.max_new_tokens is None:
         raise InvalidRequestError("the generation config sets no max_new_tokens: set it, or pass max_new_tokens=")

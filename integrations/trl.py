@@ -138,7 +138,7 @@ class _TokenListBackend(_EngineBackend):
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """One completion for each prompt, in order: prompt ids, completion ids, and log-probabilities and ids [B][T][1].
+        """One completion for each prompt, in order: prompt ids, completion ids, log-probabilities and ids [B][T][1].
 
         Prompts come already repeated ``num_generations`` times. Each is its own request here, as a group may be cut
         where a process's share of the batch ends; the engine computes equal neighbours once. No collective runs: in a
@@ -177,7 +177,7 @@ class _PairBackend(_EngineBackend):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Prompt ids and mask [2B, P], left-padded, and completion ids and mask [2B, C], right-padded, all int64.
 
-        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them in the middle.
+        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them there.
         """
         from trl.data_utils import maybe_apply_chat_template
 

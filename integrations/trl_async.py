@@ -5,11 +5,11 @@
     trainer = AsyncGRPOTrainer(...)  # as TRL's
     trainer.train()
 
-TRL's rollout loop (conversations, tools, environments, scoring) runs in a thread and asks the engine where it would ask a
-server; the trainer's forward and backward run beside it. Nothing is transferred: between the pause before an optimizer
-step and the resume after it the engine takes the new weights, and completions under way go on with them, every token
-with the log-probability it was sampled with. Reward functions, tools and environments need not be picklable, and may
-use the trainer's device.
+TRL's rollout loop (conversations, tools, environments, scoring) runs in a thread and asks the engine where it would ask
+a server; the trainer's forward and backward run beside it. Nothing is transferred: between the pause before an
+optimizer step and the resume after it the engine takes the new weights, and completions under way go on with them,
+every token with the log-probability it was sampled with. Reward functions, tools and environments need not be
+picklable, and may use the trainer's device.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=4096)
 
     def attach(self, trainer: Any) -> RolloutEngine | None:
-        """Build the engine over the trainer's model. Every process calls it; the main one generates, and gets the engine.
+        """Build the engine over the trainer's model. Every process calls it; the main one generates and gets it.
 
-        Raises a ``StokerError`` before anything is changed: ``InvalidConfigError`` for another kind of trainer, one that was
-        not given this object, or one that shards its model; ``EngineStateError`` where it is attached already;
+        Raises a ``StokerError`` before anything is changed: ``InvalidConfigError`` for another kind of trainer, one
+        that was not given this object, or one that shards its model; ``EngineStateError`` where it is attached already;
         ``UnsupportedModelError`` for a model the engine does not run.
         """
         kinds = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
@@ -184,7 +184,10 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             return
 
     def stop(self) -> None:
-        """End the thread; completions under way are dropped. Called by the trainer when training ends, however it does."""
+        """End the thread; completions under way are dropped.
+
+        Called by the trainer when training ends, however it does.
+        """
         if self._thread is None:
             return
         if self.engine is not None and self.engine.is_paused:  # an optimizer step that failed

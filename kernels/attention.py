@@ -93,7 +93,7 @@ def launch_config(
     block_n = max(16, min(fits, 64))
     num_warps = 4 if block_m * wide < 64 * 128 else 8
     # What compiled kernels take of an SM's 64K registers and 227 KiB, roughly; a program more than fits would run last, alone.
-    by_registers = 1 if num_warps == 8 else 3 if wide <= 128 else 2
+    by_registers = 1 if num_warps == 8 else 3 if wide <= 64 else 2
     by_memory = _SHARED_BYTES // (2 * block_n * row_bytes + 2 * block_m * key_dim * itemsize)
     resident = max(1, min(by_registers, by_memory))
     registers = min(255, 65536 // (resident * num_warps * 32) // 8 * 8)

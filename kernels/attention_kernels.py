@@ -13,7 +13,7 @@ from stoker.kernels.attention_splits import row_splits, split_size
 from stoker.kernels.attention_tiles import load_query, merge, store_output, store_partial, walk
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "rows"])  # rows of one tensor, of any length
 def decode_kernel(
     query,
     key_cache,

@@ -125,7 +125,7 @@ class Lanes:
             SHARED=shared,
             MAX_PARTS=self.buffers.max_parts,
             PARTS_BLOCK=triton.next_power_of_2(self.buffers.max_parts),
-            BLOCK=max(16, triton.next_power_of_2(count)),
+            BLOCK=max(16, triton.next_power_of_2(self.buffers.rows)),
         )
 
 
@@ -202,7 +202,7 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
 
 
 def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=dtype)
+    host = torch.tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

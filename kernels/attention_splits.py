@@ -37,7 +37,7 @@ def row_splits(length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return first, size, begin, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def work_list_kernel(
     lengths,
     prefix,
@@ -98,7 +98,7 @@ def common_blocks_kernel(table, lengths, common, stride, BLOCK_SIZE: tl.constexp
     tl.store(common + row, same)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def units_kernel(
     common, prefix, unit_rows, num_rows, BLOCK_SIZE: tl.constexpr, LEAST: tl.constexpr, UNIT: tl.constexpr
 ):

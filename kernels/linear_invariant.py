@@ -68,7 +68,7 @@ def _segment(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _matmul_kernel(
     x_ptr,
     weight_ptr,
@@ -160,7 +160,7 @@ def _matmul_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_segments_kernel(
     partial_ptr,
     bias_ptr,

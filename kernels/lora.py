@@ -24,7 +24,7 @@ _FEW = 256  # tokens
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _shrink_kernel(
     x_ptr,
     slots_ptr,
@@ -87,7 +87,7 @@ def _shrink_kernel(
         slot = tl.max(slots, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _expand_kernel(
     hidden_ptr,
     slots_ptr,

@@ -21,7 +21,7 @@ _MAX_SCAN = 4096  # expert ids that a program looks at together
 _INVARIANT_ROWS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
     """Counting sort by one program an expert: where its pairs start, and which they are, in their own order."""
     expert = tl.program_id(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.errors import InvalidConfigError
-from stoker.kernels.reference import attention, linear, lora, moe, norm_rotary, sampling
+from stoker.kernels.reference import attention, linear, lora, moe, norm_rotary, sampling, window
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
@@ -38,6 +38,7 @@ class Ops:
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    advance: Callable[..., None]
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
@@ -62,6 +63,7 @@ REFERENCE = Ops(
     token_logprobs=sampling.token_logprobs,
     score_tokens=sampling.score_tokens,
     truncate=sampling.truncate,
+    advance=window.advance,
 )
 
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)

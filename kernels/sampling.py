@@ -22,6 +22,10 @@ SPLIT = _BLOCKS * SAMPLE_BLOCK
 # Without fused multiply-adds the same arithmetic gives the same bits in each kernel that holds it.
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _QUADS = 64
+# What lies at a place that follows from the number of rows: whether that is a multiple of 16 bytes is no reason for a kernel
+# to be compiled again in the middle of a rollout.
+_WORK = ["best_ptr", "best_id_ptr", "top_ptr", "top_id_ptr"]
+_SCORES = ["entropies_ptr", "logprobs_ptr", "entropy_ptr"]
 
 
 @triton.jit
@@ -91,7 +95,7 @@ def _load_split(logits_ptr, stride, vocab, split, row, BLOCKS: tl.constexpr, BLO
     return logits.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["noise_ptr", *_WORK])
 def _sample_splits(
     logits_ptr, stride, vocab, inverse_ptr, noise_ptr, noise_stride, masses_ptr, best_ptr, best_id_ptr, top_ptr,
     top_id_ptr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -130,7 +134,7 @@ def _normaliser(masses_ptr, splits, row, SPLITS: tl.constexpr):
     return masses, _logsumexp(masses, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["noise_ptr", *_WORK])
 def _sample_rows(
     logits_ptr, stride, vocab, inverse_ptr, greedy_ptr, noise_ptr, noise_stride, masses_ptr, best_ptr, best_id_ptr,
     top_ptr, top_id_ptr, tokens_ptr, logprobs_ptr, splits, GREEDY: tl.constexpr, RANDOM: tl.constexpr,
@@ -186,7 +190,7 @@ def sample(
     return tokens, logprobs
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCORES)
 def _score_splits(
     logits_ptr, stride, vocab, inverse_ptr, tokens_ptr, masses_ptr, entropies_ptr, larger_ptr, FULL: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,7 +209,7 @@ def _score_splits(
         tl.store(entropies_ptr + at, within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_SCORES)
 def _score_rows(
     logits_ptr, stride, inverse_ptr, tokens_ptr, masses_ptr, entropies_ptr, larger_ptr, logprobs_ptr, entropy_ptr,
     rank_ptr, splits, FULL: tl.constexpr, SPLITS: tl.constexpr,

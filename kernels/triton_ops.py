@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from stoker.kernels import attention, linear, linear_invariant, lora, moe, norm_rotary, sampling, truncation
+from stoker.kernels import attention, linear, linear_invariant, lora, moe, norm_rotary, sampling, truncation, window
 from stoker.kernels.attention import unsupported
 from stoker.kernels.ops import REFERENCE
 
@@ -28,6 +28,7 @@ TRITON = replace(
     token_logprobs=sampling.token_logprobs,
     score_tokens=sampling.score_tokens,
     truncate=truncation.truncate,
+    advance=window.advance,
     static_plans=True,
     attention_workspace=attention.workspace_bytes,
 )

@@ -25,7 +25,9 @@ class Live(Enum):
         return "LIVE"
 
 
-LIVE: Final = Live.LIVE  # the model as the trainer would run it now: its active adapter, or the base where it has none
+LIVE: Final = Live.LIVE
+"""The model as the trainer would run it now: with its active adapters, or the base where it has none."""
+
 AdapterChoice = Live | str | None
 
 

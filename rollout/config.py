@@ -16,26 +16,26 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class EngineConfig:
     """Settings of a ``RolloutEngine``.
 
-    dtype: compute dtype, a ``torch.dtype`` or its name. ``"auto"`` is the model's own. In another one the engine keeps a
-        copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the model is
-        (``from_pretrained``: CUDA if there is one).
-    max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
-    max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
-    block_size: tokens in one KV block.
-    kv_cache_memory: bytes of the KV cache, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
-        ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
-        (host memory on CPU, device memory on CUDA, where attention's workspace counts in).
-    enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
-    decode_window: most decode steps run between two looks of the scheduler.
-    use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
-    deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others, chunked,
-        preempted or found in the prefix cache. On CUDA, for models without experts whose layers are all fused; somewhat
-        slower.
-    score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this many
-        times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
-    check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
-    max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
-    seed: where requests without a seed of their own draw theirs from.
+    - dtype: compute dtype, a ``torch.dtype`` or its name. ``"auto"`` is the model's own. In another one the engine
+      keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the model is
+      (``from_pretrained``: CUDA if there is one).
+    - max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
+    - max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
+    - block_size: tokens in one KV block.
+    - kv_cache_memory: bytes of the KV cache, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
+      ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
+      (host memory on CPU, device memory on CUDA, where attention's workspace counts in).
+    - enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
+    - decode_window: most decode steps run between two looks of the scheduler.
+    - use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
+    - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
+      chunked, preempted or found in the prefix cache. On CUDA, for models without experts whose layers are all fused;
+      somewhat slower.
+    - score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this
+      many times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
+    - check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
+    - max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
+    - seed: where requests without a seed of their own draw theirs from.
 
     Raises ``InvalidConfigError`` naming the field.
     """

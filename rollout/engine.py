@@ -34,10 +34,11 @@ from stoker.weight_sync.transport import NewWeights
 class RolloutEngine:
     """Samples completions and their log-probabilities from a live model, on the model's own parameters.
 
-    model: a transformers causal language model in memory, plain or inside DDP or ``torch.compile``; the engine borrows
-    its parameters and copies none. The only change to it is where q, k, v and gate, up weights lie (side by side, so
-    that they are one matmul each); ``close`` undoes that. tokenizer: for text and chat prompts, ``text`` and stop
-    strings.
+    model: a transformers causal language model, plain, a ``PeftModel``, or as DDP, FSDP, DeepSpeed or ``torch.compile``
+    wrap it. Where this rank holds all of its parameters, in the engine's dtype, the engine borrows them and copies
+    none; the only change to the model is then where q, k, v and gate, up weights lie (side by side, so that they are
+    one matmul each), and ``close`` undoes that. Of shards, and for another dtype, the engine keeps a copy of the
+    weights. config: the engine's settings. tokenizer: for text and chat prompts, ``text`` and stop strings.
 
     Raises ``UnsupportedModelError`` or ``InvalidConfigError``; the model is then as it was.
     """
@@ -84,7 +85,7 @@ class RolloutEngine:
     def from_pretrained(
         cls, path: str | os.PathLike[str], *, config: EngineConfig | None = None, tokenizer: Any = "auto"
     ) -> Self:
-        """An engine on a local folder of safetensors (one file or a sharded index).
+        """An engine on ``path``, a local folder of a model's config and safetensors (one file or a sharded index).
 
         On a CPU the weights stay memory-mapped where ``config.dtype`` is that of the files; on CUDA they go straight to
         the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
@@ -108,9 +109,10 @@ class RolloutEngine:
         """Sample completions of every prompt.
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
-        count without one). sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the trainer
-        would run it now, None for the bare base, or the name of an adapter; one for all, or one per prompt. Consecutive equal prompts are computed
-        once. Weights that were changed or moved since the last call are noticed, as by ``update_weights``.
+        count without one). sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the
+        trainer would run it now, None for the bare base, or the name of an adapter; one for all, or one per prompt.
+        progress_bar: of finished sequences, on stderr. Consecutive equal prompts are computed once. Weights that were
+        changed or moved since the last call are noticed, as by ``update_weights``; those of a sharded model are not.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
         prompt, ``EngineStateError`` while asleep, closed or paused. A request that fails while running (NaN logits)
@@ -148,7 +150,7 @@ class RolloutEngine:
         from its first token. start: the first token scored, counted without padding; one for all or one per sequence
         (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
         likely tokens to give at each position; entropy: of the distribution at each position. adapter: as for
-        ``generate_batch``.
+        ``generate_batch``, and progress_bar too.
 
         Consecutive sequences with the same tokens before ``start`` compute them once. Tensors are on the host, in the
         order of the sequences; memory beyond the KV cache is bounded by ``EngineConfig.score_chunk_tokens``.
@@ -207,9 +209,9 @@ class RolloutEngine:
         """Queue one prompt and return at once; nothing runs until somebody waits for a result.
 
         Whoever waits (``RolloutHandle.result``, iteration, ``wait``, ``generate_batch``) steps the engine for all. Any
-        thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix cache:
-        a next turn, prompt and completion and tool output together, costs little more than its new tokens. Raises as
-        ``generate_batch`` does, before any work starts.
+        thread may submit and wait. The beginning that a prompt shares with an earlier one is read from the prefix
+        cache: a next turn, prompt and completion and tool output together, costs little more than its new tokens.
+        sampling_params, adapter: as for ``generate_batch``. Raises as that does, before any work starts.
         """
         self._check_ready()
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
@@ -254,6 +256,7 @@ class RolloutEngine:
 
     @property
     def is_paused(self) -> bool:
+        """Whether ``pause`` was called, by any thread, and ``resume`` not yet."""
         return self._loop.is_paused
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -262,19 +265,20 @@ class RolloutEngine:
     def update_weights(self, weights: NewWeights | None = None, *, version: int | None = None) -> int:
         """Take new weights into service; returns the new weight version.
 
-        weights: None takes the model's as they are now. Where the engine runs on the trainer's tensors no byte moves, and
-        parameters that were replaced or moved on their device are bound again; a mirror takes over what changed. Ranks of a
-        sharded model call it together. Else: named tensors (all of them, in any floating-point dtype: a mapping, or (name,
-        tensor) pairs, which may be made one by one), a safetensors file or a checkpoint folder, or a ``WeightTransfer`` from
-        another process. They are held beside the weights in service until all have come, so whatever goes wrong half-way
-        changes nothing, and then replace the engine's; where those are the model's own tensors, the model's.
-        version: a number above the present one; None counts up by one.
+        weights: None takes the model's as they are now. Where the engine runs on the trainer's tensors no byte moves,
+        and parameters that were replaced or moved on their device are bound again; a mirror takes over what changed.
+        Ranks of a sharded model call it together. Else: named tensors (all of them, in any floating-point dtype: a
+        mapping, or (name, tensor) pairs, which may be made one by one), a safetensors file or a checkpoint folder, or a
+        ``WeightTransfer`` from another process. They are held beside the weights in service until all have come, so
+        whatever goes wrong half-way changes nothing, and then replace the engine's; where those are the model's own
+        tensors, the model's. version: a number above the present one; None counts up by one.
 
-        The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two. Raises
-        ``WeightsMismatchError`` for names, shapes, dtypes or values that do not fit, ``WeightTransferError`` where weights
-        did not arrive; the engine then keeps its weights and version (after a gather that broke off, where it says so, it
-        refuses to generate until an update succeeds). ``WeightsMovedError`` or ``UnsupportedModelError`` where parameters
-        changed dtype or device or the model can no longer be borrowed; the engine then refuses to generate.
+        The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two.
+        Raises ``WeightsMismatchError`` for names, shapes, dtypes or values that do not fit, ``WeightTransferError``
+        where weights did not arrive; the engine then keeps its weights and version (after a gather that broke off,
+        where it says so, it refuses to generate until an update succeeds). ``WeightsMovedError`` or
+        ``UnsupportedModelError`` where parameters changed dtype or device or the model can no longer be borrowed; the
+        engine then refuses to generate.
         """
         self._check_idle("update its weights")
         if "weights" in self._memory.asleep:
@@ -284,6 +288,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int:
+        """Of the weights in service: 0 at first, and higher at every update and every change that was noticed."""
         return self.core.scheduler.weight_version
 
     @torch.inference_mode(False)
@@ -291,8 +296,8 @@ class RolloutEngine:
         """Compare the weights the engine runs on with the model's as they are now, name by name, in the engine's dtype.
 
         By checksums made on the device; where the engine runs on the trainer's tensors, by their addresses. Ranks of a
-        sharded model call it together. After ``update_weights`` with weights from elsewhere it shows where they differ from
-        the model in this process.
+        sharded model call it together. After ``update_weights`` with weights from elsewhere it shows where they differ
+        from the model in this process.
         """
         self._check_idle("verify its weights")
         return self._binding.verify(self.weight_version)
@@ -306,9 +311,10 @@ class RolloutEngine:
     def load_adapter(self, name: str, source: Any) -> None:
         """Know one more adapter, or another one under the name of one loaded before; requests under way go on.
 
-        source: a ``PeftModel`` with the same base (its active adapter), or ``(PeftModel, adapter name)``: its tensors are
-        read where they are, and changes are seen as those of the engine's own model are. ``(state dict, LoraConfig)``, or
-        the folder of a saved adapter: copied, to the host where that is, and to the device while a request may use it.
+        source: a ``PeftModel`` with the same base (its active adapter), or ``(PeftModel, adapter name)``: its tensors
+        are read where they are, and changes are seen as those of the engine's own model are. ``(state dict,
+        LoraConfig)``, or the folder of a saved adapter: copied, to the host where that is, and to the device while a
+        request may use it.
 
         Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
         ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.
@@ -319,7 +325,10 @@ class RolloutEngine:
         self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self.core.under_way))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a loaded adapter. Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while in use."""
+        """Forget the adapter loaded as ``name``.
+
+        Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while requests use it.
+        """
         self._check_open()
         self._adapters.check_loaded(name)
         self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self.core.under_way))
@@ -334,9 +343,9 @@ class RolloutEngine:
     def sleep(self, level: int = 1, tags: str | Iterable[str] | None = None) -> None:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
-        level: 1 gives back the KV cache; 2 also graphs and weights of the engine's own, kept in host memory (weights that
-        are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a
-        level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        level: 1 gives back the KV cache; 2 also graphs and weights of the engine's own, kept in host memory (weights
+        that are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags:
+        instead of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         self._check_idle("sleep")
@@ -344,10 +353,10 @@ class RolloutEngine:
 
     @torch.inference_mode(False)
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Take memory again: all of it, or what ``tags`` name, so that weights can be updated before the KV cache is there.
+        """Take memory again: all of it, or what ``tags`` name, so that weights can be updated before the rest.
 
-        Graphs are captured again when they are next used; where the KV cache keeps its addresses (CUDA) and only it slept,
-        they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
+        Graphs are captured again when they are next used; where the KV cache keeps its addresses (CUDA) and only it
+        slept, they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
         """
         self._check_open()
         wanted = TAGS if tags is None else check_tags(tags)
@@ -355,7 +364,10 @@ class RolloutEngine:
 
     @contextmanager
     def sleeping(self, level: int = 1) -> Iterator[None]:
-        """Asleep within: ``with engine.sleeping(): trainer.step()``. An exception within goes on, whether waking works or not."""
+        """Asleep within: ``with engine.sleeping(): trainer.step()``. level: of ``sleep``.
+
+        An exception within goes on, whether waking works or not.
+        """
         self.sleep(level)
         try:
             yield
@@ -369,6 +381,7 @@ class RolloutEngine:
 
     @property
     def is_sleeping(self) -> bool:
+        """Whether anything sleeps, so that nothing can be generated."""
         return bool(self._memory.asleep)
 
     def stats(self) -> EngineStats:

@@ -151,7 +151,10 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutChunk:
-    """New tokens of one completion, in the order they were sampled."""
+    """New tokens of one completion, in the order they were sampled.
+
+    index: which of the prompt's ``n`` samples. token_ids, logprobs (in nats), weight_versions: one a token.
+    """
 
     index: int
     token_ids: list[int]
@@ -181,6 +184,7 @@ class RolloutHandle:
 
     @property
     def done(self) -> bool:
+        """Whether every completion has finished, been aborted, or failed."""
         return all(r.status is Status.FINISHED for r in self._requests)
 
     def result(self, timeout: float | None = None) -> RolloutOutput:
@@ -194,7 +198,10 @@ class RolloutHandle:
         return self._output()
 
     def abort(self) -> None:
-        """End the request now; it keeps the tokens it has, with ``finish_reason="abort"``. Finished: nothing happens."""
+        """End the request now; it keeps the tokens it has, with ``finish_reason="abort"``.
+
+        Finished: nothing happens.
+        """
         self._loop.abort(self._requests)
 
     def __iter__(self) -> Iterator[RolloutChunk]:

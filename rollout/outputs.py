@@ -18,11 +18,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Completion:
     """One sampled completion.
 
-    token_ids: includes the final EOS or stop token; never empty unless ``finish_reason`` is "abort" or "error".
-    logprobs: of each token, in nats, under the request's ``logprobs_mode``; same length as ``token_ids``.
-    top_logprobs: at each token the most likely ids and their log-probabilities, where asked for.
-    finish_reason: "stop" (EOS, stop id or stop string), "length" (``max_tokens`` or ``max_model_len``), "abort",
-    "error". stop_reason: the id or string that ended it. weight_versions: the version each token was sampled under.
+    index: which of the prompt's ``n`` samples. token_ids: includes the final EOS or stop token; never empty unless
+    ``finish_reason`` is "abort" or "error". logprobs: of each token, in nats, under the request's ``logprobs_mode``;
+    same length as ``token_ids``. top_logprobs: at each token the most likely ids and their log-probabilities, where
+    asked for. finish_reason: "stop" (EOS, stop id or stop string), "length" (``max_tokens`` or ``max_model_len``),
+    "abort", "error". stop_reason: the id or string that ended it. weight_versions: the version each token was sampled
+    under.
     """
 
     index: int
@@ -44,23 +45,28 @@ class Completion:
 class TokenLogprobs:
     """What the model says of N given tokens in a row; tensors on the host.
 
-    error: set where the model gave NaN, or the sequence was aborted; what is not known is NaN.
+    token_ids: int64 [N]. logprobs: float32 [N], in nats. ranks: int64 [N], 1 more than the number of tokens with a
+    larger logit. top_ids: int64 [N, K], the most likely first, and top_logprobs: float32 [N, K]; None where none were
+    asked for. entropy: float32 [N], in nats; None where not asked for. error: set where the model gave NaN, or the
+    sequence was aborted; what is not known is NaN.
     """
 
-    token_ids: torch.Tensor  # int64 [N]
-    logprobs: torch.Tensor  # float32 [N], nats
-    ranks: torch.Tensor  # int64 [N]: 1 more than the number of tokens with a larger logit
-    top_ids: torch.Tensor | None  # int64 [N, K], the most likely first; None where none were asked for
-    top_logprobs: torch.Tensor | None  # float32 [N, K]
-    entropy: torch.Tensor | None  # float32 [N], nats; None where not asked for
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor | None
+    top_logprobs: torch.Tensor | None
+    entropy: torch.Tensor | None
     error: StokerError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOutput:
-    """All completions of one prompt. ``error`` is set where the request failed while running.
+    """All completions of one prompt.
 
-    prompt_logprobs: of the prompt's tokens from the second on, where asked for; None too where the request ended before.
+    prompt_token_ids: what the prompt was tokenised to. completions: ``n`` of them, by index. cached_tokens: how many of
+    the prompt's tokens the prefix cache had. prompt_logprobs: of the prompt's tokens from the second on, where asked
+    for; None too where the request ended before. error: set where the request failed while running.
     """
 
     prompt_token_ids: list[int]
@@ -71,15 +77,19 @@ class RolloutOutput:
 
 
 class RolloutTensors(NamedTuple):
-    """One row a completion, prompts in order, the samples of a prompt side by side: B rows, P prompt columns and C
-    completion columns."""
+    """One row a completion, prompts in order, the samples of a prompt side by side: B rows.
 
-    prompt_ids: torch.Tensor  # int64 [B, P], left-padded
-    prompt_mask: torch.Tensor  # int64 [B, P]
-    completion_ids: torch.Tensor  # int64 [B, C], right-padded
-    completion_mask: torch.Tensor  # int64 [B, C]
-    logprobs: torch.Tensor  # float32 [B, C], 0 where padded
-    weight_versions: torch.Tensor  # int64 [B, C], -1 where padded
+    prompt_ids, prompt_mask: int64 [B, P], left-padded; the mask is 1 at tokens and 0 at padding. completion_ids,
+    completion_mask: int64 [B, C], right-padded. logprobs: float32 [B, C], in nats, 0 where padded. weight_versions:
+    int64 [B, C], -1 where padded.
+    """
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    logprobs: torch.Tensor
+    weight_versions: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
                 raise type(output.error)(f"prompt {row}: {output.error}") from output.error
 
     def to_tensors(self, pad_token_id: int, *, device: str | torch.device = "cpu") -> RolloutTensors:
-        """Padded tensors for a training step.
+        """Padded tensors for a training step, on ``device``. pad_token_id: what rows are filled up with.
 
         Raises the error of a failed request, and ``InvalidRequestError`` for an empty batch or a padding id that is
         no integer.
@@ -148,23 +158,33 @@ class RolloutBatch(Sequence[RolloutOutput]):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was built, and what it holds now. Tokens are counts, memory is bytes."""
+    """What the engine holds now, and counters since it was built. Tokens are counts, memory is bytes.
+
+    weight_version, is_sleeping: as the engine's. num_kv_blocks: of ``kv_block_bytes`` each, without the null block;
+    num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep. fused_layers: how many of ``num_layers`` run in their
+    fused form. mirror_bytes: the engine's own copy of the weights, where it has one. last_update_seconds: of
+    ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs on the trainer's tensors.
+
+    num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
+    these prefix_cache_hit_tokens the prefix cache had, and shared_prompt_tokens another sample of the prompt had
+    computed. generated_tokens, scored_tokens: what came of them. finished_requests: samples and scored sequences.
+    """
 
     weight_version: int
     is_sleeping: bool
-    num_kv_blocks: int  # without the null block
+    num_kv_blocks: int
     num_free_kv_blocks: int
     kv_block_bytes: int
-    kv_cache_bytes: int  # 0 while asleep
+    kv_cache_bytes: int
     num_preemptions: int
-    prompt_tokens: int  # of prompts, and of sequences to score
-    prefix_cache_hit_tokens: int  # of these, tokens the prefix cache had
-    shared_prompt_tokens: int  # of these, tokens another sample of the prompt had computed
+    prompt_tokens: int
+    prefix_cache_hit_tokens: int
+    shared_prompt_tokens: int
     generated_tokens: int
     scored_tokens: int
     finished_requests: int
     fused_layers: int
     num_layers: int
     last_update_seconds: float
-    last_update_bytes: int  # 0 where the engine runs on the trainer's tensors
-    mirror_bytes: int  # the engine's own copy of the weights, where it has one
+    last_update_bytes: int
+    mirror_bytes: int

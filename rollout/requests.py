@@ -165,7 +165,10 @@ class RequestMaker:
     def for_scoring(
         self, sequences: list[list[int]], starts: list[int], variant: Variant, adapters: list[Adapter | None]
     ) -> list[Request]:
-        """One request a sequence. Consecutive ones with the same adapter and tokens before those to score are a group."""
+        """One request a sequence.
+
+        Consecutive ones with the same adapter and tokens before those to score are a group.
+        """
         made: list[Request] = []
         group: list[Request] = []
         for sequence, start, adapter in zip(sequences, starts, adapters, strict=True):
@@ -248,7 +251,7 @@ def token_logprobs(
         )
     top_k = scoring.variant.top_k
     return TokenLogprobs(
-        token_ids=torch.tensor(tokens[scoring.first : scoring.end], dtype=torch.long),
+        token_ids=torch.tensor(tokens[scoring.first : scoring.end], dtype=torch.long, device="cpu"),
         logprobs=scores.logprobs.clone(),
         ranks=scores.ranks.clone(),
         top_ids=scores.top_ids.clone() if top_k else None,

@@ -18,21 +18,22 @@ _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
 class SamplingParams:
     """How completions of one prompt are sampled. Field names follow vLLM.
 
-    n: completions of the prompt; sample ``i`` draws from ``(seed, i, position)``.
-    temperature: 0 is greedy (log-probabilities are then those of temperature 1).
-    top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; ``top_k=0`` is off.
-    repetition_penalty: over prompt and completion; presence and frequency penalties over the completion.
-    max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
-    stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
-        token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do
-        not end it.
-    seed: None draws a fresh one from the engine's seed.
-    logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
-    logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
-        recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens`` and
-        truncation.
-    prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
-        of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
+    - n: completions of the prompt; sample ``i`` draws from ``(seed, i, position)``.
+    - temperature: 0 is greedy (log-probabilities are then those of temperature 1).
+    - top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; ``top_k=0`` is off.
+    - repetition_penalty: over prompt and completion; 1 is off. presence_penalty, frequency_penalty: over the
+      completion; 0 is off.
+    - max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
+    - stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
+      token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
+      end it.
+    - seed: None draws a fresh one from the engine's seed.
+    - logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
+    - logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
+      recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens`` and
+      truncation.
+    - prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
+      of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
 
     Raises ``InvalidRequestError`` naming the field and the accepted range.
     """
@@ -105,7 +106,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, config: Any, **overrides: Any) -> SamplingParams:
-        """Translate a ``transformers.GenerationConfig`` (or a mapping of its fields).
+        """Translate ``config``, a ``transformers.GenerationConfig`` or a mapping of its fields.
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
         ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as

@@ -69,7 +69,10 @@ def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
 
 
 def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
-    """The configured memory as blocks, the null block included. Raises ``InvalidConfigError`` where it cannot be had."""
+    """The configured memory as blocks, the null block included.
+
+    Raises ``InvalidConfigError`` where it cannot be had.
+    """
     block_bytes = KVCache.block_bytes(binding.shapes, config.block_size)
     if config.kv_cache_memory == "auto":
         needed = config.max_num_seqs * -(-model_len // config.block_size) + 1

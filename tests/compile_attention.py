@@ -38,20 +38,28 @@ class Recorder:
         return launch
 
 
-def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
-    options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+def specialised(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """What Triton compiles a kernel for: types, constants, and which arguments are multiples of 16."""
     signature, constants, aligned = {}, {}, {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = given[name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        is_tensor, is_integer = (
+            isinstance(value, torch.Tensor),
+            isinstance(value, int) and not parameter.do_not_specialize,
+        )
+        if parameter.is_constexpr or (is_integer and value == 1):
             signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + NAMES[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            continue
+        signature[name] = "*" + NAMES[value.dtype] if is_tensor else "fp32" if isinstance(value, float) else "i32"
+        placed = is_tensor and value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment
+        if placed or (is_integer and value % 16 == 0):
             aligned[(index,)] = [["tt.divisibility", 16]]
-    aligned = {at: attribute for at, attribute in aligned.items() if kernel.arg_names[at[0]] not in constants}
+    return signature, constants, aligned
+
+
+def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
+    options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+    signature, constants, aligned = specialised(kernel, given)
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -68,6 +76,22 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "wide_loads": made.asm["ptx"].count("cp.async.cg.shared.global"),
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", made.asm["ptx"])),
     }
+
+
+def variants(queries: list[list[int]]) -> dict[str, int]:
+    """How often each kernel is compiled for these batches. queries: of each batch, those of each of its rows."""
+    launches.clear()
+    table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
+    cache = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
+    for each in queries:
+        rows, query = len(each), torch.zeros(sum(each), 8, 64, dtype=torch.bfloat16)
+        plan = attention.plan_attention(each, [2000] * rows, table[:rows], lens[:rows], block_size=16, token_bytes=1)
+        attention.paged_attention(query, cache, cache, plan, scale=0.1, visibility=Visibility())
+    found: dict[str, set[str]] = {}
+    for kernel, _, given in launches:
+        options = {name: value for name, value in given.items() if name not in kernel.arg_names}
+        found.setdefault(kernel.__name__, set()).add(repr((*specialised(kernel, given), options)))
+    return {name: len(different) for name, different in found.items()}
 
 
 def launch(heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool) -> None:
@@ -95,4 +119,7 @@ if __name__ == "__main__":
     attention.num_sms = lambda device: 132
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
-    print(json.dumps([build(*recorded) for recorded in launches]))
+    made = [build(*recorded) for recorded in launches]
+    decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
+    mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])
+    print(json.dumps({"made": made, "decode": decode, "mixed": mixed}))

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a decoder layer for an H200, in the forms that Gemma needs, without one. Prints what each takes."""
+"""Compiles the kernels of a step but attention for an H200, in the forms that Gemma needs, without one. Prints what each takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, build, launches
 
-from stoker.kernels import linear, linear_invariant, norm_rotary
+from stoker.kernels import linear, linear_invariant, norm_rotary, window
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
 
@@ -37,10 +37,13 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
     linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")
+    names = ("token_ids", "positions", "slots", "seq_lens", "last_lens")
+    rows = torch.zeros(64, 3, dtype=torch.long)
+    window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **dict.fromkeys(names, rows[:, 0]))
 
 
 if __name__ == "__main__":
-    for module in (norm_rotary, linear, linear_invariant):
+    for module in (norm_rotary, linear, linear_invariant, window):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B

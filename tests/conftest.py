@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 torch.set_num_threads(1)  # models this small are several times slower when their operations are split over threads
 
 if not HAS_CUDA:
@@ -17,6 +19,42 @@ if not HAS_CUDA:
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background ignores it
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network is a bug
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns whenever a test starts a process
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--outcomes",
+        metavar="=FILE",
+        help="append the outcome of each test to FILE as it is known, one line of JSON each",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.outcomes and not IS_WORKER:
+        config.pluginmanager.register(_Outcomes(config.option.outcomes))
+
+
+class _Outcomes:
+    """What is known of a run that is killed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            found = {"test": report.nodeid, "outcome": report.outcome, "when": report.when, "seconds": report.duration}
+            with open(self.path, "a") as file:
+                print(json.dumps(found | {"error": report.longreprtext} if report.failed else found), file=file)
+
+
+@pytest.hookimpl(trylast=True)  # after the report went to the process that collects them
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Where the device answers no more, as after an illegal access, no later test of this process could pass."""
+    if report.failed and HAS_CUDA and IS_WORKER:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)  # another worker takes its place
 
 
 @pytest.hookimpl(tryfirst=True)  # before "-m gpu" makes its choice

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
 import pkgutil
 import re
+import shlex
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +21,16 @@ import torch
 import torch.distributed as dist
 from trl_setup import PROMPTS, count_a, make_model, make_tokenizer
 
+import stoker.rollout
+from stoker.integrations import cli
+from stoker.weight_sync.transport import WeightTransfer
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
 # What the pages show is for a GPU and a real run.
 SMALLER = {
     "4GiB": "4MiB",
+    "Accelerator()": "Accelerator(cpu=True)",
     '"path/or/hub-id"': "folder, processing_class=tokenizer",
     'AsyncGRPOConfig(output_dir="out"': 'AsyncGRPOConfig(dtype="float32", output_dir="out"',
     'output_dir="out"': 'output_dir="out", use_cpu=True, bf16=False, max_steps=1, max_completion_length=8, report_to="none"',
@@ -27,20 +38,37 @@ SMALLER = {
 ROOMS = ("rollout", "engine", "weight_sync", "kernels", "integrations")
 
 
-def blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Line number and code of each block of Python; of a diff, what the code is after it."""
-    for match in re.finditer(r"^```(python|diff)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+# How many lines a loop adds to adopt the engine; updates of a sharded model are said, as all ranks make them together.
+MOST_ADDED = {"sharded": 4, "trl-async": 4}
+
+
+def blocks(text: str, kinds: str = "python|diff", without: str = "-") -> Iterator[tuple[int, str]]:
+    """Line number and code of each block of Python; of a diff, what the code is after it (before it: without "+")."""
+    for match in re.finditer(rf"^```({kinds})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         code = match[2]
         if match[1] == "diff":
-            kept = [line for line in code.splitlines() if not line.startswith("-")]
+            kept = [line for line in code.splitlines() if not line.startswith(without)]
             code = textwrap.dedent("\n".join(line[1:] for line in kept))
         yield text[: match.start()].count("\n") + 2, code
 
 
 def surroundings() -> dict[str, Any]:
-    """What the pages take for given: the reader's model, data and loss."""
+    """What the pages take for given: the reader's model, data and loss, and how he sampled so far."""
     model, tokenizer = make_model(max_position_embeddings=1024), make_tokenizer()
     tokenizer.padding_side = "left"
+
+    def sample(model: Any, prompts: list[str]) -> SimpleNamespace:
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        ids = getattr(model, "module", model).generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=True)
+        width = inputs["input_ids"].shape[1]
+        with torch.no_grad():
+            logits = model(ids).logits[:, width - 1 : -1]
+        completion_ids = ids[:, width:]
+        logprobs = logits.log_softmax(-1).gather(-1, completion_ids[..., None])[..., 0]
+        mask = torch.ones_like(completion_ids)
+        return SimpleNamespace(
+            prompt_ids=ids[:, :width], completion_ids=completion_ids, completion_mask=mask, logprobs=logprobs
+        )
 
     def ppo_loss(model: Any, prompt_ids: Any, completion_ids: Any, completion_mask: Any, old_logprobs: Any) -> Any:
         logits = model(torch.cat([prompt_ids, completion_ids], 1)).logits[:, prompt_ids.shape[1] - 1 : -1]
@@ -55,9 +83,20 @@ def surroundings() -> dict[str, Any]:
         "loader": [["abc", "d"], ["fed", "cab"]],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "ppo_loss": ppo_loss,
+        "sample": sample,
         "__name__": "docs",
     }
     return names
+
+
+def commands() -> list[str]:
+    """Lines of the pages' shell blocks, without comments."""
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shell = [
+        b for kind, b in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if kind in ("", "sh")
+    ]
+    lines = [line.partition("  #")[0].strip() for block in shell for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("stoker ", "make ", "pip "))]
 
 
 @contextmanager
@@ -70,9 +109,9 @@ def process_group(folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_page(page: Path, names: dict[str, Any]) -> int:
+def run_page(page: Path, names: dict[str, Any], *selection: str) -> int:
     """Run the blocks of a page one after the other; returns how many there are."""
-    found = list(blocks(page.read_text(encoding="utf-8")))
+    found = list(blocks(page.read_text(encoding="utf-8"), *selection))
     for line, code in found:
         for shown, smaller in SMALLER.items():
             code = code.replace(shown, smaller)
@@ -105,6 +144,47 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert ran == text.count("```python\n") + text.count("```diff\n")
 
 
+@pytest.mark.parametrize("page", ["accelerate", "ppo", "sharded", "trl"])
+def test_what_a_diff_starts_from_runs_too(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, path = surroundings(), ROOT / "docs" / "pages" / f"{page}.md"
+    if page == "trl":
+        pytest.importorskip("trl")
+        from datasets import Dataset
+
+        names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
+    # transformers' continuous batching takes half a minute to set itself up.
+    quick = tmp_path / path.name
+    quick.write_text(path.read_text(encoding="utf-8").partition("## Coming from")[0], encoding="utf-8")
+    with process_group(tmp_path) if page == "sharded" else nullcontext():
+        assert run_page(quick, names, "diff", "+") == 1
+    assert "engine" not in names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_diff_adds_few_lines(page: Path) -> None:
+    diffs = re.findall(r"^```diff\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    added = [len(re.findall(r"^\+", diff, re.MULTILINE)) for diff in diffs]
+    assert max(added, default=0) <= MOST_ADDED.get(page.stem, 3)
+
+
+def test_commands_are_understood() -> None:
+    found = commands()
+    assert len(found) > 8
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for program, command, *arguments in (shlex.split(line) for line in found):
+        if program == "make":
+            assert command in targets
+        elif program == "pip":
+            assert all(extra in extras for extra in re.findall(r"\[(\w+)\]", " ".join(arguments)))
+        elif command in cli._PROGRAMS:
+            default, programs = cli._PROGRAMS[command]
+            assert (arguments or [default])[0] in programs
+        else:
+            cli._parser().parse_args([command, *arguments])
+
+
 def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text\n\n```python\nx = 1\n```\n\n```diff\n-x = nothing\n+y = x + 1\n y += 1\n```\n")
@@ -115,12 +195,66 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
         run_page(page, {})
 
 
+def template(node: ast.expr) -> str:
+    """A message as it is written, with a bar where a value comes in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "|"
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    for room in ROOMS:
+        for file in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+
+
+def quoted_errors() -> list[str]:
+    text = (ROOT / "docs/pages/troubleshooting.md").read_text(encoding="utf-8")
+    keys = re.findall(r"^### `(.+)`$", text, re.MULTILINE)
+    for first in re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE):
+        keys += re.findall(r"`([^`]+)`", first)
+    return keys
+
+
 def test_troubleshooting_quotes_errors_that_exist() -> None:
-    sources = "\n".join(file.read_text(encoding="utf-8") for room in ROOMS for file in (ROOT / room).rglob("*.py"))
-    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # messages are split over lines
-    quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs/pages/troubleshooting.md").read_text(), re.MULTILINE)
-    assert len(quoted) >= 8
-    assert [message for message in quoted if message not in sources] == []
+    messages = [template(node) for _, node in sources() if isinstance(node, ast.Constant | ast.JoinedStr)]
+    quoted = quoted_errors()
+    assert len(quoted) > 100
+    assert [key for key in quoted if not any(key in message for message in messages)] == []
+
+
+def test_every_error_is_found_in_troubleshooting() -> None:
+    """By words of the message that are the same each time."""
+    quoted, lacking, seen = quoted_errors(), [], 0
+    for place, node in sources():
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id.endswith("Error")
+            and node.args
+        ):
+            message = template(node.args[0])
+            seen += 1
+            words = max(map(len, message.split("|")))
+            if words > 12 and not any(key in message for key in quoted):
+                lacking.append(f"{place}: {message}")
+    assert seen > 150
+    assert lacking == [], "give docs/pages/troubleshooting.md an entry with words of these"
+
+
+def test_tuning_has_every_setting_and_its_default() -> None:
+    rows = re.findall(r"^\| (`.+?) \| (`.+?) \|", (ROOT / "docs/pages/tuning.md").read_text(), re.MULTILINE)
+    said: dict[str, str] = {}
+    for settings, defaults in rows:
+        names, values = re.findall("`([^`]+)`", settings), re.findall("`([^`]+)`", defaults)
+        said |= dict(zip(names, values * len(names) if len(values) == 1 else values, strict=True))
+    is_so = {field.name: field.default for field in dataclasses.fields(stoker.rollout.EngineConfig)}
+    assert {name: ast.literal_eval(value) for name, value in said.items()} == is_so
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -128,8 +262,30 @@ def test_every_page_is_in_the_navigation() -> None:
     assert [page.name for page in PAGES[1:] if f": {page.name}\n" not in navigation] == []
 
 
-def test_every_name_of_the_reference_exists() -> None:
+def reference() -> dict[str, Any]:
     names = re.findall(r"^::: (\S+)$", (ROOT / "docs/pages/api.md").read_text(), re.MULTILINE)
-    assert len(names) > 10
-    for name in names:
-        assert pkgutil.resolve_name(name) is not None
+    return {name: pkgutil.resolve_name(name) for name in names}
+
+
+def test_the_reference_has_all_that_is_public() -> None:
+    shown = list(reference().values())
+    shown += [thing for module in shown if inspect.ismodule(module) for thing in vars(module).values()]
+    missing = [n for n in stoker.rollout.__all__ if not any(getattr(stoker.rollout, n) is thing for thing in shown)]
+    assert len(shown) > 20 and missing == []
+
+
+def test_what_the_reference_has_is_documented() -> None:
+    """Each public member by a docstring, or it would not be shown; each field of a result or a config by its class's."""
+    lacking = []
+    for name, thing in reference().items():
+        if not inspect.isclass(thing) or issubclass(thing, WeightTransfer):  # these have the protocol's methods
+            continue
+        fields = [f.name for f in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
+        fields += getattr(thing, "_fields", ())
+        for member, value in vars(thing).items():
+            shown = isinstance(value, property | FunctionType | classmethod) and not member.startswith("_")
+            if shown and not inspect.getdoc(getattr(thing, member)):
+                lacking.append(f"{name}.{member}")
+        said = inspect.getdoc(thing) or ""
+        lacking += [f"{name}: {f}" for f in fields if f[0] != "_" and not re.search(rf"\b{f}\b", said)]
+    assert lacking == []

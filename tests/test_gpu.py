@@ -146,6 +146,36 @@ def test_device_memory_does_not_grow_with_rollouts() -> None:
 
 
 @pytest.mark.alone
+def test_graphs_give_all_of_their_memory_back() -> None:
+    model, free = make_model("llama").cuda(), []
+    for use_graphs in (False, True):
+        with RolloutEngine(model, config=EngineConfig(kv_cache_memory="8MiB", use_graphs=use_graphs)) as engine:
+            for _ in range(2):
+                engine.generate_batch(prompts(), mixed())
+                engine.update_weights()
+            engine.sleep(level=2)
+            free.append(torch.cuda.mem_get_info()[0])
+    assert free[0] - free[1] < 2**24, "half of what cuBLAS takes for one stream"
+
+
+def test_a_trainer_captures_graphs_of_its_own_after_the_engine_did() -> None:
+    """Outside of inference mode, with random numbers and a matmul in it."""
+    model = make_model("llama").cuda()
+    with RolloutEngine(model, config=EngineConfig(kv_cache_memory="8MiB")) as engine:
+        params = SamplingParams(seed=1, max_tokens=NEW_TOKENS)
+        before = [o.completions[0].token_ids for o in engine.generate_batch(prompts(), params)]
+        assert engine.core.runner._graphs  # type: ignore[attr-defined]
+        x, weight, graph = torch.ones(64, 64, device="cuda"), torch.eye(64, device="cuda"), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = torch.rand_like(x) @ weight
+        graph.replay()
+        first = out.clone()
+        assert [o.completions[0].token_ids for o in engine.generate_batch(prompts(), params)] == before
+        graph.replay()
+        assert out.min() >= 0 and out.max() < 1 and not torch.equal(out, first)
+
+
+@pytest.mark.alone
 def test_the_cache_comes_back_where_it_was_and_graphs_still_hold() -> None:
     with RolloutEngine(make_model("llama").cuda(), config=EngineConfig(kv_cache_memory="1GiB")) as engine:
         assert engine._kv.stable_addresses, "cuda.bindings.driver is there, and this device has virtual memory"

@@ -7,8 +7,9 @@ captured with: whatever a step takes from the host, or from a tensor that is not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from families import VOCAB, make_model
 from torch import Tensor
 
-from stoker.engine.device import CpuRuntime
+from stoker.engine.device import CpuRuntime, CudaRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import PenaltyState
@@ -224,6 +225,18 @@ def test_ahead_without_graphs(ahead: int) -> None:
         close(engine.generate_batch(*several), expected)
 
 
+def test_whoever_steps_may_do_so_in_inference_mode() -> None:
+    """What is made then, static outputs and penalties' counts, is written to outside of it too."""
+    several = (prompts(6), params(6))
+    with build(runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+    with build() as engine:
+        with torch.inference_mode():
+            for handle in [engine.submit(*each) for each in zip(*several, strict=True)]:
+                handle.result()
+        close(engine.generate_batch(*several), expected)
+
+
 def test_a_window_is_launched_before_the_one_before_it_is_read() -> None:
     with build() as engine:
         core, under_way = engine.core, []
@@ -274,6 +287,41 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
             close(engine.generate_batch(*several), expected)
         warnings = [r.getMessage() for r in caplog.records if "without a CUDA graph" in r.getMessage()]
         assert len(warnings) == len(engine.core.runner._graphs) == len(set(map(str, engine.core.runner._graphs)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
+def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps from a capture would be written to, or given back, long after it."""
+    done: list[tuple[str, bool]] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: done.append((name, torch.is_inference_mode_enabled()))
+
+    def body() -> None:
+        noted("body")()
+        if error is not None:
+            raise error
+
+    stream, streams = SimpleNamespace(wait_stream=lambda other: None), iter(range(1))
+    graph = SimpleNamespace(capture_begin=noted("begin"), capture_end=noted("end"), replay=noted("replay"))
+    for name, value in {
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda device: stream,
+        "Stream": lambda device: next(streams) or stream,  # one, for it may be a stream that somebody uses
+        "stream": lambda chosen: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted("clear"), raising=False)
+    with torch.inference_mode(), nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
+        runtime = CudaRuntime(torch.device("cuda"))
+        runtime.capture(body)
+        runtime.capture(noted("body"))
+    if error is None:
+        assert done[5:] == done[:5]
+    assert done[:5] == [("clear", True), ("begin", False), ("body", True), ("end", True), ("clear", True)]
 
 
 def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:
@@ -362,6 +410,23 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
     with build(family, ops=TRITON, num_layers=1) as engine:
         assert engine.stats().fused_layers == engine.stats().num_layers
         close(engine.generate_batch(*few(5)), expected)
+
+
+def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is() -> None:
+    prompts = [[1, 2, 3]]
+    settings = SamplingParams(n=2, seed=1, max_tokens=2, repetition_penalty=1.2, top_k=5, logprobs=2, ignore_eos=True)
+    with build(ops=TRITON, num_layers=1, block_size=2) as engine:
+        expected, scores = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        engine.update_weights()
+        torch.set_default_device("meta")
+        try:
+            found, again = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        finally:
+            torch.set_default_device(None)
+        assert found == expected
+        for one, other in zip(again, scores, strict=True):
+            for name in ("token_ids", "logprobs", "ranks", "top_ids"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,3 +262,24 @@ def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
         "waits": 30.0,
         "norm, rotary, KV write": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("module", "kinds"),
+    [
+        ("attention_kernels", {"attention", "norm, rotary, KV write"}),
+        ("attention_splits", {"attention"}),
+        ("linear", {"matmul"}),
+        ("linear_invariant", {"matmul"}),
+        ("lora", {"adapters"}),
+        ("moe", {"experts"}),
+        ("norm_rotary", {"norm, rotary, KV write", "activation"}),
+        ("sampling", {"sampling"}),
+        ("truncation", {"sampling"}),
+    ],
+)
+def test_the_engine_s_own_kernels_are_known_to_profiles(module: str, kinds: set[str]) -> None:
+    source = Path(importlib.import_module(f"stoker.kernels.{module}").__file__ or "").read_text()
+    defined = re.findall(r"^def (\w+)\(", source, re.M)
+    launched = {name for name in defined if name.endswith("_kernel") or re.search(rf"^    {name}\[", source, re.M)}
+    assert {step_profile.kind_of(name) for name in launched} == kinds, launched

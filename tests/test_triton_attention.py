@@ -389,7 +389,12 @@ def test_compiled_for_an_h200_the_kernels_fit_it(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+    found = json.loads(done.stdout)
+    made = found["made"]
+    # For any number of rows: the rows' own splits and the shared ones in decode steps; a chunk beside rows of their own.
+    plan = {"work_list_kernel": 1, "common_blocks_kernel": 1, "units_kernel": 1}
+    assert found["decode"] == plan | {"decode_kernel": 2}
+    assert found["mixed"] == {"work_list_kernel": 1, "decode_kernel": 1, "prefill_kernel": 1}
     assert {m["kernel"] for m in made} == KERNELS
     for m in made:
         assert m["stack"] == 0, f"{m} spills registers"
@@ -417,6 +422,23 @@ def test_a_captured_step_serves_every_length_and_batch() -> None:
         graph.replay()
         wanted, _ = case.dense(query, step, **options)
         torch.testing.assert_close(out[: len(wanted)].cpu().double(), wanted, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[Row(300), Row(20)], [Row(300), Row(200, 90)]], ids=["decode", "mixed"])
+def test_keys_beyond_two_to_the_31_elements_are_read(rows: list[Row]) -> None:
+    """The same numbers at the end of a large cache give the same bits."""
+    case = Paged(Heads(8, 2, 128, 128), rows, torch.bfloat16)
+    query, options = case.query(), options_of(case, PLAIN)
+    caches = case.key_cache, case.value_cache
+    wanted, _ = attend(query, *caches, case.plan(TRITON), **options)
+    beyond = 2**31 // caches[0][0].numel()
+    large = [torch.empty(beyond + len(cache), *cache.shape[1:], dtype=cache.dtype, device=DEVICE) for cache in caches]
+    for cache, small in zip(large, caches, strict=True):
+        cache[beyond:] = small
+    case.static_table += beyond
+    found, _ = attend(query, *large, case.plan(TRITON), **options)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="pretends to be a device; tests of the engine run on the real one")

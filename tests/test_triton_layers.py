@@ -114,7 +114,7 @@ def test_the_activations_are_told_apart() -> None:
     out = {act: TRITON.act_mul(gate_up, act) for act in ACTIVATIONS}
     wanted = {act: ACT2FN[name](gate.double()) for act, name in HF_NAMES.items()}
     for act, other in itertools.product(ACTIVATIONS, repeat=2):
-        error = (out[act].double() - wanted[other]).abs().max()
+        error = ((out[act].double() - wanted[other]).abs() / wanted[other].abs().clamp(min=1)).max()
         assert error < 1e-6 if act == other else error > 1e-4
     assert set(HF_NAMES) == set(ACTIVATIONS)
 
@@ -367,7 +367,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
-    kernels = "rms_norm act_mul qk_norm_rotary_write single skinny matmul add_segments"
+    kernels = "rms_norm act_mul qk_norm_rotary_write single skinny matmul add_segments advance"
     assert {m["kernel"] for m in made} == {f"_{name}_kernel" for name in kernels.split()}
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m

@@ -21,9 +21,9 @@ _WEIGHTS = 2**18  # more than sums of sets in a chunk, and words left over
 class WeightReport:
     """What ``verify_weights`` found; ``ok`` where the engine runs on the trainer's numbers.
 
-    source: "aliased" (the engine reads the trainer's own tensors) or "mirror" (a copy in the engine's dtype).
-    checked: tensors that were compared. mismatched: names whose content, or place, is not the trainer's.
-    missing: names the trainer has and the engine does not. extra: names only the engine has.
+    version: the engine's weight version. source: "aliased" (the engine reads the trainer's own tensors) or "mirror" (a
+    copy in the engine's dtype). checked: tensors that were compared. mismatched: names whose content, or place, is not
+    the trainer's. missing: names the trainer has and the engine does not. extra: names only the engine has.
     """
 
     source: str
@@ -35,6 +35,7 @@ class WeightReport:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is mismatched, missing or extra."""
         return not (self.mismatched or self.missing or self.extra)
 
 
@@ -42,9 +43,9 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A number that another content of the same shape would not have, but by rare chance; int64 scalar.
 
     It depends on where a value lies: permuted, shifted or transposed content has another one. In tensors above 64 KiB,
-    64-bit words that lie 8168 bytes apart are summed first, in sets of 127: what exchanges words inside such sets alone, or
-    leaves all their sums as they are, is not seen. dtype: of the content after a cast, whose checksum it then is. Runs at
-    memory speed; a cast takes a temporary of at most 64 MiB.
+    64-bit words that lie 8168 bytes apart are summed first, in sets of 127: what exchanges words inside such sets
+    alone, or leaves all their sums as they are, is not seen. dtype: of the content after a cast, whose checksum it then
+    is. Runs at memory speed; a cast takes a temporary of at most 64 MiB.
     """
     dtype = dtype or tensor.dtype
     data = tensor.detach().contiguous().view(-1)
@@ -82,7 +83,10 @@ def _weighted_sum(data: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """The high bits brought into the low ones. Alone they would be lost: 2**63 times any two odd numbers adds up to 0."""
+    """The high bits brought into the low ones.
+
+    Alone they would be lost: 2**63 times any two odd numbers adds up to 0.
+    """
     words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
     return words ^ (words >> 32)
 
@@ -94,7 +98,7 @@ def _odd_numbers(device: torch.device) -> Tensor:
 
 
 def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -> Iterator[str]:
-    """What is wrong with the values of (name, tensor, dtype it is to have): beyond the range of the dtype, or not finite.
+    """What is wrong with values of (name, tensor, dtype it is to have): beyond the range of the dtype, or not finite.
 
     Range is looked at where the dtype has a much smaller one (float16): bfloat16 holds every float32 that weights have.
     finite: also name what holds NaN or Inf. One pass over what is looked at, one copy to the host.

@@ -60,16 +60,17 @@ class Manifest:
 
 @runtime_checkable
 class WeightTransfer(Protocol):
-    """One end of a way for weights; each end calls ``begin``, then ``bucket`` as often as there are buckets, then ``finish``.
+    """One end of a way for weights.
 
-    All raise ``WeightTransferError`` where the other end has failed, refuses, or is not heard of in time.
+    Each end calls ``begin``, then ``bucket`` as often as there are buckets, then ``finish``. All raise
+    ``WeightTransferError`` where the other end has failed, refuses, or is not heard of in time.
     """
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
-        """The sender gives what is to come; a receiver gets it, and says by ``judge`` why it will not take it, if so."""
+        """The sender gives ``manifest``, of what is to come; a receiver gets it, and may refuse it by ``judge``."""
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
-        """The sender passes flat bytes on, uint8 [n]; a receiver gets them, to be read before its next call."""
+        """The sender passes on ``data``, uint8 [n]; a receiver gets it, to be read before its next call."""
 
     def finish(self, error: str | None = None) -> None:
         """No more to come, or never: ``error`` says why the sender gave up."""
@@ -79,7 +80,11 @@ NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]
 
 
 def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Send named tensors to the engine at the other end, in flat buckets of at most ``bucket_bytes``."""
+    """Send named tensors to the engine at the other end of ``transfer``, whose ``update_weights`` is given that end.
+
+    tensors: all of the model's, by its names, in any floating-point dtype. They travel in flat buckets of at most
+    ``bucket_bytes``. Raises ``WeightTransferError`` where the other end refuses, fails, or is not heard of in time.
+    """
     manifest = Manifest(tuple(_spec(name, t) for name, t in tensors.items()), max(8, bucket_bytes))
     transfer.begin(manifest)
     try:
@@ -180,7 +185,7 @@ def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
 
 
 class _Conversation:
-    """Messages (kind, transfer id, content) of one transfer at a time; what an earlier one has left behind is skipped."""
+    """Messages (kind, transfer id, content) of one transfer at a time; what an earlier one left behind is skipped."""
 
     _id = 0
     _sends = False

@@ -177,10 +177,11 @@ class LoraTable:
         row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
         row += [*first.a.stride(), *first.b.stride()]
         if self._written.get((linear, slot)) != row:  # a small copy for each, so only where something moved
-            block = torch.tensor(row).expand(self.experts, -1).clone()
+            block = torch.tensor(row, device="cpu").expand(self.experts, -1).clone()
             for column, matrix in enumerate((weights.a, weights.b)):
                 if matrix.dim() == 3:
-                    block[:, column] += torch.arange(self.experts) * (matrix.stride(0) * matrix.element_size())
+                    experts = torch.arange(self.experts, device="cpu")
+                    block[:, column] += experts * (matrix.stride(0) * matrix.element_size())
             entries.copy_(block)
             self._written[linear, slot] = row
 

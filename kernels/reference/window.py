@@ -1,0 +1,40 @@
+"""From one step of a decode window to the next, as plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def advance(
+    tokens: Tensor,
+    stop_ids: Tensor,
+    first_stop: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    last_lens: Tensor,
+) -> None:
+    """Make what each of R decode rows sampled its next input: ``token_ids`` and what follows are changed in place.
+
+    A row that has reached its length or sampled a stop id is over: it shrinks to one key, writes to the null block, and
+    samples what nobody reads.
+
+    tokens: int64 [R], sampled; stop_ids: int64 [R, S]; first_stop: int64 [R], position of the first token that may be one;
+    block_tables: int64 [R, M]; token_ids, positions: int64 [R], inputs; slots: int64 [R], where their keys go; seq_lens:
+    int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over.
+    """
+    token_ids.copy_(tokens)
+    stopped = (tokens[:, None] == stop_ids).any(1)
+    stopped.logical_and_(seq_lens >= first_stop)
+    over = (seq_lens.add_(1) > last_lens).logical_or_(stopped)
+    seq_lens.masked_fill_(over, 1)
+    last_lens.masked_fill_(over, 0)
+    torch.sub(seq_lens, 1, out=positions)
+    block = block_tables.gather(1, (positions // block_size)[:, None])[:, 0]
+    slots.copy_(block * block_size + positions % block_size)
+    slots.masked_fill_(over, 0)

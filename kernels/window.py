@@ -1,0 +1,64 @@
+"""From one step of a decode window to the next, in one kernel: some fifteen of torch's are a tenth of a small model's step."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _advance_kernel(
+    tokens_ptr, stop_ids_ptr, first_stop_ptr, table_ptr, token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,
+    last_lens_ptr, stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    token = tl.load(tokens_ptr + row)
+    at = tl.arange(0, STOPS)
+    stop_ids = tl.load(stop_ids_ptr + row.to(tl.int64) * stops_stride + at, mask=at < stops, other=-1)
+    length = tl.load(seq_lens_ptr + row)
+    last = tl.load(last_lens_ptr + row)
+    stopped = (tl.max((stop_ids == token).to(tl.int32), 0) > 0) & (length >= tl.load(first_stop_ptr + row))
+    over = stopped | (length + 1 > last)
+    length = tl.where(over, 1, length + 1)
+    position = length - 1
+    block = tl.load(table_ptr + row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
+    tl.store(token_ids_ptr + row, token)
+    tl.store(seq_lens_ptr + row, length)
+    tl.store(last_lens_ptr + row, tl.where(over, 0, last))
+    tl.store(positions_ptr + row, position)
+    tl.store(slots_ptr + row, tl.where(over, 0, block * BLOCK_SIZE + position % BLOCK_SIZE))
+
+
+def advance(
+    tokens: Tensor,
+    stop_ids: Tensor,
+    first_stop: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    last_lens: Tensor,
+) -> None:
+    """As the reference; one-dimensional tensors are contiguous, and so are the rows of the others."""
+    _advance_kernel[tokens.shape](
+        tokens,
+        stop_ids,
+        first_stop,
+        block_tables,
+        token_ids,
+        positions,
+        slots,
+        seq_lens,
+        last_lens,
+        stop_ids.stride(0),
+        block_tables.stride(0),
+        stop_ids.shape[1],
+        BLOCK_SIZE=block_size,
+        STOPS=triton.next_power_of_2(stop_ids.shape[1]),
+        num_warps=1,
+    )
