@@ -8,11 +8,11 @@ next is never used by both at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from stoker.engine.request import Request
+from stoker.engine.request import Adapter, Request
 from stoker.engine.runner import Pending, Runner
 from stoker.engine.scheduler import Plan, Scheduler
 from stoker.engine.step_inputs import StepInputs
@@ -22,17 +22,34 @@ from stoker.kernels.errors import EngineStateError, StokerError
 class EngineCore:
     """Joins scheduler, static inputs and runner. Knows neither text nor weights."""
 
-    def __init__(self, scheduler: Scheduler, inputs: StepInputs, runner: Runner, *, ahead: int = 0) -> None:
-        """ahead: plans that may be launched before the oldest one's results are read."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        inputs: StepInputs,
+        runner: Runner,
+        *,
+        place_adapter: Callable[[Adapter], None],
+        ahead: int = 0,
+    ) -> None:
+        """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
+
+        ahead: plans that may be launched before the oldest one's results are read.
+        """
         self.scheduler = scheduler
         self.inputs = inputs
         self.runner = runner
+        self.place_adapter = place_adapter
         self.ahead = ahead
         self._launched: deque[tuple[Plan, Pending]] = deque()
         self._steps = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         self.scheduler.add(requests)
+
+    @property
+    def under_way(self) -> list[Request]:
+        """All that was added and is not through."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
 
     @property
     def has_work(self) -> bool:
@@ -71,6 +88,8 @@ class EngineCore:
             # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 for request in plan.admitted:
+                    if request.adapter is not None:
+                        self.place_adapter(request.adapter)
                     if request.spec.penalised:
                         self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
                 if plan.copies:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.block_pool import BlockPool
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.engine.request import Request, Status
@@ -64,6 +65,7 @@ class Scheduler:
     max_num_batched_tokens: int
     decode_window: int
     enable_prefix_caching: bool
+    adapter_slots: AdapterSlots
     weight_version: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of arrival
@@ -277,12 +279,13 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def _admissible(self) -> Iterable[Request]:
-        """Waiting requests in order of arrival, as long as there are slots.
+        """Waiting requests in order of arrival, as long as there are slots, for them and for their adapters.
 
         A sample whose prompt another sample is computing right now waits for it; its slot is kept for it, so that later
         arrivals do not tear the group apart.
         """
-        for request in list(islice(self.waiting, len(self._free_slots))):
+        candidates = self.adapter_slots.admissible(self.waiting, self.running)
+        for request in list(islice(candidates, len(self._free_slots))):
             if request.pending or request.launched:  # preempted, and what it waits for not known yet
                 return
             computing = any(r.group is request.group and not r.older_kv for r in self.running)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import platform
-import runpy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -144,7 +144,7 @@ def _run_program(command: str, *flags: str) -> int:
         return 2
     before, sys.argv = sys.argv, [f"stoker {command} {name}", *flags]
     try:
-        runpy.run_module(programs[name], run_name="__main__", alter_sys=False)
+        return int(importlib.import_module(programs[name]).main() or 0)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise CommandError(
@@ -154,7 +154,6 @@ def _run_program(command: str, *flags: str) -> int:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     finally:
         sys.argv = before
-    return 0
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:

@@ -41,8 +41,8 @@ _WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implement
 def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine:
     """Make ``trainer`` generate on a new engine over its live model, in training and in evaluation.
 
-    trainer: a GRPO, RLOO, Distillation, SDFT, SDPO or OnlineDPO trainer (or of a class derived from one) built with
-    ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
+    trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
+    with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
     generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back between generations, so during
     backward and optimizer step. config: the engine's settings; by default its seed is ``args.seed``. The process index
     is added to the seed, so that processes that share a prompt sample differently.
@@ -79,21 +79,23 @@ def detach(trainer: Any) -> None:
 class _EngineBackend:
     """An engine over a trainer's live model; a subclass for each way in which trainers ask for completions."""
 
+    last_sync = "_last_loaded_step"  # where the trainer keeps the step at which weights were last taken
+
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
         self._trainer = trainer
         self._model = _live_model(trainer)
-        self.callback = _SyncAtBothEnds(trainer)
+        self.callback = _SyncAtBothEnds(trainer, self.last_sync)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
-        self.engine = RolloutEngine(self._model, config=config, tokenizer=trainer._tokenizer)
+        self.engine = RolloutEngine(self._model, config=config, tokenizer=_tokenizer(trainer))
 
     def seam(self) -> list[tuple[Any, str, Any]]:
         """Owner, attribute and value of everything that is set on the trainer while the engine is attached."""
         return [
             (self._trainer, "vllm_generation", self),
             (self._trainer, "use_vllm", True),
-            (self._trainer, "_last_loaded_step", -1),  # no step: weights are taken before the first generation
+            (self._trainer, self.last_sync, -1),  # no step: weights are taken before the first generation
         ]
 
     def sync_weights(self) -> None:
@@ -153,6 +155,16 @@ class _TokenListBackend(_EngineBackend):
         )
 
 
+class _DistillingBackend(_TokenListBackend):
+    """GOLD and IWOPD: the same interface, asked for weights every ``vllm_sync_frequency`` steps."""
+
+    last_sync = "_last_vllm_sync_step"
+
+    def seam(self) -> list[tuple[Any, str, Any]]:
+        # At every step: older weights are not there any more, nor would they save anything.
+        return [*super().seam(), (self._trainer, "vllm_sync_frequency", 1)]
+
+
 class _PairBackend(_EngineBackend):
     """OnlineDPO: it asks a method of its own for two completions of each prompt, as padded tensors."""
 
@@ -189,7 +201,18 @@ _BACKENDS: dict[str, type[_EngineBackend]] = {
     "DistillationTrainer": _TokenListBackend,
     "SDFTTrainer": _TokenListBackend,
     "SDPOTrainer": _TokenListBackend,
+    "GOLDTrainer": _DistillingBackend,
+    "IWOPDTrainer": _DistillingBackend,
     "OnlineDPOTrainer": _PairBackend,
+}
+# Those that generate where nothing can take their place, and what to do.
+_REFUSED = {
+    "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
+    "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
+    "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same",
+    "A2POTrainer": "calls model.generate by itself: use GRPOTrainer or RLOOTrainer, or train it without the engine",
+    "CPOTrainer": "generates samples to log and nothing else: train it without the engine",
+    "ORPOTrainer": "generates samples to log and nothing else: train it without the engine",
 }
 
 
@@ -200,11 +223,12 @@ class _SyncAtBothEnds(TrainerCallback):  # type: ignore[misc]
     and ``load_best_model_at_end`` changes the weights without a step.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, last_sync: str) -> None:
         self._trainer = trainer
+        self._last_sync = last_sync
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._trainer._last_loaded_step = -1
+        setattr(self._trainer, self._last_sync, -1)
 
     on_train_end = on_train_begin
 
@@ -214,6 +238,20 @@ def _live_model(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
 
 
+def _tokenizer(trainer: Any) -> Any:
+    return getattr(trainer, "_tokenizer", trainer.processing_class)  # not every kind keeps it
+
+
+def _eos_ids(trainer: Any) -> list[int]:
+    """Those of the trainer; of kinds that keep none, the tokenizer's and those of the generation config."""
+    if hasattr(trainer, "eos_token_ids"):
+        return [token for token in trainer.eos_token_ids if token is not None]
+    found: set[int] = set()
+    for eos in (_tokenizer(trainer).eos_token_id, trainer.generation_config.eos_token_id):
+        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    return sorted(found)
+
+
 def _sampling_params(trainer: Any) -> SamplingParams:
     """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
 
@@ -221,11 +259,12 @@ def _sampling_params(trainer: Any) -> SamplingParams:
     """
     settings: dict[str, Any] = {"do_sample": True}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        settings[name] = _setting(trainer, name)
+        if hasattr(trainer, name) or hasattr(trainer.args, name):  # not every kind has them all
+            settings[name] = _setting(trainer, name)
     limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
     settings["max_new_tokens"] = _setting(trainer, limit)
     penalties = {}
-    for key, value in (trainer.args.generation_kwargs or {}).items():
+    for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
         name = _ALSO_CALLED.get(key, key)
         if name in _PENALTIES:
             penalties[name] = value
@@ -238,11 +277,11 @@ def _sampling_params(trainer: Any) -> SamplingParams:
             )
     if settings["max_new_tokens"] is None:
         raise InvalidConfigError(f"{limit} is None, so completions have no bound: set it")
-    if settings["top_k"] in (None, -1):  # other ways of saying off
+    if settings.get("top_k") in (None, -1):  # other ways of saying off
         settings["top_k"] = 0
     return SamplingParams.from_generation_config(
         settings,
-        stop_token_ids=[token for token in trainer.eos_token_ids if token is not None],
+        stop_token_ids=_eos_ids(trainer),
         ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
         **penalties,
     )
@@ -269,6 +308,8 @@ def _check(trainer: Any) -> type[_EngineBackend]:
     of_trl = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
     kind = next((name for name in of_trl if name in _BACKENDS), None)
     if kind is None:
+        if (name := next((name for name in of_trl if name in _REFUSED), None)) is not None:
+            raise InvalidConfigError(f"{name} {_REFUSED[name]}")
         known = ", ".join(_BACKENDS)
         raise InvalidConfigError(f"attach takes one of TRL's {known}, and this is a {type(trainer).__name__}")
     if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):

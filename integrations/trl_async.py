@@ -1,8 +1,8 @@
 """TRL's asynchronous GRPO with the engine in the trainer's own process, on the trainer's own weights.
 
-    rollouts = AsyncRollouts(reward_funcs=reward)
-    trainer = AsyncGRPOTrainer(..., reward_funcs=reward, rollout_worker=rollouts, weight_transfer=rollouts)
-    rollouts.attach(trainer)
+    from stoker.integrations.trl_async import AsyncGRPOTrainer  # in place of TRL's
+
+    trainer = AsyncGRPOTrainer(...)  # as TRL's
     trainer.train()
 
 TRL's rollout loop (conversations, tools, environments, scoring) runs in a thread and asks the engine where it would ask
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +32,40 @@ from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestF
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
 
 check_version()  # or the next line would fail with less to say
+from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
 _WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
 _STOP_S = 30.0  # for a reward function or a tool that runs
+
+
+class AsyncGRPOTrainer(async_grpo.AsyncGRPOTrainer):  # type: ignore[misc]
+    """TRL's ``AsyncGRPOTrainer`` with an engine on its own model in place of a server. It takes what that one takes, and
+
+    engine_config: the engine's settings; by default its seed is ``args.seed``. recompute: compute the KV of completions
+    under way again after each optimizer step, instead of going on with what older weights left.
+
+    ``trainer.rollouts`` are the ``AsyncRollouts``, with the engine; ``trainer.rollouts.detach()`` closes it. Raises a
+    ``StokerError`` as ``AsyncRollouts.attach`` does, ``InvalidConfigError`` also where a rollout worker is given.
+    """
+
+    def __init__(
+        self, *args: Any, engine_config: EngineConfig | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        given = signature(async_grpo.AsyncGRPOTrainer).bind(*args, **kwargs).arguments
+        if taken := [name for name in ("rollout_worker", "weight_transfer") if name in given]:
+            raise InvalidConfigError(
+                f"the engine takes the place of {taken[0]}: leave it out, or use TRL's own trainer"
+            )
+        self.rollouts = AsyncRollouts(
+            given.get("reward_funcs"),
+            tools=given.get("tools"),
+            environment_factory=given.get("environment_factory"),
+            config=engine_config,
+            recompute=recompute,
+        )
+        super().__init__(*args, **kwargs, rollout_worker=self.rollouts, weight_transfer=self.rollouts)
+        self.rollouts.attach(self)
 
 
 class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
@@ -43,9 +74,8 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     Of TRL's own worker, which starts a process, it takes nothing but the name: for a worker of that name the trainer
     keeps the prompt it has come to in its checkpoints, in ``_loop_kwargs``, and goes on there.
 
-    reward_funcs, tools, environment_factory: as given to the trainer, which keeps none of them. config: of the engine;
-    by default its seed is ``args.seed``. recompute: compute the KV of completions under way again after each optimizer
-    step, instead of going on with what older weights left.
+    reward_funcs, tools, environment_factory: as given to the trainer, which keeps none of them. config and recompute: as
+    ``AsyncGRPOTrainer`` takes them.
     """
 
     def __init__(

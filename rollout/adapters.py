@@ -1,4 +1,4 @@
-"""The adapters an engine knows by name, which of them are in its slots, and which one a request means."""
+"""The adapters an engine knows by name, their weights in its slots, and which one a request means."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from enum import Enum
 from itertools import count
 from typing import Any, Final
 
+import torch
+
+from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.request import Adapter, Request
-from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 
@@ -29,18 +32,16 @@ AdapterChoice = Live | str | None
 
 
 class Adapters:
-    """Names, slots, and what is in them. Those on the live model are known by themselves."""
+    """Names, and weights in slots. Those on the live model are known by themselves."""
 
     def __init__(self, binding: ModelBinding) -> None:
         self._binding = binding
+        self.slots = AdapterSlots(binding.max_loras)
         self._serials = count()
         self._known: dict[str, Adapter] = {}
         self._weights: dict[str, AdapterWeights] = {}
-        self._on_device: dict[
-            str, tuple[AdapterWeights, AdapterWeights]
-        ] = {}  # of a slot: what was copied, and its copy
-        self._slotted: list[Adapter] = []  # least recently used first
-        self._placed: dict[int, tuple[object, AdapterWeights]] = {}  # by slot: in which shell, and what
+        # By slot: in which shell, what, and the same on the device, which may be a copy.
+        self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -55,23 +56,24 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
         shell = self._binding.shell
-        for adapter in self._slotted:
-            placed, weights = self._placed[adapter.slot], live[adapter.name]
-            if placed[0] is not shell or placed[1] is not weights or shell.lora.derives(weights):
-                self._put(adapter)
+        for adapter in self.slots:
+            self.place(adapter, anew=shell.lora.derives(live[adapter.name]))
 
-    def knows(self, adapter: Adapter) -> bool:
+    def knows(self, adapter: Adapter | None) -> bool:
         """Whether it is still there, and no other one under its name."""
-        return self._known.get(adapter.name) is adapter
+        return adapter is None or self._known.get(adapter.name) is adapter
 
-    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> EngineStateError | None:
-        """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where one is in use.
+    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> StokerError | None:
+        """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where it cannot.
 
-        Raises ``UnsupportedModelError`` before anything is changed.
+        ``EngineStateError`` where one of that name is in use, ``UnsupportedModelError`` for one the engine does not run.
         """
-        error = self._in_use(name, under_way, "replaced")
+        error: StokerError | None = self._in_use(name, under_way, "replaced")
         if error is None:
-            self._binding.load_adapter(name, source)
+            try:
+                self._binding.load_adapter(name, source)
+            except UnsupportedModelError as unsupported:
+                return unsupported
             if name in self._known:
                 self._forget(name)
             self.refresh()
@@ -98,21 +100,21 @@ class Adapters:
             f"adapter {name!r} cannot be {action} while {count} requests use it: wait for or abort them"
         )
 
-    def _put(self, adapter: Adapter) -> None:
-        weights = self._weights[adapter.name]
-        copied = self._on_device.get(adapter.name)
-        if copied is None or copied[0] is not weights:
-            copied = weights, weights.to(self._binding.source.device)
-            if copied[1] is not weights:
-                self._on_device[adapter.name] = copied
-        self._binding.shell.lora.put(adapter.slot, copied[1])
-        self._placed[adapter.slot] = self._binding.shell, weights
+    @torch.inference_mode(False)  # or what is copied here could not be written to later
+    def place(self, adapter: Adapter, *, anew: bool = False) -> None:
+        """Have its weights in its slot, in place of another adapter's or of older ones. anew: though they are there."""
+        shell, weights = self._binding.shell, self._weights[adapter.name]
+        there = self._placed.get(adapter.slot, (None, None, None))
+        if there[0] is shell and there[1] is weights and not anew:
+            return
+        here = there[2] if there[1] is weights and there[2] is not None else weights.to(self._binding.source.device)
+        self._placed.pop(adapter.slot, None)  # an exception below must not leave the slot for right
+        shell.lora.put(adapter.slot, here)
+        self._placed[adapter.slot] = shell, weights, here
 
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)
-        self._on_device.pop(name, None)
-        if adapter in self._slotted:
-            self._slotted.remove(adapter)
+        if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)
 
@@ -133,55 +135,3 @@ class Adapters:
             known = ", ".join(map(repr, self.names)) or "none"
             raise InvalidRequestError(f"adapter={choice!r} is not known: there are {known}; None is the bare base")
         return self._known[choice]
-
-    def that_fit(self, requests: Iterable[Request], queued: Iterable[Request]) -> list[Request]:
-        """Those whose adapters have slots, or could get one beside the adapters of ``queued``, in their order."""
-        fitting = {r.adapter for r in queued if r.adapter is not None}
-        found = []
-        for request in requests:
-            if request.adapter is not None and request.adapter not in fitting:
-                if len(fitting) >= self._binding.max_loras:
-                    continue
-                fitting.add(request.adapter)
-            found.append(request)
-        return found
-
-    def check_room(self, requests: list[Request], queued: list[Request]) -> None:
-        """Raise ``InvalidRequestError`` where none of a call's requests can start."""
-        if requests and not self.that_fit(requests, queued):
-            raise self._too_many({r.adapter for r in (*requests[:1], *queued) if r.adapter is not None})
-
-    def _too_many(self, adapters: set[Adapter]) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{len(adapters)} adapters would be in use at one time and EngineConfig.max_loras is {self._binding.max_loras}: "
-            "raise it, or wait for the requests under way"
-        )
-
-    def place(self, requests: Iterable[Request], under_way: Iterable[Request]) -> InvalidRequestError | None:
-        """Bring the adapters of new requests into slots, instead of those that were not used for longest.
-
-        Those of requests under way stay. Returns an error, and has changed nothing, where there are too few slots.
-        """
-        wanted = {r.adapter for r in requests if r.adapter is not None}
-        pinned = wanted | {r.adapter for r in under_way if r.adapter is not None}
-        limit = self._binding.max_loras
-        if wanted and len(pinned) > limit:
-            return self._too_many(pinned)
-        for adapter in sorted(wanted, key=lambda a: a.serial):
-            if adapter in self._slotted:
-                self._slotted.remove(adapter)
-            else:
-                adapter.slot = self._free_slot(pinned)
-                self._put(adapter)
-            self._slotted.append(adapter)
-        return None
-
-    def _free_slot(self, pinned: set[Adapter]) -> int:
-        free = set(range(1, self._binding.max_loras + 1)) - {a.slot for a in self._slotted}
-        if free:
-            return min(free)
-        oldest = next(a for a in self._slotted if a not in pinned)
-        self._slotted.remove(oldest)
-        self._on_device.pop(oldest.name, None)
-        slot, oldest.slot = oldest.slot, 0
-        return slot

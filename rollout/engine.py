@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, Self
 
 import torch
@@ -17,13 +15,7 @@ from tqdm import tqdm
 from stoker.engine.device import runtime_for
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import (
-    EngineStateError,
-    InvalidRequestError,
-    RequestFailedError,
-    StokerError,
-    UnsupportedModelError,
-)
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
@@ -34,9 +26,9 @@ from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
+from stoker.rollout.updates import WeightUpdates, deleted
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.transport import NewWeights
-from stoker.weight_sync.version import uninterrupted
 
 
 class RolloutEngine:
@@ -56,9 +48,6 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._closed = False
-        self._last_update_seconds = 0.0
-        self._last_update_bytes = 0
-        self._later: list[list[Request]] = []  # of calls that run: what waits for its adapter to have a slot
         self._binding = ModelBinding(
             model,
             self.config.dtype,
@@ -74,8 +63,10 @@ class RolloutEngine:
         self._binding.build(self.max_model_len)
         self._block_bytes = KVCache.block_bytes(self._binding.shapes, self.config.block_size)
         self._kv = setup.kv_cache(self.config, self._binding, self.runtime, self.max_model_len)
-        self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len)
+        self._adapters = Adapters(self._binding)
+        self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
         self._loop = Loop(self.core)
+        self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding)
         self._requests = RequestMaker(
             tokenizer=tokenizer,
@@ -88,7 +79,6 @@ class RolloutEngine:
             seed=self.config.seed,
         )
         self._binding.fuse()
-        self._adapters = Adapters(self._binding)
         self._adapters.refresh()
 
     @classmethod
@@ -135,7 +125,7 @@ class RolloutEngine:
         params = params_per_prompt(sampling_params, len(ids))
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
-        self._notice_changes()
+        self._updates.notice()
         by_prompt = self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids)))
         self._run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar)
         return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
@@ -174,7 +164,7 @@ class RolloutEngine:
         variant = self._requests.variant(temperature, top_k)
         for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
             self._requests.check_sequence(row, sequence, at)
-        self._notice_changes()
+        self._updates.notice()
         requests = self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids)))
         self._run("score", requests, progress_bar)
         return [
@@ -183,43 +173,17 @@ class RolloutEngine:
             if r.scoring is not None
         ]
 
-    def _queued(self) -> list[Request]:
-        return [*self.core.scheduler.running, *self.core.scheduler.waiting]
-
-    def _under_way(self) -> list[Request]:
-        """All that was asked for and is not through, also what waits for its adapter to have a slot."""
-        return [*self._queued(), *chain.from_iterable(self._later)]
-
     def _add(self, call: str, requests: list[Request]) -> None:
-        def add() -> InvalidRequestError | None:
-            error = self._adapters.place(requests, self._queued())
-            if error is None:
-                self.core.add(requests)
-            return error
-
-        error = self._loop.do(call, add)
-        if error is not None:  # and not from within: other requests go on
-            raise error
-
-    def _add_some(self, call: str, later: list[Request]) -> None:
-        """Queue those of ``later``, and take them out of it, whose adapters have slots, or get one that is free."""
-
         def add() -> None:
-            for request in (r for r in later if r.adapter is not None and not self._adapters.knows(r.adapter)):
-                request.fail(_deleted(request))
-            left = [r for r in later if r.status is not Status.FINISHED]
-            now = self._adapters.that_fit(left, self._queued())
-            error = self._adapters.place(now, self._queued())
-            assert error is None, "what fits has slots"
-            self.core.add(now)
-            started = set(map(id, now))
-            later[:] = [r for r in left if id(r) not in started]
+            for request in requests:
+                if not self._adapters.knows(request.adapter):  # since it was looked up, in another thread
+                    request.fail(deleted(request))
+            self.core.add(r for r in requests if r.status is not Status.FINISHED)
 
         self._loop.do(call, add)
 
     def _run(self, call: str, requests: list[Request], progress_bar: bool) -> None:
         """Until all of them are through; where that is interrupted, none of them holds anything."""
-        later = list(requests)
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
             left = requests[::-1]
 
@@ -230,22 +194,12 @@ class RolloutEngine:
                     progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
                 return not left
 
-            def room() -> bool:
-                return done() or bool(self._adapters.that_fit(later[:1], self._queued()))
-
             try:
-                self._later.append(later)
-                self._adapters.check_room(requests, self._queued())
-                while later:
-                    self._add_some(f"start {call}", later)
-                    if later:
-                        self._loop.drive(room)
+                self._add(f"start {call}", requests)
                 self._loop.drive(done)
             except BaseException:
                 self._loop.abort(requests)
                 raise
-            finally:
-                self._later[:] = [other for other in self._later if other is not later]
 
     @torch.inference_mode(False)
     def submit(
@@ -267,7 +221,7 @@ class RolloutEngine:
         (params,) = params_per_prompt(sampling_params, 1)
         self._requests.check_prompt(0, ids, params)
         if not self.core.has_work:
-            self._notice_changes()
+            self._updates.notice()
         ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
         handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
         self._add("submit", requests)
@@ -332,17 +286,7 @@ class RolloutEngine:
         self._check_idle("update its weights")
         if "weights" in self._memory.asleep:
             raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise InvalidRequestError(f"version={version!r} is not an integer")
-        if version is not None and version <= self.weight_version:
-            raise InvalidRequestError(f"version={version} is not above the present version {self.weight_version}")
-        start = time.perf_counter()
-        staged = None if weights is None else self._binding.receive(weights)
-        with uninterrupted():
-            written = self._binding.refresh() if staged is None else self._binding.put_in_service(staged)
-            self._take_weights(self.weight_version + 1 if version is None else version, recompute=False)
-        self._last_update_bytes = written
-        self._last_update_seconds = time.perf_counter() - start
+        self._updates.update(weights, version)
         return self.weight_version
 
     @property
@@ -381,7 +325,7 @@ class RolloutEngine:
         self._check_open()
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name={name!r}: give a name, which adapter= then takes")
-        self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self._under_way()))
+        self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self.core.under_way))
 
     def unload_adapter(self, name: str) -> None:
         """Forget the adapter loaded as ``name``.
@@ -390,39 +334,11 @@ class RolloutEngine:
         """
         self._check_open()
         self._adapters.check_loaded(name)
-        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._under_way()))
+        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self.core.under_way))
 
     def _change_adapters(self, action: str, change: Callable[[], StokerError | None]) -> None:
-        def guarded() -> StokerError | None:
-            try:
-                return change()
-            except UnsupportedModelError as error:  # nothing was changed: other requests go on
-                return error
-
-        if (error := self._loop.do(action, guarded)) is not None:
+        if (error := self._loop.do(action, change)) is not None:  # which was not raised within: other requests go on
             raise error
-
-    def _notice_changes(self) -> None:
-        with uninterrupted():
-            if self._binding.notice():
-                self._take_weights(self.weight_version + 1, recompute=True)  # what others have under way, that is
-        self._binding.check_ready()
-
-    def _take_weights(self, version: int, *, recompute: bool) -> None:
-        def take() -> None:
-            self.core.drain()
-            if recompute:
-                self.core.scheduler.preempt_all()
-            self._binding.shell.refresh()
-            self.core.runner.bind(self._binding.shell)
-            self._adapters.refresh()
-            for request in self._queued():
-                if request.adapter is not None and not self._adapters.knows(request.adapter):
-                    request.error = _deleted(request)
-                    self.core.abort([request])
-            self.core.scheduler.set_weight_version(version)
-
-        self._loop.do("take new weights", take)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -491,8 +407,8 @@ class RolloutEngine:
             finished_requests=counters.finished_requests,
             fused_layers=self._binding.fused_layers,
             num_layers=self._binding.shell.num_layers,
-            last_update_seconds=self._last_update_seconds,
-            last_update_bytes=self._last_update_bytes,
+            last_update_seconds=self._updates.last_seconds,
+            last_update_bytes=self._updates.last_bytes,
             mirror_bytes=self._binding.source.nbytes,
         )
 
@@ -525,11 +441,3 @@ class RolloutEngine:
         self._check_open()
         if self._memory.asleep:
             raise EngineStateError(f"the engine is asleep ({', '.join(self._memory.asleep)}): call wake_up() first")
-
-
-def _deleted(request: Request) -> RequestFailedError:
-    assert request.adapter is not None
-    return RequestFailedError(
-        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
-        "another"
-    )

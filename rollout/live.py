@@ -177,7 +177,7 @@ class RolloutHandle:
 
     @property
     def status(self) -> Literal["waiting", "running", "finished"]:
-        """ "waiting" for a slot or KV blocks, "running", or "finished" (also by an abort or an error)."""
+        """ "waiting" for a place in the batch, KV blocks or its adapter's slot, "running", or "finished" (also by an abort)."""
         if self.done:
             return "finished"
         return "running" if any(r.status is Status.RUNNING for r in self._requests) else "waiting"

@@ -17,6 +17,7 @@ from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import InvalidConfigError
+from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.loading import UNREADABLE, whole_models
@@ -106,7 +107,14 @@ def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int
     return sum(workspace(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
 
 
-def core(config: EngineConfig, binding: ModelBinding, runtime: Runtime, kv: KVCache, model_len: int) -> EngineCore:
+def core(
+    config: EngineConfig,
+    binding: ModelBinding,
+    runtime: Runtime,
+    kv: KVCache,
+    model_len: int,
+    adapters: Adapters,
+) -> EngineCore:
     """Scheduler, static inputs and runner, over a KV cache."""
     block_size, vocab = config.block_size, binding.shell.vocab
     scheduler = Scheduler(
@@ -116,6 +124,7 @@ def core(config: EngineConfig, binding: ModelBinding, runtime: Runtime, kv: KVCa
         max_num_batched_tokens=config.max_num_batched_tokens,
         decode_window=config.decode_window,
         enable_prefix_caching=config.enable_prefix_caching,
+        adapter_slots=adapters.slots,
     )
     inputs = StepInputs(
         binding.ops,
@@ -132,7 +141,7 @@ def core(config: EngineConfig, binding: ModelBinding, runtime: Runtime, kv: KVCa
     eager = EagerStep(binding.shell, sampler, scorer, kv, binding.ops, runtime)
     graphs = config.use_graphs and runtime.graphs and binding.ops.static_plans
     runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
-    return EngineCore(scheduler, inputs, runner, ahead=runtime.ahead)
+    return EngineCore(scheduler, inputs, runner, place_adapter=adapters.place, ahead=runtime.ahead)
 
 
 def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:

@@ -10,21 +10,22 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, repeat
 from typing import Any
 
-from stoker.engine.request import Request, SamplingSpec, Status
+from stoker.engine.adapter_slots import AdapterSlots
+from stoker.engine.request import Adapter, Request, SamplingSpec, Status
 from stoker.engine.scheduler import Plan, Sampled, Scheduler
 
 VOCAB = 5  # few, so that prompts share prefixes and samples meet again
 FAULTY = 99
 
 
-def root(version: int) -> int:
-    return hash((version,))
+def root(version: int, adapter: Adapter | None) -> int:
+    return hash((version,) if adapter is None else (version, adapter.serial))
 
 
 def mark(before: int, token: int) -> int:
@@ -82,6 +83,7 @@ def make_scheduler(**fields: Any) -> Scheduler:
         "max_num_batched_tokens": 64,
         "decode_window": 1,
         "enable_prefix_caching": True,
+        "adapter_slots": AdapterSlots(2),
     }
     return Scheduler(**(defaults | fields))
 
@@ -92,7 +94,9 @@ def expected(request: Request, version: int) -> tuple[list[int], list[float], st
     checker = Repeats() if request.stop_string else lambda token: None
     versions = [*request.weight_versions, *repeat(version, spec.max_tokens)]
     for count in range(1, spec.max_tokens + 1):
-        token, logprob = draw(reduce(mark, tokens, root(versions[count - 1])), spec, request.sample_index)
+        token, logprob = draw(
+            reduce(mark, tokens, root(versions[count - 1], request.adapter)), spec, request.sample_index
+        )
         if math.isnan(logprob):
             return tokens[request.num_prompt :], logprobs, "error"
         tokens.append(token)
@@ -122,6 +126,7 @@ class Machine:
         self.size = scheduler.block_size
         self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
         self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
+        self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
         self.tokens_computed = 0
         self.copies = 0
 
@@ -163,6 +168,8 @@ class Machine:
         self._copy(plan.copies)
         for request in plan.admitted:
             self.tables[request.slot] = []
+            if request.adapter is not None:
+                self.adapters[request.adapter.slot] = request.adapter
         for request in plan.requests:
             row = self.tables[request.slot]
             row[request.first_new_block :] = request.block_ids[request.first_new_block :]
@@ -200,7 +207,9 @@ class Machine:
         return self.tables[request.slot][position // self.size] * self.size + position % self.size
 
     def _write(self, request: Request, position: int, token: int) -> int:
-        before = self.memory[self._at(request, position - 1)] if position else root(self.scheduler.weight_version)
+        adapter = request.adapter and self.adapters[request.adapter.slot]
+        start = root(self.scheduler.weight_version, adapter)
+        before = self.memory[self._at(request, position - 1)] if position else start
         assert before is not None, "reads what nobody wrote"
         new, at = mark(before, token), self._at(request, position)
         if self.scheduler.pool.refs(at // self.size) > 1:
@@ -226,14 +235,18 @@ class Machine:
         assert len(targets) == len(set(targets))
         held = [block for r in plan.requests for block in r.block_ids]
         assert all(held.count(target) == 1 for target in targets), "a copy is not its request's own"
-        # Only a sample whose prompt is being computed is overtaken.
+        used = {r.adapter for r in s.running if r.adapter is not None}
+        assert len(used) <= s.adapter_slots.count and {a.slot for a in used} <= set(range(1, s.adapter_slots.count + 1))
+        # Only a sample whose prompt is being computed is overtaken, and who waits for an adapter's slot.
+        full = len(used) == s.adapter_slots.count
         for request in s.waiting:
             if any(later.id > request.id for later in plan.admitted) and request in waited:
-                assert any(r.status is Status.RUNNING for r in request.group), "overtaken"
+                computing = any(r.status is Status.RUNNING for r in request.group)
+                assert computing or (full and request.adapter is not None), "overtaken"
 
     def _check_marks(self) -> None:
-        start = root(self.scheduler.weight_version)
         for r in self.scheduler.running:
+            start = root(self.scheduler.weight_version, r.adapter)
             known = min(r.computed, len(r.tokens))  # the rest is not known here yet
             right = list(accumulate(r.tokens[:known], mark, initial=start))[1:]
             assert [self.memory[self._at(r, p)] for p in range(known)] == right
@@ -253,13 +266,18 @@ class Traffic:
 
     rng: random.Random
     room: int  # tokens a request may grow to
+    adapters: Sequence[Adapter | None] = (None,)
 
     def batch(self, first_id: int) -> list[Request]:
         requests: list[Request] = []
         for _ in range(self.rng.randint(1, 3)):
             prompt = self._prompt()
             specs = [spec for _ in range(self.rng.randint(1, 2)) for spec in self._samples(len(prompt))]
-            requests += make_group(first_id + len(requests), prompt, specs)
+            group = make_group(first_id + len(requests), prompt, specs)
+            adapter = self.rng.choice(self.adapters)
+            for request in group:
+                request.adapter = adapter
+            requests += group
         for request in requests:
             request.sample_index = self.rng.randrange(3)
             request.stop_string = Repeats() if self.rng.random() < 0.3 else None

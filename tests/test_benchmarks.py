@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def test_rollouts_against_their_ceiling(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["rollouts"][0]["x_generate"] > 0
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_command_knows_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    """And runs it in whatever process, with nothing to say about what was imported there before."""
+    assert "stoker.benchmarks.scoring" in sys.modules
     for file in (ROOT / "benchmarks").glob("*.py"):
         if '__name__ == "__main__"' in file.read_text():
             assert main(["bench", file.stem, "--help"]) == 0

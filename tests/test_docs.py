@@ -128,7 +128,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         from datasets import Dataset
 
         names["dataset"] = Dataset.from_dict({"prompt": PROMPTS * 4})
-    if "import AsyncRollouts" in text:
+    if "import AsyncGRPOTrainer" in text:
         pytest.importorskip("trl")
         import trl_async_setup
         from datasets import Dataset

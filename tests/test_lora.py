@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -181,22 +181,6 @@ def test_an_adapter_added_by_transformers() -> None:
         assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS] != tokens(engine, adapter=None)
 
 
-def test_more_adapters_than_slots() -> None:
-    model = two_adapters()
-    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=1)
-    with RolloutEngine(model, config=config) as engine:
-        for adapter in ("default", "other", "default"):
-            assert_like_peft(engine, model, [adapter, None, adapter, None])
-        assert_like_peft(engine, model, ["other", "default", None, "other"])  # one after the other
-        waiting = engine.submit(PROMPTS[0], GREEDY, adapter="default")
-        with pytest.raises(InvalidRequestError, match=r"wait for the requests under way"):
-            engine.submit(PROMPTS[0], GREEDY, adapter="other")
-        with pytest.raises(InvalidRequestError, match=r"2 adapters would be in use.*max_loras is 1"):
-            engine.generate_batch(PROMPTS, GREEDY, adapter="other")  # nothing of it can start
-        assert_like_peft(engine, model, ["default", "other", None, None])  # a part of it can
-        assert waiting.result().completions[0].token_ids == expected_tokens(model, "default")[0]
-
-
 def test_many_adapters_over_two_slots() -> None:
     model = peft_model()
     for seed in range(1, 6):
@@ -215,36 +199,6 @@ def test_many_adapters_over_two_slots() -> None:
             assert completion.token_ids == wanted[choices[row]][row % 4]
             assert score.logprobs.tolist() == pytest.approx(completion.logprobs, abs=1e-4)
     assert len({str(t) for t in wanted.values()}) == 7
-
-
-def test_calls_share_slots_while_some_of_their_requests_wait_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that is waited for is in use; a slot that another caller got first is waited for."""
-    model = peft_model()
-    for name in ("a1", "a2"):
-        model.add_adapter(name, lora())
-    shake(model, 3)
-    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", max_loras=2)
-    with RolloutEngine(model, config=config) as engine:
-        for number in range(3):
-            engine.load_adapter(f"x{number}", peft_model(seed=7 + number))
-        add, handles = engine._add_some, []
-
-        def add_some(call: str, later: list[Any]) -> None:
-            if len(later) == 1 and not handles:  # the slot that one of the call's own has left goes to somebody else
-                with pytest.raises(EngineStateError, match=r"'x2' cannot be unloaded while 1 requests use it"):
-                    engine.unload_adapter("x2")
-                handles.append(engine.submit(PROMPTS[0], GREEDY, adapter="a2"))
-            add(call, later)
-
-        monkeypatch.setattr(engine, "_add_some", add_some)
-        params = [replace(GREEDY, max_tokens=n) for n in (9, 2, 9)]
-        batch = engine.generate_batch([PROMPTS[0]] * 3, params, adapter=["x0", "x1", "x2"])
-        assert handles[0].result().completions[0].token_ids == expected_tokens(model, "a2")[0]
-        for number, output in enumerate(batch):
-            wanted = expected_tokens(peft_model(seed=7 + number))[0]
-            assert output.completions[0].token_ids == wanted[: params[number].max_tokens]
-        engine.unload_adapter("x2")
-        assert tokens(engine, adapter=None) and not engine._under_way()
 
 
 def test_a_slot_that_is_free_is_used_while_others_are_busy() -> None:

@@ -25,7 +25,7 @@ from machine import (
 )
 
 import stoker.engine.scheduler
-from stoker.engine.request import Request, Status
+from stoker.engine.request import Adapter, Request, Status
 from stoker.engine.scheduler import Sampled
 from stoker.kernels.errors import RequestFailedError
 
@@ -63,7 +63,8 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
         enable_prefix_caching=caching,
     )
     machine = Machine(scheduler, ahead)
-    traffic = Traffic(rng, min(32, (num_blocks - 1) * block_size))
+    adapters = [None, *(Adapter(f"a{serial}", serial) for serial in range(3))]  # and two slots
+    traffic = Traffic(rng, min(32, (num_blocks - 1) * block_size), adapters if seed else (None,))
     arrived: list[Request] = []
     finished: list[Request] = []
     for _ in range(1500):

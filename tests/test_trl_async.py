@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 
+from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
 from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError
 
@@ -36,6 +38,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(path)
     return str(path)
+
+
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_staleness": 4,
+    "max_inflight_tasks": 8,
+    "dtype": "float32",
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
 
 
 @pytest.fixture
@@ -53,27 +73,10 @@ def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     ) -> Any:
         rollouts = rollouts or AsyncRollouts(reward, config=EngineConfig(kv_cache_memory="4MiB"))
         made.append(rollouts)
-        options: dict[str, Any] = {
-            "output_dir": str(tmp_path),
-            "per_device_train_batch_size": 8,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "max_staleness": 4,
-            "max_inflight_tasks": 8,
-            "dtype": "float32",
-            "bf16": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "disable_tqdm": True,
-        }
         return AsyncGRPOTrainer(
             model=folder,
             reward_funcs=reward,
-            args=AsyncGRPOConfig(**options | settings),
+            args=AsyncGRPOConfig(**OPTIONS | {"output_dir": str(tmp_path)} | settings),
             train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("abc", "hg", "d")]}),
             processing_class=chat_tokenizer(),
             rollout_worker=rollouts,
@@ -345,6 +348,55 @@ def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch
     trainer.rollout_worker.detach()
     with pytest.raises(EngineStateError, match="attached to no trainer"):
         trainer.rollout_worker.detach()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_one_import_is_all_that_changes(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """What is given by position and by name arrives, with the trainer's class and signature as they were."""
+    stand_in(monkeypatch)
+    seen: list[str] = []
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(c[0]["content"] for c in completions)
+        return count_a(completions)
+
+    args = AsyncGRPOConfig(**OPTIONS | {"output_dir": str(tmp_path), "max_steps": 2})
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("abc", "hg", "d")]})
+    made = trl_async.AsyncGRPOTrainer(
+        folder,
+        reward,
+        args,
+        train_dataset=data,
+        processing_class=chat_tokenizer(),
+        peft_config=LoraConfig(target_modules=["q_proj"]) if lora else None,
+        engine_config=EngineConfig(kv_cache_memory="4MiB", seed=7),
+        recompute=True,
+    )
+    assert isinstance(made, AsyncGRPOTrainer) and made.rollouts is made.rollout_worker is made.weight_transfer
+    engine = made.rollouts.engine
+    assert engine is not None and engine.config.seed == 7 and made.rollouts._recompute
+    before = {n: p.detach().clone() for n, p in made.model.named_parameters() if p.requires_grad}
+    made.train()
+    assert len(seen) >= 16 and engine.weight_version >= 2 and not threads()
+    assert any(not torch.equal(p, before[n]) for n, p in made.model.named_parameters() if n in before)
+    made.rollouts.detach()
+
+
+def test_tools_and_environments_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(self: Any, *args: Any, rollout_worker: Any, **kwargs: Any) -> None:
+        self.given = args, kwargs, rollout_worker._sources, rollout_worker._config
+
+    monkeypatch.setattr(AsyncGRPOTrainer, "__init__", wraps(AsyncGRPOTrainer.__init__)(built))
+    monkeypatch.setattr(AsyncRollouts, "attach", lambda *_: None)
+    made = trl_async.AsyncGRPOTrainer("model", tools=[print], environment_factory=dict)
+    sources = {"reward_funcs": [], "tools": [print], "environment_factory": dict}
+    kwargs = {"tools": [print], "environment_factory": dict, "weight_transfer": made.rollouts}
+    assert made.given == (("model",), kwargs, sources, None)
+    for name in ("rollout_worker", "weight_transfer"):
+        with pytest.raises(InvalidConfigError, match=f"the engine takes the place of {name}: leave it out"):
+            trl_async.AsyncGRPOTrainer("model", **{name: made.rollouts})
 
 
 def test_a_worker_that_stands_still_is_noticed(make: Make) -> None:

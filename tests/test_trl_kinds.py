@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +19,13 @@ from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, R
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
-from stoker.integrations.trl import attach, detach
+import trl
+
+from stoker.integrations.trl import _BACKENDS, _REFUSED, attach, detach
 
 MakeTrainer = Callable[..., Any]
-WITH_REWARDS = tuple(kind for kind in KINDS if kind not in ("distillation", "sdft"))
+WITH_REWARDS = tuple(kind for kind in KINDS if kind not in ("distillation", "sdft", "gold", "iw_opd"))
+OFF_POLICY_IN_EVALUATION = ("gold", "iw_opd", "online_dpo")  # these sample in training only
 
 
 @pytest.fixture
@@ -104,17 +110,21 @@ def test_rewards_are_of_the_completions_and_their_prompts(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_settings_are_the_trainers(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
-    trainer = make_trainer(kind, max_steps=1, generation_kwargs={"presence_penalty": 0.5}, **settings)
+    settings = {"temperature": 0.7, "top_p": 0.8, "top_k": 5}
+    more: dict[str, Any] = {}
+    if kind not in ("gold", "iw_opd"):  # which have no more than these
+        settings |= {"min_p": 0.1, "repetition_penalty": 1.2}
+        more["generation_kwargs"] = {"presence_penalty": 0.5}
+    trainer = make_trainer(kind, max_steps=1, **more, **settings)
     attach(trainer)
     calls = recorded(trainer, monkeypatch)
     trainer.train()
     (_, params, _), *_ = calls
     assert {name: getattr(params, name) for name in settings} == settings
-    assert (params.max_tokens, params.presence_penalty, params.stop_token_ids) == (8, 0.5, (EOS,))
+    assert (params.max_tokens, params.presence_penalty, params.stop_token_ids) == (8, 0.5 if more else 0, (EOS,))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "online_dpo"])  # that one only trains on samples
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in OFF_POLICY_IN_EVALUATION])
 def test_evaluation_is_on_the_engine(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     trainer = make_trainer(kind, max_steps=1)
     attach(trainer)
@@ -267,3 +277,40 @@ def test_derived_trainers_are_of_their_base_kind(make_trainer: MakeTrainer) -> N
     engine = attach(trainer)
     trainer.train()
     assert engine.stats().finished_requests == 8
+
+
+def test_weights_are_taken_at_every_step_whatever_the_frequency(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("gold", vllm_sync_frequency=2)
+    engine = attach(trainer)
+    trainer.train()
+    assert engine.weight_version == 3
+    assert trainer._last_vllm_sync_step == -1, "another run counts its steps from 0 again"
+
+
+def trainers_that_generate() -> dict[str, str]:
+    """Of the installed TRL: class and module."""
+    found = {}
+    for file in sorted(Path(trl.__file__).parent.rglob("*_trainer.py")):
+        text = file.read_text()
+        if re.search(r"\.generate\(|vllm_generation|rollout_worker", text):
+            module = ".".join(("trl", *file.relative_to(Path(trl.__file__).parent).with_suffix("").parts))
+            found |= dict.fromkeys(re.findall(r"^class (\w+Trainer)\(", text, re.MULTILINE), module)
+    return found
+
+
+def test_every_trainer_of_trl_that_generates_is_attached_or_refused_by_name() -> None:
+    found = trainers_that_generate()
+    assert found.keys() == {*_BACKENDS, *_REFUSED} and len(found) == 14
+    for name, reason in _REFUSED.items():
+        kind = getattr(importlib.import_module(found[name]), name)
+        for one in (kind, type("Mine", (kind,), {})):
+            with pytest.raises(InvalidConfigError, match=re.escape(f"{name} {reason}")):
+                attach(object.__new__(one))
+
+
+def test_the_docs_name_every_trainer() -> None:
+    page = (Path(__file__).parents[1] / "docs/pages/trl.md").read_text()
+    table = [row.split("|") for row in page.splitlines() if row.startswith("| `")]
+    how = {name: row[2] for row in table for name in re.findall(r"`(\w+Trainer)`", row[1])}
+    assert how.keys() == {*_BACKENDS, *_REFUSED}
+    assert {name for name, words in how.items() if "`attach`" in words} == _BACKENDS.keys()

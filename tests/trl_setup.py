@@ -18,7 +18,7 @@ PAD, EOS, END_OF_TURN = 0, 1, 2
 LOGPROB_TOLERANCE = 1e-4
 # Groups of several lengths, and one that spans more than a KV block.
 PROMPTS = ["abc", "hgfedcba", "d", "ab" * 12, "cafe", "bad"]
-KINDS = ("grpo", "rloo", "distillation", "sdft", "sdpo", "online_dpo")
+KINDS = ("grpo", "rloo", "distillation", "sdft", "sdpo", "gold", "iw_opd", "online_dpo")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -85,6 +85,11 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
     arguments |= {"max_new_tokens": 8} if kind == "online_dpo" else {"max_completion_length": 8}
     if kind in ("grpo", "rloo", "sdft", "sdpo"):
         arguments["num_generations"] = 4
+    if kind in ("gold", "iw_opd"):
+        arguments |= {"num_generations": 2, "lmbda": 1.0, "max_length": 32}
+    if kind == "gold":
+        arguments |= {"use_uld_loss": False, "gradient_checkpointing": False}
+        arguments["dataset_kwargs"] = {"skip_prepare_dataset": True}  # that wants a tokenizer of bytes
     if kind in ("grpo", "rloo"):
         arguments["beta"] = 0.0  # a reference model would be loaded by name, and this model has none
     columns: dict[str, list[Any]] = {"prompt": PROMPTS}
@@ -95,13 +100,23 @@ def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any]
         "train_dataset": Dataset.from_dict(columns),
         "processing_class": make_tokenizer(),
     }
-    if kind == "distillation":
+    if kind in ("gold", "iw_opd"):
+        messages = [[{"role": "user", "content": p}, {"role": "assistant", "content": "abc"}] for p in PROMPTS]
+        passed["train_dataset"] = Dataset.from_dict({"messages": messages})
+        passed["processing_class"].chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    if kind in ("distillation", "gold", "iw_opd"):
         passed["teacher_model"] = make_model(tie_word_embeddings=True)
     elif kind != "sdft":
         passed["reward_funcs"] = count_a
     if kind in ("sdft", "sdpo"):
         arguments["teacher_model_kind"] = "live"  # others are loaded by name, like a reference model
-    if kind == "online_dpo":
+    if kind == "iw_opd":  # it looks for the teacher's tokenizer beside the teacher
+        teacher = os.path.join(output_dir, "teacher")
+        passed["processing_class"].save_pretrained(teacher)
+        passed["teacher_model"].config._name_or_path = teacher
+    if kind in ("gold", "iw_opd"):
+        passed["eval_dataset"] = passed["train_dataset"]
+    elif kind == "online_dpo":
         passed["ref_model"] = copy.deepcopy(passed["model"])
     else:
         passed["eval_dataset"] = Dataset.from_dict({name: rows[:2] for name, rows in columns.items()})
@@ -125,6 +140,14 @@ def _classes(kind: str) -> tuple[Any, Any]:
         from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
         return SDPOTrainer, SDPOConfig
+    if kind == "gold":
+        from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+        return GOLDTrainer, GOLDConfig
+    if kind == "iw_opd":
+        from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+
+        return IWOPDTrainer, IWOPDConfig
     assert kind == "online_dpo"
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 

@@ -1,0 +1,73 @@
+"""New weights, from wherever they come, taken into service between two steps."""
+
+from __future__ import annotations
+
+import time
+
+from stoker.engine.core import EngineCore
+from stoker.engine.request import Request
+from stoker.kernels.errors import InvalidRequestError, RequestFailedError
+from stoker.rollout.adapters import Adapters
+from stoker.rollout.binding import ModelBinding
+from stoker.rollout.live import Loop
+from stoker.weight_sync.transport import NewWeights
+from stoker.weight_sync.version import uninterrupted
+
+
+class WeightUpdates:
+    """Brings what is derived from weights, adapters and the version in step with them."""
+
+    def __init__(self, binding: ModelBinding, core: EngineCore, adapters: Adapters, loop: Loop) -> None:
+        self._binding, self._core, self._adapters, self._loop = binding, core, adapters, loop
+        self.last_seconds = 0.0
+        self.last_bytes = 0
+
+    @property
+    def version(self) -> int:
+        return self._core.scheduler.weight_version
+
+    def update(self, weights: NewWeights | None, version: int | None) -> None:
+        """As ``RolloutEngine.update_weights``."""
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise InvalidRequestError(f"version={version!r} is not an integer")
+        if version is not None and version <= self.version:
+            raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
+        start = time.perf_counter()
+        staged = None if weights is None else self._binding.receive(weights)
+        with uninterrupted():
+            self.last_bytes = self._binding.refresh() if staged is None else self._binding.put_in_service(staged)
+            self._take(self.version + 1 if version is None else version, recompute=False)
+        self.last_seconds = time.perf_counter() - start
+
+    def notice(self) -> None:
+        """Take over what was changed in the model without a word. Raises where the engine may not run on it."""
+        with uninterrupted():
+            if self._binding.notice():
+                self._take(self.version + 1, recompute=True)  # what others have under way, that is
+        self._binding.check_ready()
+
+    def _take(self, version: int, *, recompute: bool) -> None:
+        core = self._core
+
+        def take() -> None:
+            core.drain()
+            if recompute:
+                core.scheduler.preempt_all()
+            self._binding.shell.refresh()
+            core.runner.bind(self._binding.shell)
+            self._adapters.refresh()
+            for request in core.under_way:
+                if not self._adapters.knows(request.adapter):
+                    request.error = deleted(request)
+                    core.abort([request])
+            core.scheduler.set_weight_version(version)
+
+        self._loop.do("take new weights", take)
+
+
+def deleted(request: Request) -> RequestFailedError:
+    assert request.adapter is not None
+    return RequestFailedError(
+        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
+        "another"
+    )
