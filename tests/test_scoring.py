@@ -350,8 +350,8 @@ class LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["qwen3", "cohere2"])
 def test_no_more_logits_than_a_chunk(family):
-    """A fused and an unfused model, with a vocabulary that outweighs all else but what checksums keep for good."""
-    vocab, chunk = 4096, 8
+    """A fused and an unfused model, with logits that outweigh all else, stacks of small weights for their checksums too."""
+    vocab, chunk = 4096, 32
     model = make_model(family, vocab_size=vocab)
     sequences = [draw(i, 60) for i in range(6)]
     with RolloutEngine(model, config=EngineConfig(max_num_batched_tokens=64, score_chunk_tokens=chunk)) as engine:
