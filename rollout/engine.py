@@ -417,6 +417,7 @@ class RolloutEngine:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
         if not self._closed:
             self._loop.do("close", self.core.abort_all)
+            self.core.runner.release_graphs()
             self._kv.release()
             self._binding.release()
             self._closed = True

@@ -13,6 +13,8 @@ from families import REFUSED, VOCAB, make_model
 from peft import IA3Config, LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -406,6 +408,14 @@ def test_ddp_is_looked_through(process_group):
         wrapped(ids, labels=ids).loss.backward()
         optimizer.step()
         assert_usable(engine, model)
+
+
+def test_sharded_adapters_are_refused_for_what_they_are(process_group):
+    """FSDP2 gives a model a class of its own, also that of PEFT, in which the causal language model has to be found."""
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(get_peft_model(make_model("llama"), lora()), mesh=mesh)
+    with pytest.raises(UnsupportedModelError, match="keep adapters whole, outside of FSDP"):
+        RolloutEngine(sharded, config=CONFIG)
 
 
 def test_torch_compile_is_looked_through():

@@ -90,7 +90,7 @@ class Mirror:
             self._settle()
             pinned = self._data.device.type != "cpu"
             parts = torch.split(self._data, _PINNED_BYTES)
-            host = [torch.empty(len(part), dtype=torch.uint8, pin_memory=pinned) for part in parts]
+            host = [torch.empty(len(part), dtype=torch.uint8, device="cpu", pin_memory=pinned) for part in parts]
             for to, part in zip(host, parts, strict=True):
                 to.copy_(part, non_blocking=True)
             self._settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def inside(module: nn.Module) -> nn.Module | None:
     for name in _WRAPPED:
         if isinstance(inner := children.get(name), nn.Module):
             return inner
-    if type(module).__module__.partition(".")[0] == "peft":
+    if _is_of_peft(type(module)):
         # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
         for name in ("base_model", "model", "base_layer", "original_module", "token_adapter"):
             if isinstance(inner := children.get(name), nn.Module):
@@ -38,6 +39,12 @@ def inside(module: nn.Module) -> nn.Module | None:
     if is_wrapper or type(module).__module__.partition(".")[0] == "deepspeed":
         return children.get("module")
     return None
+
+
+@cache
+def _is_of_peft(kind: type) -> bool:
+    """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
+    return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
 
 
 def walk(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
