@@ -113,15 +113,26 @@ class _EngineBackend:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to."""
         if images is not None and any(images):
             raise UnsupportedModelError("the prompts carry images: the engine runs text models only")
+        params = _sampling_params(self._trainer)
         if self.engine.is_sleeping:
             self.engine.wake_up()
         try:
-            batch = self.engine.generate_batch(prompts, replace(_sampling_params(self._trainer), n=n))
+            batch = self.engine.generate_batch(
+                prompts, [replace(params, n=n, seed=seed) for seed in self._seeds(prompts)]
+            )
         finally:
             if self._trainer.args.vllm_enable_sleep_mode:
                 self.engine.sleep()
         batch.raise_for_errors()
         return batch
+
+    def _seeds(self, prompts: Sequence[Any]) -> list[int]:
+        """One for each prompt, drawn from torch as ``generate`` draws.
+
+        The trainer keeps torch's state in its checkpoints, so a run that is resumed samples what it would have sampled.
+        """
+        drawn: list[int] = torch.randint(2**62, (len(prompts),), device="cpu").tolist()
+        return [self.engine.config.seed + seed for seed in drawn]
 
 
 class _TokenListBackend(_EngineBackend):

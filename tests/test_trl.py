@@ -224,6 +224,7 @@ def test_processes_sample_differently(make_trainer: MakeTrainer, monkeypatch: py
     def sampled(rank: int, config: EngineConfig | None = None) -> tuple[int, list[list[int]]]:
         monkeypatch.setattr(type(trainer.accelerator), "process_index", rank)
         engine = attach(trainer, config=config)
+        torch.manual_seed(3)
         tokens, _ = ask(trainer, prompts)
         detach(trainer)
         return engine.config.seed, tokens
@@ -248,8 +249,8 @@ def lowered(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "generate_batch", generate_batch)
-        trainer.vllm_generation.generate([], None, 1)
-    return seen[0]
+        trainer.vllm_generation.generate([[3]], None, 1)
+    return seen[0][0]
 
 
 def test_settings_are_read_at_each_generation(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def test_tools_are_called_and_their_answers_continued(
         max_completion_length=48,
         generation_kwargs={"max_new_tokens": 12},
         max_tool_calling_iterations=3,
+        seed=4,  # under which the random model calls often enough
     )
     engine = attach(trainer)
     calls = record_prompts(trainer, monkeypatch)
@@ -253,6 +254,21 @@ def test_resuming_takes_the_weights_of_the_checkpoint(make_trainer: MakeTrainer,
     assert resumed.state.global_step == 4 and len(seen) == 3
     assert all(torch.equal(seen[1][name], tensor) for name, tensor in saved.items())
     check_parity(resumed)
+
+
+def test_a_resumed_run_ends_where_one_that_was_never_stopped_does(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    def train(**more: Any) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
+        attach(trainer)
+        trainer.train(**more)
+        check_parity(trainer)
+        detach(trainer)
+        return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+    whole = train()
+    torch.manual_seed(99)
+    resumed = train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
 
 
 def test_a_checkpoint_saved_while_attached_is_an_ordinary_one(make_trainer: MakeTrainer, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, A
 
     def record(prompts: Any, params: Any) -> RolloutBatch:
         batch = generate_batch(prompts, params)
-        calls.append((frozen_copy(trainer.accelerator.unwrap_model(trainer.model)), params, batch))
+        calls.append((frozen_copy(trainer.accelerator.unwrap_model(trainer.model)), params[0], batch))
         return batch
 
     monkeypatch.setattr(engine, "generate_batch", record)
