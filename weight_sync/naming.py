@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ def inside(module: nn.Module) -> nn.Module | None:
     return None
 
 
-@cache
 def _is_of_peft(kind: type) -> bool:
     """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
     return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
