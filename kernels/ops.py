@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.errors import InvalidConfigError
-from stoker.kernels.reference import attention, linear, lora, moe, norm_rotary, sampling, window
+from stoker.kernels.reference import attention, checksum, linear, lora, moe, norm_rotary, sampling, window
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
@@ -39,6 +39,7 @@ class Ops:
     score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     advance: Callable[..., None]
+    checksums: Callable[[Sequence[Tensor]], Tensor]
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
@@ -64,6 +65,7 @@ REFERENCE = Ops(
     score_tokens=sampling.score_tokens,
     truncate=sampling.truncate,
     advance=window.advance,
+    checksums=checksum.checksums,
 )
 
 CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from stoker.kernels import attention, linear, linear_invariant, lora, moe, norm_rotary, sampling, truncation, window
+from stoker.kernels import (
+    attention,
+    checksum,
+    linear,
+    linear_invariant,
+    lora,
+    moe,
+    norm_rotary,
+    sampling,
+    truncation,
+    window,
+)
 from stoker.kernels.attention import unsupported
 from stoker.kernels.ops import REFERENCE
 
@@ -29,6 +40,7 @@ TRITON = replace(
     score_tokens=sampling.score_tokens,
     truncate=truncation.truncate,
     advance=window.advance,
+    checksums=checksum.checksums,
     static_plans=True,
     attention_workspace=attention.workspace_bytes,
 )

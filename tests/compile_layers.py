@@ -11,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, build, launches
 
-from stoker.kernels import linear, linear_invariant, norm_rotary, window
+from stoker.kernels import checksum, linear, linear_invariant, norm_rotary, window
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
 
@@ -40,10 +40,11 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     names = ("token_ids", "positions", "slots", "seq_lens", "last_lens")
     rows = torch.zeros(64, 3, dtype=torch.long)
     window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **dict.fromkeys(names, rows[:, 0]))
+    checksum.checksums([zeros(dim, hidden), zeros(dim)])
 
 
 if __name__ == "__main__":
-    for module in (norm_rotary, linear, linear_invariant, window):
+    for module in (norm_rotary, linear, linear_invariant, window, checksum):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B

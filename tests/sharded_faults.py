@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stoker.kernels.reference import checksum
 from stoker.rollout import (
     EngineStateError,
     RolloutEngine,
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import checksum, gather
+from stoker.weight_sync import gather
 from stoker.weight_sync.mirror import MirroredSource
 from stoker.weight_sync.source import source_for
 

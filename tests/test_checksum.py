@@ -8,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.weight_sync import checksum as module
-from stoker.weight_sync.checksum import checksum, checksums
+from stoker.kernels.reference import checksum as module
+from stoker.weight_sync import checksum as by_weight_sync
+from stoker.weight_sync.checksum import checksums
+
+CPU = torch.device("cpu")
+
+
+def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
+    return checksums([tensor], CPU, None if dtype is None else [dtype])[0]
 
 
 def swapped(first: int, second: int) -> Callable[[Tensor], Tensor]:
@@ -58,16 +65,16 @@ CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("shape", [(128, 128), (2048, 64), (256, 256), (512, 512), (1024, 1024), (160, 6144)])
 def test_they_see_every_plausible_corruption(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = torch.randn(shape).to(dtype)
-    seen = checksum(x).item()
-    assert checksum(x.clone()).item() == checksum(x.t().contiguous().t()).item() == seen
-    unseen = [name for name, corrupt in CORRUPTIONS.items() if checksum(corrupt(x)).item() == seen]
+    seen = checksum(x)
+    assert checksum(x.clone()) == checksum(x.t().contiguous().t()) == seen
+    unseen = [name for name, corrupt in CORRUPTIONS.items() if checksum(corrupt(x)) == seen]
     assert unseen == []
 
 
 def test_they_see_rows_exchanged_at_any_distance() -> None:
     x = torch.randn(2100, 32, dtype=torch.bfloat16)
-    sums = [checksum(swapped(3, other)(x)).item() for other in range(4, 2100, 13)]
-    assert len({*sums, checksum(x).item()}) == len(sums) + 1
+    sums = [checksum(swapped(3, other)(x)) for other in range(4, 2100, 13)]
+    assert len({*sums, checksum(x)}) == len(sums) + 1
 
 
 @pytest.mark.parametrize("rows", [10, 127, 256])
@@ -75,14 +82,14 @@ def test_they_see_every_word_and_every_highest_bit(rows: int) -> None:
     """Where all words are in sets, and where some are left over."""
     for more in (0, 1, 700):
         x = torch.randn(1021 * rows + more, 2)
-        seen = checksum(x).item()
+        seen = checksum(x)
         y = x.clone()
         y[:, 1] *= -1
-        assert checksum(y).item() != seen
+        assert checksum(y) != seen
         for row in {0, 1, len(x) // 2, *range(len(x) - 2050, len(x), 41), len(x) - more - 1, -more, -1}:
             y = x.clone()
             y[row, 0] += 1
-            assert checksum(y).item() != seen, row
+            assert checksum(y) != seen, row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -91,11 +98,12 @@ def test_they_are_those_of_the_content_after_a_cast(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a trainer's fp32 and the engine's own dtype, however many pieces a tensor is looked at in."""
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
+    for place in (module, by_weight_sync):
+        monkeypatch.setattr(place, "PIECE_BYTES", chunk)
     x = torch.randn(311, 997)
-    assert checksum(x, dtype).item() == checksum(x.to(dtype)).item() != checksum(x.flip(0), dtype).item()
+    assert checksum(x, dtype) == checksum(x.to(dtype)) != checksum(x.flip(0), dtype)
     halves = torch.randn(2, 2**16 // dtype.itemsize)
-    assert checksum(halves, dtype).item() != checksum(halves.flip(0), dtype).item()
+    assert checksum(halves, dtype) != checksum(halves.flip(0), dtype)
 
 
 def test_tensors_of_one_kind_are_looked_at_together_and_each_has_its_own_number(
@@ -112,14 +120,27 @@ def test_tensors_of_one_kind_are_looked_at_together_and_each_has_its_own_number(
         torch.zeros(80, 50).half(),
     ]
     tensors = [tensors[i] for i in torch.randperm(len(tensors))]
-    device = torch.device("cpu")
-    expected = [checksum(t).item() for t in tensors]
-    assert checksums(tensors, device) == expected
+    expected = [checksum(t) for t in tensors]
+    assert checksums(tensors, CPU) == expected
     monkeypatch.setattr(module, "_LOT_BYTES", 2**20)  # and in lots
-    assert checksums(tensors, device) == [checksum(t).item() for t in tensors]
+    assert checksums(tensors, CPU) == [checksum(t) for t in tensors]
 
     calls: list[int] = []
     weigh = module._weighted_sums
     monkeypatch.setattr(module, "_weighted_sums", lambda data: calls.append(len(data)) or weigh(data))
-    checksums([torch.randn(300 + i % 2) for i in range(400)], device)
+    checksums([torch.randn(300 + i % 2) for i in range(400)], CPU)
     assert calls == [200, 200]
+
+
+def test_casts_are_made_in_lots_of_a_piece_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_weight_sync, "PIECE_BYTES", 1000)
+    sizes = [100, 300, 300, 2, 1700, 0, 250, 250]
+    tensors = [(i, torch.randn(n, device="meta" if i == 3 else "cpu"), torch.bfloat16) for i, n in enumerate(sizes)]
+    lots, before = [], []
+    for lot in by_weight_sync._casts(tensors):
+        assert all(old is lot or not old for old in before), "an earlier lot is still there"
+        assert len({piece.device for _, piece in lot}) == 1
+        lots.append([(i, len(piece)) for i, piece in lot])
+        before.append(lot)
+    wanted = [[(0, 100), (1, 300)], [(2, 300)], [(3, 2)], [(4, 500)], [(4, 500)], [(4, 500)]]
+    assert lots == [*wanted, [(4, 200), (5, 0), (6, 250)], [(7, 250)]]

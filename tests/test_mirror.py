@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from families import VOCAB, make_model
+from test_checksum import checksum
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,7 +22,6 @@ from stoker.rollout import (
     WeightsMismatchError,
 )
 from stoker.weight_sync import mirror as mirror_module
-from stoker.weight_sync.checksum import checksum
 from stoker.weight_sync.mirror import Mirror, MirroredSource
 from stoker.weight_sync.source import source_for
 from stoker.weight_sync.version import uninterrupted
@@ -171,13 +171,13 @@ def test_whatever_the_trainer_does_to_its_tensors_is_followed(kind):
 
 def test_the_trainer_is_never_written_to():
     model = make_model("llama")
-    before = {n: (checksum(p).item(), p._version, p.data_ptr()) for n, p in model.named_parameters()}
+    before = {n: (checksum(p), p._version, p.data_ptr()) for n, p in model.named_parameters()}
     with engine_on(model, "bfloat16") as engine:
         for _ in range(20):
             engine.generate_batch([PROMPT] * 2, PARAMS)
             engine.update_weights()
             engine.verify_weights()
-    assert {n: (checksum(p).item(), p._version, p.data_ptr()) for n, p in model.named_parameters()} == before
+    assert {n: (checksum(p), p._version, p.data_ptr()) for n, p in model.named_parameters()} == before
 
 
 # -- values that cannot be taken -------------------------------------------------------------------------------------
@@ -267,19 +267,19 @@ def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (40, 50), (300, 500), (3000, 4000)])
 def test_checksums_depend_on_order_and_on_every_value(shape):
     x = torch.randn(shape)
-    seen = checksum(x).item()
-    assert checksum(x.clone()).item() == seen
+    seen = checksum(x)
+    assert checksum(x.clone()) == seen
     if x.ndim == 2:
-        assert checksum(x.flip(0)).item() != seen
-        assert checksum(x.t().contiguous().view(shape)).item() != seen
-        assert checksum(x.t().contiguous().t()).item() == seen
+        assert checksum(x.flip(0)) != seen
+        assert checksum(x.t().contiguous().view(shape)) != seen
+        assert checksum(x.t().contiguous().t()) == seen
     flat = x.view(-1)
     for i in {0, flat.numel() // 2, flat.numel() - 1}:
         kept = flat[i].clone()
         flat[i] += 1
-        assert checksum(x).item() != seen
+        assert checksum(x) != seen
         flat[i] = kept
-    assert checksum(x, torch.bfloat16).item() == checksum(x.bfloat16()).item()
+    assert checksum(x, torch.bfloat16) == checksum(x.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -287,10 +287,10 @@ def test_checksums_depend_on_order_and_on_every_value(shape):
 def test_checksums_see_the_highest_bits(dtype, count):
     """Signs in the highest bit of two words, which weighted sums alone cancel."""
     x = torch.randn(count, dtype=dtype)
-    seen = checksum(x).item()
+    seen = checksum(x)
     last = 8 // dtype.itemsize - 1
     x[[last, count // 2 + last]] *= -1
-    assert checksum(x).item() != seen
+    assert checksum(x) != seen
 
 
 # -- memory of its own -----------------------------------------------------------------------------------------------

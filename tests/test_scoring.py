@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from stoker.engine.virtual_memory import PlainBuffer
+from stoker.kernels.reference.checksum import _odd_numbers
 from stoker.rollout import (
     EngineConfig,
     EngineStateError,
@@ -24,7 +25,6 @@ from stoker.rollout import (
     TokenLogprobs,
     UnsupportedModelError,
 )
-from stoker.weight_sync.checksum import _odd_numbers
 
 BLOCK = 4
 EXACT = {"rtol": 0, "atol": 1e-4}

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import count
 
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 64 * 2**20  # the most that one weighted sum covers, and the most a cast makes
-_FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
-# Beyond it words are summed in sets first. Rows have lengths that this prime does not divide, so rows or columns that
-# changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
-_APART, _SET = 1021, 127
-_STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
-_LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
-_WEIGHTS = 2**18  # more than sums of sets in a chunk, and words left over
+from stoker.kernels.ops import ops_for
+from stoker.kernels.reference.checksum import PIECE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,82 +35,51 @@ class WeightReport:
         return not (self.mismatched or self.missing or self.extra)
 
 
-def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A number that another content of the same shape would not have, but by rare chance; int64 scalar.
+def checksums(
+    tensors: Iterable[Tensor], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
+) -> list[int]:
+    """One number each, which another content of that shape would not have, but by rare chance; see the operation's reference.
 
-    It depends on where a value lies: permuted, shifted or transposed content has another one. In tensors above 64 KiB,
-    64-bit words that lie 8168 bytes apart are summed first, in sets of 127: what exchanges words inside such sets
-    alone, or leaves all their sums as they are, is not seen. dtype: of the content after a cast, whose checksum it then
-    is. Runs at memory speed; a cast takes a temporary of at most 64 MiB.
+    Made where the tensors are, and read by one copy from ``device``. dtypes: of each content after a cast, whose number
+    it then is; casts take a temporary of at most 64 MiB.
     """
-    dtype = dtype or tensor.dtype
-    data = tensor.detach().contiguous().view(1, -1)
-    total: Tensor | None = None
-    for part in torch.split(data, _CHUNK_BYTES // dtype.itemsize, dim=1):
-        (number,) = _weighted_sums(part.to(dtype).view(torch.uint8))
-        total = number if total is None else 31 * total + number
-    return torch.zeros((), dtype=torch.int64, device=data.device) if total is None else total
-
-
-def checksums(tensors: Iterable[Tensor], device: torch.device) -> list[int]:
-    """One number each, with one copy to the host."""
-    tensors = list(tensors)
-    alike: dict[object, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        stacked = tensor.nbytes <= _STACKED_BYTES
-        alike.setdefault((tensor.shape, tensor.dtype, tensor.device) if stacked else index, []).append(index)
-    order, sums = [], []
+    tensors = [t.detach() for t in tensors]
+    numbered = list(zip(count(), tensors, [t.dtype for t in tensors] if dtypes is None else dtypes, strict=False))
+    whole: dict[torch.device, list[int]] = {}
+    owners: list[int] = []  # of the numbers, in their order
+    sums: list[Tensor] = []
     with torch.no_grad():
-        for indices in alike.values():
-            lot = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
-            for start in range(0, len(indices), lot):
-                chosen = indices[start : start + lot]
-                order += chosen
-                sums.append(_of_alike([tensors[i] for i in chosen]).to(device))
-        numbers: list[int] = torch.cat(sums).tolist() if sums else []
-    return [number for _, number in sorted(zip(order, numbers, strict=True))]
+        for i, tensor, dtype in numbered:
+            if tensor.dtype == dtype:
+                whole.setdefault(tensor.device, []).append(i)
+        for place, indices in whole.items():
+            owners += indices
+            sums.append(ops_for(place).checksums([tensors[i] for i in indices]).to(device))
+        for lot in _casts([(i, t, dtype) for i, t, dtype in numbered if t.dtype != dtype]):
+            owners += [i for i, _ in lot]
+            sums.append(ops_for(lot[0][1].device).checksums([piece for _, piece in lot]).to(device))
+        numbers = torch.cat(sums).tolist() if sums else []
+    found = [0] * len(tensors)
+    for i, number in zip(owners, numbers, strict=True):
+        found[i] = (31 * found[i] + number + 2**63) % 2**64 - 2**63
+    return found
 
 
-def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
-    """Their checksums, int64 [tensors]."""
-    if len(tensors) == 1:
-        return checksum(tensors[0]).view(1)
-    return _weighted_sums(torch.stack(list(tensors)).view(len(tensors), -1).view(torch.uint8))
-
-
-def _weighted_sums(data: Tensor) -> Tensor:
-    """Of each row of bytes, uint8 [rows, bytes]; int64 [rows]."""
-    count, whole = len(data), data.shape[1] // 8 * 8
-    words, rest = data[:, :whole].contiguous().view(-1), data[:, whole:]
-    if words.storage_offset() % 8:
-        words = words.clone()
-    words = words.view(torch.int64).view(count, whole // 8)
-    if words.shape[1] > _FEW_WORDS:
-        rows = words.shape[1] // _APART
-        whole_sets = rows // _SET * _SET
-        odd = max(0, (rows - whole_sets - 1) // 2 * 2 + 1)  # rows of one more set, if there are any
-        end = (whole_sets + odd) * _APART
-        body = words[:, :end].view(count, -1, _APART)
-        sums = body[:, :whole_sets].view(count, -1, _SET, _APART).sum(2)
-        words = torch.cat([sums.flatten(1), body[:, whole_sets:].sum(1), words[:, end:]], dim=1)
-    weights = _odd_numbers(data.device)
-    total = (_mixed(words) * weights[: words.shape[1]]).sum(1)
-    return total + (rest * weights[: rest.shape[1]]).sum(1) if rest.shape[1] else total
-
-
-def _mixed(words: Tensor) -> Tensor:
-    """The high bits brought into the low ones.
-
-    Alone they would be lost: 2**63 times any two odd numbers adds up to 0.
-    """
-    words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
-    return words ^ (words >> 32)
-
-
-@cache
-def _odd_numbers(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(1, 2 * _WEIGHTS, 2, device=device)
+def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Pieces as the operation sees them, after their casts, in lots on one device; with the tensor's number."""
+    lot: list[tuple[int, Tensor]] = []
+    room = PIECE_BYTES
+    for i, tensor, dtype in tensors:
+        for piece in torch.split(tensor.reshape(-1), PIECE_BYTES // dtype.itemsize):
+            nbytes = piece.numel() * dtype.itemsize
+            if lot and (nbytes > room or lot[0][1].device != piece.device):
+                yield lot
+                lot.clear()  # before there is another
+                room = PIECE_BYTES
+            lot.append((i, piece.to(dtype)))
+            room -= nbytes
+    if lot:
+        yield lot
 
 
 def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.weight_sync import gather as gathering
-from stoker.weight_sync.checksum import checksum, checksums, unfit
+from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import agree, gather, plan
 from stoker.weight_sync.naming import engine_dtypes, unwrap
 from stoker.weight_sync.shards import Held, Shards, read
@@ -315,9 +315,9 @@ class MirroredSource:
         mirror, held = self.mirror, self._read()
         assert mirror is not None
         names = [name for name in held.full if name in mirror.tensors]
-        theirs = [checksum(held.full[name], self._dtypes[name]).to(self.device) for name in names]
-        ours = [checksum(mirror.tensors[name]) for name in names]
-        wrong = [n for n, a, b in zip(names, _numbers(theirs), _numbers(ours), strict=True) if a != b]
+        theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
+        ours = checksums([mirror.tensors[name] for name in names], self.device)
+        wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
         by_group: dict[dist.ProcessGroup, list[Shards]] = {}
         for s in held.shards:
             by_group.setdefault(s.group, []).append(s)
@@ -332,25 +332,24 @@ class MirroredSource:
     def _compare(self, group: dist.ProcessGroup, shards: list[Shards], mirror: Mirror) -> set[str]:
         rank = dist.get_rank(group)
         width = max(len(pieces) for s in shards for pieces in s.pieces)
-        mine = torch.zeros(len(shards), width, dtype=torch.int64, device=self.device)
-        for row, s in zip(mine, shards, strict=True):
-            for column, piece in enumerate(s.pieces[rank]):
-                part = s.local[piece.start : piece.start + piece.rows]
-                row[column] = checksum(part, self._dtypes[piece.name])
+        held = [(i, c, piece) for i, s in enumerate(shards) for c, piece in enumerate(s.pieces[rank])]
+        parts = [shards[i].local[piece.start : piece.start + piece.rows] for i, _, piece in held]
+        numbers = checksums(parts, self.device, [self._dtypes[piece.name] for *_, piece in held])
+        table = torch.zeros(len(shards), width, dtype=torch.int64, device="cpu")
+        for (i, column, _), number in zip(held, numbers, strict=True):
+            table[i, column] = number
+        mine = table.to(self.device)
         theirs = mine.new_empty(group.size(), *mine.shape)
         dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=group)
-        ours = torch.zeros_like(theirs)
-        for i, s in enumerate(shards):
-            for r, pieces in enumerate(s.pieces):
-                for column, piece in enumerate(pieces):
-                    ours[r, i, column] = checksum(piece.view(mirror.tensors[piece.name]))
-        wrong = (ours != theirs).nonzero().tolist()
-        return {shards[i].pieces[r][column].name for r, i, column in wrong}
-
-
-def _numbers(sums: list[Tensor]) -> list[int]:
-    numbers: list[int] = torch.stack(sums).tolist() if sums else []
-    return numbers
+        table = theirs.cpu()
+        pieces = [
+            (r, i, c, p)
+            for i, s in enumerate(shards)
+            for r, of_rank in enumerate(s.pieces)
+            for c, p in enumerate(of_rank)
+        ]
+        ours = checksums([p.view(mirror.tensors[p.name]) for *_, p in pieces], self.device)
+        return {p.name for (r, i, c, p), number in zip(pieces, ours, strict=True) if table[r, i, c] != number}
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

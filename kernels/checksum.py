@@ -1,0 +1,118 @@
+"""Checksums of many tensors in one kernel: torch takes a dozen for each, and reads large ones at a part of memory speed."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
+
+# A program reads 127 rows of so many words, side by side, eight rows at a time: 128 bytes a thread are on their way, and
+# 64 KiB a multiprocessor, which is more than memory's speed times its latency.
+_COLUMNS, _ROWS, _WARPS = 256, 8, 4
+_PER_SET = -(-APART // _COLUMNS)  # programs
+
+
+@triton.jit
+def _mixed(words):
+    words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
+    return words ^ (words >> 32)
+
+
+@triton.jit
+def _checksums_kernel(
+    owners, table, sums, PIECE_BYTES: tl.constexpr, JOBS: tl.constexpr, FEW_WORDS: tl.constexpr, APART: tl.constexpr,
+    SET: tl.constexpr, PER_SET: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Job 0 of a piece is the words that are in no set, and the bytes beyond them; the others, a few columns of a set."""
+    owner = tl.load(owners + tl.program_id(0))
+    address, nbytes, first = tl.load(table + 3 * owner), tl.load(table + 3 * owner + 1), tl.load(table + 3 * owner + 2)
+    job = tl.program_id(0) - first
+    piece = job // JOBS
+    job -= piece * JOBS
+    length = tl.minimum(nbytes - piece * PIECE_BYTES, PIECE_BYTES)
+    start = (address + piece * PIECE_BYTES).to(tl.pointer_type(tl.int64))
+    count = length // 8
+    rows = tl.where(count > FEW_WORDS, count // APART, 0)
+    sets = rows // SET
+    left = rows - sets * SET
+    odd = tl.maximum(left - 1 + left % 2, 0)
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    acc = tl.zeros([ROWS, COLUMNS], tl.int64)
+    if job == 0:
+        begin = (sets * SET + odd) * APART
+        place = tl.where(count > FEW_WORDS, (sets + 1) * APART, 0)  # of the first, among all that is weighted
+        at = row.to(tl.int64) * COLUMNS + column
+        for _ in range(0, count - begin, ROWS * COLUMNS):
+            words = tl.load(start + begin + at, mask=begin + at < count, other=0)
+            acc += _mixed(words) * (2 * (place + at) + 1)
+            at += ROWS * COLUMNS
+        rest = tl.arange(0, 8)
+        data = tl.load((start + count).to(tl.pointer_type(tl.uint8)) + rest, mask=count * 8 + rest < length, other=0)
+        total = tl.sum(tl.sum(acc, 0), 0) + tl.sum(data.to(tl.int64) * (2 * rest + 1), 0)
+    else:
+        which = (job - 1) // PER_SET
+        chosen = (job - 1) % PER_SET * COLUMNS + column
+        here = start + which * SET * APART + chosen
+        size = tl.where(which < sets, SET, odd)
+        for done in range(0, size, ROWS):
+            mask = (done + row < size) & (chosen < APART)
+            acc += tl.load(here + (done + row) * APART, mask=mask, other=0)
+        weighted = _mixed(tl.sum(acc, 0)[None, :]) * (2 * (which * APART + chosen) + 1)
+        total = tl.sum(tl.sum(weighted, 0), 0)
+    for _ in range(piece + 1, (nbytes + PIECE_BYTES - 1) // PIECE_BYTES):
+        total *= 31
+    tl.atomic_add(sums + owner, total, sem="relaxed")
+
+
+def _jobs(nbytes: int) -> int:
+    """Programs for a tensor."""
+    whole, rest = divmod(nbytes, PIECE_BYTES)
+    return whole * _jobs_of_piece(PIECE_BYTES) + (_jobs_of_piece(rest) if rest else 0)
+
+
+def _jobs_of_piece(nbytes: int) -> int:
+    words = nbytes // 8
+    return 1 if words <= FEW_WORDS else 1 + _PER_SET * (words // APART // SET + 1)
+
+
+@lru_cache(maxsize=8)  # weights seldom move
+def _plan(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which tensor each program works on, int32 [programs]; and of each tensor address, bytes, first program, int64 [n, 3]."""
+    counts = torch.tensor([_jobs(nbytes) for _, nbytes in places], device="cpu")
+    ends = counts.cumsum(0)
+    table = torch.cat([torch.tensor(places, device="cpu"), (ends - counts)[:, None]], 1)
+    owners = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32, device="cpu"), counts)
+    return owners.to(device), table.to(device)
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
+    data = [t.detach().contiguous() for t in tensors]
+    data = [t.clone() if t.data_ptr() % 8 else t for t in data]
+    device = data[0].device
+    owners, table = _plan(tuple((t.data_ptr(), t.nbytes) for t in data), device)
+    sums = torch.zeros(len(data), dtype=torch.int64, device=device)
+    if len(owners):
+        with torch.accelerator.device_index(device.index):
+            _checksums_kernel[(len(owners),)](
+                owners,
+                table,
+                sums,
+                PIECE_BYTES=PIECE_BYTES,
+                JOBS=_jobs_of_piece(PIECE_BYTES),
+                FEW_WORDS=FEW_WORDS,
+                APART=APART,
+                SET=SET,
+                PER_SET=_PER_SET,
+                COLUMNS=_COLUMNS,
+                ROWS=_ROWS,
+                num_warps=_WARPS,
+            )
+    return sums

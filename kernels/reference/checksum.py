@@ -1,0 +1,89 @@
+"""Checksums of tensors, as plain torch: what tells that weights were changed without a word, or are not the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 64 * 2**20  # of a tensor, the most that one weighted sum covers
+FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
+# Beyond it words are summed in sets first. Rows have lengths that this prime does not divide, so rows or columns that
+# changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
+APART, SET = 1021, 127
+_STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
+_LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
+_WEIGHTS = 2**18  # more than sums of sets in a piece, and words left over
+
+
+def checksums(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor a number that another content of its shape would not have, but by rare chance.
+
+    tensors: of any shapes, dtypes and strides, on one device. Returns int64 [tensors]; 0 for an empty one.
+
+    Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before + s, all of it
+    modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1021 apart are first added up in sets
+    of 127, the last set being what is left, less one where that is even; words beyond it stay by themselves. The sum is that of
+    (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole word. What exchanges
+    words inside such sets alone, or leaves all their sums as they are, is not seen.
+    """
+    alike: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        stacked = tensor.nbytes <= _STACKED_BYTES
+        alike.setdefault((tensor.shape, tensor.dtype) if stacked else index, []).append(index)
+    order, sums = [], []
+    for indices in alike.values():
+        lot = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
+        for start in range(0, len(indices), lot):
+            chosen = indices[start : start + lot]
+            order += chosen
+            sums.append(_of_alike([tensors[i].detach() for i in chosen]))
+    numbers = torch.cat(sums)
+    return torch.empty_like(numbers).index_copy_(0, torch.tensor(order, device=numbers.device), numbers)
+
+
+def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
+    """Their checksums, int64 [tensors]."""
+    data = tensors[0].reshape(1, -1) if len(tensors) == 1 else torch.stack(list(tensors)).view(len(tensors), -1)
+    data = data.view(torch.uint8)
+    total = torch.zeros(len(data), dtype=torch.int64, device=data.device)
+    for piece in torch.split(data, PIECE_BYTES, dim=1):
+        total = 31 * total + _weighted_sums(piece)
+    return total
+
+
+def _weighted_sums(data: Tensor) -> Tensor:
+    """Of each row of bytes, uint8 [rows, bytes]; int64 [rows]."""
+    count, whole = len(data), data.shape[1] // 8 * 8
+    words, rest = data[:, :whole].contiguous().view(-1), data[:, whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    words = words.view(torch.int64).view(count, whole // 8)
+    if words.shape[1] > FEW_WORDS:
+        rows = words.shape[1] // APART
+        whole_sets = rows // SET * SET
+        odd = max(0, (rows - whole_sets - 1) // 2 * 2 + 1)  # rows of one more set, if there are any
+        end = (whole_sets + odd) * APART
+        body = words[:, :end].view(count, -1, APART)
+        sums = body[:, :whole_sets].view(count, -1, SET, APART).sum(2)
+        words = torch.cat([sums.flatten(1), body[:, whole_sets:].sum(1), words[:, end:]], dim=1)
+    weights = _odd_numbers(data.device)
+    total = (_mixed(words) * weights[: words.shape[1]]).sum(1)
+    return total + (rest * weights[: rest.shape[1]]).sum(1) if rest.shape[1] else total
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """The high bits brought into the low ones.
+
+    Alone they would be lost: 2**63 times any two odd numbers adds up to 0.
+    """
+    words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
+    return words ^ (words >> 32)
+
+
+@cache
+def _odd_numbers(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1, 2 * _WEIGHTS, 2, device=device)

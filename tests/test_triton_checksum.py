@@ -1,0 +1,88 @@
+"""Checksums by one kernel are those of the torch reference, number by number, for tensors of any kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_oracle import DEVICE
+
+from stoker.kernels import checksum as by_triton
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.reference import checksum as by_torch
+from stoker.kernels.triton_ops import TRITON
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.bool, torch.int64]
+
+
+def content(nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Any bits there are, NaN and the highest ones too."""
+    data = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    return (data % 2 if dtype is torch.bool else data).to(DEVICE).view(dtype)
+
+
+def agree(tensors: list[Tensor]) -> list[int]:
+    numbers = TRITON.checksums(tensors)
+    expected = REFERENCE.checksums(tensors)
+    assert numbers.dtype == expected.dtype == torch.int64 and numbers.tolist() == expected.tolist()
+    return expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_any_dtype_length_shape_and_place(dtype: torch.dtype) -> None:
+    size = dtype.itemsize
+    tensors = [content(n * size, dtype) for n in (0, 1, 3, 7, 8, 9, 1000, 4099)]
+    tensors += [content(48 * size, dtype).view(6, 8).t(), content(60 * size, dtype).view(3, 4, 5)[:, 1:3]]
+    tensors += [content(0, dtype).view(0, 3), content(size, dtype)[0]]
+    long = content(5000 * size, dtype)
+    tensors += [long[i : i + 2000] for i in (1, 2, 3, 4, 8)]
+    numbers = agree(tensors)
+    assert numbers[0] == 0 and len(set(numbers)) >= len(numbers) - 3
+
+
+# Words that are all alone or summed in sets: none, some or all of which are whole, and rows of the last one from 1 to 126.
+@pytest.mark.parametrize("rows", [8, 9, 10, 126, 127, 128, 129, 253, 254, 300])
+def test_of_any_number_of_sets(rows: int) -> None:
+    ends = (0, 5, 8 * 1020) if rows % 2 else (3, 8 * 600 + 1)
+    tensors = [content(8 * 1021 * rows + more) for more in ends]
+    tensors += [content(8 * n + more) for n in (2**13, 2**13 + 1) for more in (0, 1)]
+    agree(tensors)
+
+
+@pytest.mark.parametrize("piece", [2**15, 2**17, 3 * 2**16 + 8])
+def test_of_several_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a tensor above 64 MiB; the factors of many pieces are beyond 64 bits."""
+    for module in (by_triton, by_torch):
+        monkeypatch.setattr(module, "PIECE_BYTES", piece)
+    by_triton._plan.cache_clear()
+    tensors = [content(n) for n in (piece - 1, piece, piece + 1, 3 * piece + 70_001, 15 * 2**15 + 9)]
+    swapped = torch.cat([tensors[3][piece : 2 * piece], tensors[3][:piece], tensors[3][2 * piece :]])
+    assert len(set(agree([*tensors, swapped]))) == 6
+    by_triton._plan.cache_clear()
+
+
+def test_many_tensors_are_one_launch_and_the_next_look_sees_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [content(8 * (50 + 7 * i), torch.bfloat16) for i in range(60)] + [content(400_000)]
+    kernel, grids, plans = by_triton._checksums_kernel, [], []
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    plan = by_triton._plan
+    monkeypatch.setattr(by_triton, "_checksums_kernel", Counted())
+    monkeypatch.setattr(by_triton, "_plan", lambda *key: plans.append(plan(*key)) or plans[-1])
+    before = agree(tensors)
+    tensors[7][3:4].view(torch.int16).bitwise_xor_(1)
+    tensors[60].copy_(tensors[60].roll(8))
+    after = agree(tensors)
+    assert [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b] == [7, 60]
+    assert len(grids) == 2 and grids[0] == grids[1] and plans[0] is plans[1], "one kernel each, planned once"
+    tensors[7] = tensors[7].clone()
+    assert agree(tensors) == after and plans[2] is not plans[1], "planned anew for what lies elsewhere"
+    agree([t[3:] for t in tensors])
+    assert not (plans[3][1][:, 0] % 8).any(), "words are read whole"
+    assert TRITON.checksums([content(0)] * 3).tolist() == [0] * 3 and len(grids) == 4, "nothing to launch"
