@@ -61,6 +61,10 @@ class GraphStep:
             self.release_graphs()
         self.eager.bind(model)
 
+    @property
+    def has_graphs(self) -> bool:
+        return any(graph is not None for graph in self._graphs.values())
+
     def release_graphs(self) -> None:
         """Forget every graph and give its memory back; each is captured again when it is next wanted."""
         self._graphs.clear()

@@ -59,6 +59,10 @@ class Runner(Protocol):
     def bind(self, model: ModelShell) -> None:
         """Run this model from now on."""
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any step is captured, and remembers addresses."""
+
     def release_graphs(self) -> None:
         """Forget what was captured: tensors it reads are about to go, or its memory is wanted."""
 
@@ -78,6 +82,10 @@ class EagerStep:
 
     def bind(self, model: ModelShell) -> None:
         self.model = model
+
+    @property
+    def has_graphs(self) -> bool:
+        return False
 
     def release_graphs(self) -> None:
         pass

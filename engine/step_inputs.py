@@ -238,6 +238,11 @@ class StepInputs:
             self.runtime.to_device(torch.tensor([slots, columns, blocks], device="cpu"), index)
             self._tables.index_put_((index[0], index[1]), index[2])
 
+    def release_workspace(self) -> None:
+        """Give back what attention has set aside for the block tables. No graph may be there: they remember where it is."""
+        if self.ops.release_workspace is not None:
+            self.ops.release_workspace(self._block_tables)
+
     def _write_slot(self, request: Request) -> None:
         spec, slot, host = request.spec, request.slot, self._host
         host["temperature"][slot] = spec.temperature or 1.0

@@ -179,7 +179,7 @@ def _max_parts(rows: int, columns: int, block_size: int) -> int:
 def workspace_bytes(rows: int, columns: int, block_size: int, heads: int, value_dim: int) -> int:
     """Device memory that attention takes, once, for a static block table of that size and layers of that shape.
 
-    Set aside when such a layer first runs, and kept as long as the table.
+    Set aside when such a layer first runs, and kept as long as the table, or until ``release_workspace``.
     """
     return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 1)
 
@@ -199,6 +199,11 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
         common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
         _buffers[key] = Buffers(rows, parts, common, prefix, unit_rows)
     return _buffers[key]
+
+
+def release_workspace(block_tables: Tensor) -> None:
+    """Forget what was made for a static table. What was planned or captured with it must not run any more."""
+    _buffers.pop(StorageWeakRef(block_tables.untyped_storage()), None)  # type: ignore[no-untyped-call]
 
 
 def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

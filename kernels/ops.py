@@ -46,6 +46,8 @@ class Ops:
     # Device memory that attention sets aside besides the KV cache, once for every (query heads, value dimension) there is:
     # its bytes for (most rows, columns of the block table, block size, heads, value dimension).
     attention_workspace: Callable[..., int] | None = None
+    # Gives back what was set aside for a static block table; no step that was captured with it may run after.
+    release_workspace: Callable[[Tensor], None] | None = None
 
 
 REFERENCE = Ops(
@@ -98,5 +100,9 @@ def ops_for(
     _log.warning("attention runs as torch operations, without CUDA graphs, which is slow: %s", reason)
     names = ("plan_attention", "write_kv", "paged_attention")
     return replace(
-        table, static_plans=False, attention_workspace=None, **{name: getattr(REFERENCE, name) for name in names}
+        table,
+        static_plans=False,
+        attention_workspace=None,
+        release_workspace=None,
+        **{name: getattr(REFERENCE, name) for name in names},
     )

@@ -346,8 +346,8 @@ class RolloutEngine:
     def sleep(self, level: int = 1, tags: str | Iterable[str] | None = None) -> None:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
-        level: 1 gives back the KV cache; 2 also graphs and weights of the engine's own, kept in host memory (weights
-        that are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags:
+        level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
+        weights of the engine's own, kept in host memory (weights that are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags:
         instead of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
@@ -417,8 +417,7 @@ class RolloutEngine:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
         if not self._closed:
             self._loop.do("close", self.core.abort_all)
-            self.core.runner.release_graphs()
-            self._kv.release()
+            self._memory.sleep(TAGS, drop_weights=True)
             self._binding.release()
             self._closed = True
 

@@ -33,7 +33,10 @@ def check_tags(tags: str | Iterable[str]) -> list[str]:
 
 
 class EngineMemory:
-    """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs."""
+    """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
+
+    That last one goes whenever no graph is left that remembers where it is.
+    """
 
     def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding) -> None:
         self.core, self.kv, self.binding = core, kv, binding
@@ -52,6 +55,8 @@ class EngineMemory:
         lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
         if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
             runner.release_graphs()
+        if not runner.has_graphs:
+            self.core.inputs.release_workspace()
         if "kv_cache" in tags:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
             self.core.scheduler.prefix_cache.clear()

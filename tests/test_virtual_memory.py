@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from families import make_model
+from test_pipeline import PretendDevice, build, close
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stoker.engine import device as device_module
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, VirtualBuffer
+from stoker.kernels import attention_plan
 from stoker.kernels.errors import EngineStateError
+from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.rollout import engine as engine_module
 
@@ -187,6 +192,39 @@ def test_graphs_outlive_a_sleep_where_addresses_do(monkeypatch: pytest.MonkeyPat
             assert released, "they remember the penalties' counts, which are gone"
             assert core.runner.sampler.penalties is None
             engine.wake_up()
+
+
+@dataclass(frozen=True)
+class VirtualDevice(PretendDevice):
+    driver: StrictDriver = field(default_factory=StrictDriver)
+
+    def allocate(self, nbytes: int) -> DeviceBuffer:
+        return VirtualBuffer(nbytes, self.driver, chunk=64 * KIB)
+
+
+def workspace_of(engine: RolloutEngine) -> weakref.ref[Tensor]:
+    table = engine.core.inputs._block_tables
+    (partials,) = attention_plan._buffers[StorageWeakRef(table.untyped_storage())]._partials.values()
+    return weakref.ref(partials[0])
+
+
+@pytest.mark.parametrize("graphs", ["auto", False])
+def test_the_workspace_of_attention_is_given_back_when_no_graph_remembers_it(graphs: str | bool) -> None:
+    prompts, params = [[1, 2, 3], [7] * 5], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    levels = [(1, True), (2, False)] if graphs else [(1, False)]
+    with build(ops=TRITON, runtime=VirtualDevice, num_layers=1, max_num_seqs=2, use_graphs=graphs) as engine:
+        before = engine.generate_batch(prompts, params)
+        for level, kept in levels:
+            workspace = workspace_of(engine)
+            assert workspace() is not None and engine.core.runner.has_graphs == bool(graphs)
+            engine.sleep(level)
+            assert (workspace() is not None) == engine.core.runner.has_graphs == kept
+            engine.wake_up()
+            close(engine.generate_batch(prompts, params), before)
+            assert (workspace_of(engine)() is workspace()) == kept
+        workspace = workspace_of(engine)
+        engine.close()
+        assert workspace() is None and not engine.core.runner.has_graphs
 
 
 def test_without_the_driver_module_the_cache_is_an_ordinary_tensor(
