@@ -9,9 +9,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.engine.packed_inputs import Channel, PinnedChannel, arrays_in, place, tensors_in
 from stoker.engine.virtual_memory import CudaDriver, DeviceBuffer, PlainBuffer, VirtualBuffer
 
 _log = logging.getLogger("stoker")
@@ -42,9 +45,13 @@ class Runtime:
         """Bytes that could be allocated now."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    def to_device(self, host: Tensor, static: Tensor) -> None:
-        """Fill the static buffer from host memory."""
-        static.copy_(host)
+    def channel(self, nbytes: int) -> Channel:
+        """Static memory for what every plan sends."""
+        return Channel(nbytes, self.device)
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """What a plan sends besides, of any size, in one copy. The arrays stay as they are."""
+        return [torch.from_numpy(array) for array in arrays]
 
     def chosen(self) -> AbstractContextManager[object]:
         """Within, this device is the current one, on which kernels are launched."""
@@ -91,8 +98,17 @@ class CudaRuntime(Runtime):
     def chosen(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.device)
 
-    def to_device(self, host: Tensor, static: Tensor) -> None:
-        static.copy_(host.pin_memory(), non_blocking=True)
+    def channel(self, nbytes: int) -> Channel:
+        return PinnedChannel(nbytes, self.device, self.ahead + 1)
+
+    def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        specs = [(array.dtype.type, array.shape) for array in arrays]
+        nbytes = place(specs)[1]
+        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu").pin_memory()
+        for packed, array in zip(arrays_in(host.numpy(), specs), arrays, strict=True):
+            np.copyto(packed, array)
+        # Torch gives pinned memory to nobody before the copies that read it are over.
+        return tensors_in(host.to(self.device, non_blocking=True), specs)
 
     def to_host(self, tensor: Tensor) -> HostCopy:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,8 +87,7 @@ class KVCache:
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all reads before all writes. copies: (from, to)."""
-        index = torch.empty(len(copies), 2, dtype=torch.long, device=self.runtime.device)
-        self.runtime.to_device(torch.tensor(copies, device="cpu"), index)
+        (index,) = self.runtime.upload(np.array(copies))
         source, target = index[:, 0], index[:, 1]
         for pair in self.layers:
             for cache in pair:

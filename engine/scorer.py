@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.device import HostCopy, Runtime
@@ -26,32 +29,33 @@ class ScoreRows:
     inverse_temperature: Tensor  # fp32 [N]
     top_k: int  # the most any request asks for
 
-    @classmethod
-    def of(cls, plan: Plan, runtime: Runtime) -> ScoreRows | None:
-        """None where the plan scores nothing."""
+    @staticmethod
+    def arrays(plan: Plan) -> tuple[NDArray[Any], ...]:
+        """``hidden``, ``targets`` and ``inverse_temperature`` of a plan, on the host; nothing where it scores nothing."""
         if not any(plan.scored):
-            return None
+            return ()
         hidden: list[int] = []
         targets: list[int] = []
         inverse: list[float] = []
-        top_k = offset = 0
+        offset = 0
         for request, start, count, tokens in zip(plan.requests, plan.starts, plan.num_new, plan.scored, strict=True):
             if tokens:
                 assert request.scoring is not None and start < tokens.start and tokens.stop <= start + count + 1
-                variant = request.scoring.variant
                 first = offset + tokens.start - 1 - start
                 hidden += range(first, first + len(tokens))
                 targets += request.tokens[tokens.start : tokens.stop]
-                inverse += [1.0 / variant.temperature] * len(tokens)
-                top_k = max(top_k, variant.top_k)
+                inverse += [1.0 / request.scoring.variant.temperature] * len(tokens)
             offset += count
+        return np.array(hidden), np.array(targets), np.array(inverse, dtype=np.float32)
 
-        def put(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            rows = torch.empty(len(values), dtype=dtype, device=runtime.device)
-            runtime.to_device(torch.tensor(values, dtype=dtype, device="cpu"), rows)
-            return rows
-
-        return cls(plan.scored, put(hidden, torch.long), put(targets, torch.long), put(inverse, torch.float32), top_k)
+    @classmethod
+    def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> ScoreRows | None:
+        """tensors: ``arrays``, on the device."""
+        if not tensors:
+            return None
+        top_k = max(r.scoring.variant.top_k for r, t in zip(plan.requests, plan.scored, strict=True) if t and r.scoring)
+        hidden, targets, inverse_temperature = tensors
+        return cls(plan.scored, hidden, targets, inverse_temperature, top_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.device import Runtime
+from stoker.engine.packed_inputs import PackedInputs, Spec
 from stoker.engine.request import Request
 from stoker.engine.sampler import SamplingRows
 from stoker.engine.scheduler import Plan
@@ -118,19 +119,28 @@ class StepInputs:
         self._host["greedy"][:] = True
         self._stop_ids = np.full((max_num_seqs + 1, 1), vocab, dtype=np.int64)  # padded with what no token is
 
-        def static(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=runtime.device)
+        def static(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.long, device=runtime.device)
 
-        self._token_ids, self._positions, self._token_rows, self._slots = (static(self.max_tokens) for _ in range(4))
-        self._adapter_slots = static(self.max_tokens)
-        self._last_token, self._seq_lens, self._last_lens = (static(max_num_seqs) for _ in range(3))
-        self._slot_index, self._kept_slots = (static(max_num_seqs) for _ in range(2))
+        self._slots = static(self.max_tokens)
         self._block_tables = static(max_num_seqs, max_blocks)
-        self._stops = static(max_num_seqs, 1)
         self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
         self._sampled = static(max_num_seqs + 1)
-        self._rows = {
-            name: static(max_num_seqs, dtype=torch.from_numpy(column).dtype) for name, column in self._host.items()
+        self._packed = self._new_packed()
+
+    def _new_packed(self) -> PackedInputs:
+        most = self.max_rows, self.max_tokens, self._stop_ids.shape[1]
+        return PackedInputs(self._layout, most, self.runtime.channel)
+
+    @classmethod
+    def _layout(cls, rows: int, tokens: int, stops: int) -> dict[str, Spec]:
+        by_row = ("slot_index", "kept_slots", "last_token", "seq_lens", "last_lens")
+        by_token = ("token_ids", "positions", "token_rows", "adapter_slots")
+        return {
+            **{name: (kind, (rows,)) for name, kind in cls._FIELDS},
+            **dict.fromkeys(by_row, (np.int64, (rows,))),
+            "stop_ids": (np.int64, (rows, stops)),
+            **dict.fromkeys(by_token, (np.int64, (tokens,))),
         }
 
     def fill(self, plan: Plan) -> Batch:
@@ -138,7 +148,9 @@ class StepInputs:
         requests, num_new = plan.requests, plan.num_new
         for request in plan.admitted:
             self._write_slot(request)
-        self._write_tables(plan)
+        new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
+        if new_blocks.numel():
+            self._tables.index_put_((new_blocks[0], new_blocks[1]), new_blocks[2])
 
         count = len(requests)
         rows = bucket(count, self.max_rows)
@@ -165,38 +177,45 @@ class StepInputs:
             row_of = np.repeat(np.arange(count), new)
             positions = np.arange(width) - np.repeat(new.cumsum() - new, new) + np.repeat(computed, new)
 
-        def put(static: Tensor, values: NDArray[Any], size: int) -> Tensor:
-            padded = np.zeros(size, dtype=np.int64)
-            padded[: len(values)] = values
-            self.runtime.to_device(torch.from_numpy(padded), static[:size])
-            return static[:size]
+        arrays, send = self._packed.open(rows, tokens, self._stop_ids.shape[1])
 
-        slot_index = put(self._slot_index, slots, rows)
-        block_tables = self._block_tables[:rows, :columns]
-        block_tables.copy_(self._tables[:, :columns].index_select(0, slot_index))
+        def put(name: str, values: NDArray[Any], padding: int = 0) -> None:
+            arrays[name][: len(values)] = values
+            arrays[name][len(values) :] = padding
+
+        for name, column in self._host.items():
+            np.take(column, slots, out=arrays[name], mode="clip")  # no slot is out of bounds, and "raise" would buffer
+        np.take(self._stop_ids, slots, axis=0, out=arrays["stop_ids"], mode="clip")
+        put("slot_index", slots)
+        put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
+        put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
         # A row's seq_len counts the keys of its last token; padded rows see the one key they write to the null block.
-        seq_lens = put(self._seq_lens, np.concatenate((lengths, np.ones(padding, dtype=np.int64))), rows)
-        batch_positions = put(self._positions, positions, tokens)
-        token_rows = put(self._token_rows, row_of, tokens)
-        batch_tokens = put(self._token_ids, token_ids, tokens)
-        if token_ids.min() < 0:  # sampled by a plan that was not read yet
-            newest = self._sampled.index_select(0, slot_index).index_select(0, token_rows)
-            torch.where(batch_tokens < 0, newest, batch_tokens, out=batch_tokens)
-        blocks = block_tables[token_rows, batch_positions // self.block_size]
-        where = self._slots[:tokens]
-        torch.add(blocks * self.block_size, batch_positions % self.block_size, out=where)
-        where[len(positions) :] = 0
-        adapters = None
-        if any(r.adapter for r in requests):
+        put("seq_lens", lengths, 1)
+        put("last_lens", last, 1)
+        put("token_ids", token_ids)
+        put("positions", positions)
+        put("token_rows", row_of)
+        has_adapters = any(r.adapter for r in requests)
+        if has_adapters:
             adapter_of = np.array([r.adapter.slot if r.adapter else 0 for r in requests])[row_of]
             # Padding is like the last token, so that it does not part a batch that has one adapter.
-            padded = np.pad(adapter_of, (0, tokens - len(adapter_of)), mode="edge")
-            adapters = AdapterRows(put(self._adapter_slots, padded, tokens))
+            put("adapter_slots", adapter_of, adapter_of[-1])
+        sent = send()
+
+        block_tables = self._block_tables[:rows, :columns]
+        block_tables.copy_(self._tables[:, :columns].index_select(0, sent["slot_index"]))
+        if token_ids.min() < 0:  # sampled by a plan that was not read yet
+            newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
+            torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
+        blocks = block_tables[sent["token_rows"], sent["positions"] // self.block_size]
+        where = self._slots[:tokens]
+        torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=where)
+        where[len(positions) :] = 0
         attention = self.ops.plan_attention(
             num_new,
             lengths.tolist(),
             block_tables,
-            seq_lens,
+            sent["seq_lens"],
             block_size=self.block_size,
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
@@ -205,24 +224,28 @@ class StepInputs:
             num_rows=count,
             num_steps=plan.num_steps,
             decode=decode,
-            token_ids=batch_tokens,
-            positions=batch_positions,
+            token_ids=sent["token_ids"],
+            positions=sent["positions"],
             slots=where,
-            last_token=put(self._last_token, np.arange(rows) if decode else new.cumsum() - 1, rows),
-            seq_lens=seq_lens,
-            last_lens=put(self._last_lens, np.concatenate((last, np.ones(padding, dtype=np.int64))), rows),
+            last_token=sent["last_token"],
+            seq_lens=sent["seq_lens"],
+            last_lens=sent["last_lens"],
             block_tables=block_tables,
             block_size=self.block_size,
             attention=attention,
-            sampling=self._sampling(plan, slots, rows, put),
-            scoring=ScoreRows.of(plan, self.runtime),
+            sampling=self._sampling(plan, sent),
+            scoring=ScoreRows.of(plan, scored),
             any_sampled=any(plan.num_samples),
-            adapters=adapters,
+            adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
             sampled=self._sampled,
         )
 
-    def _write_tables(self, plan: Plan) -> None:
-        """Tell the device of blocks it does not know yet. What a slot's last request left behind is never read."""
+    @staticmethod
+    def _new_blocks(plan: Plan) -> NDArray[np.int64]:
+        """Slot, column and number of blocks the device does not know yet, int64 [3, n].
+
+        What a slot's last request left behind is never read.
+        """
         slots: list[int] = []
         columns: list[int] = []
         blocks: list[int] = []
@@ -233,10 +256,7 @@ class StepInputs:
                 columns += range(first, end)
                 blocks += request.block_ids[first:]
                 request.first_new_block = end
-        if blocks:
-            index = torch.empty(3, len(blocks), dtype=torch.long, device=self.runtime.device)
-            self.runtime.to_device(torch.tensor([slots, columns, blocks], device="cpu"), index)
-            self._tables.index_put_((index[0], index[1]), index[2])
+        return np.array([slots, columns, blocks], dtype=np.int64)
 
     def release_workspace(self) -> None:
         """Give back what attention has set aside for the block tables. No graph may be there: they remember where it is."""
@@ -256,25 +276,16 @@ class StepInputs:
         if len(spec.stop_ids) > self._stop_ids.shape[1]:
             more = len(spec.stop_ids) - self._stop_ids.shape[1]
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=self.vocab)
-            self._stops = self._stops.new_zeros(self.max_rows, self._stop_ids.shape[1])
+            self._packed = self._new_packed()
         self._stop_ids[slot] = self.vocab
         self._stop_ids[slot, : len(spec.stop_ids)] = sorted(spec.stop_ids)
 
-    def _sampling(self, plan: Plan, slots: NDArray[Any], rows: int, put: Any) -> SamplingRows:
-        columns = {}
-        for name, column in self._host.items():
-            static = self._rows[name][:rows]
-            self.runtime.to_device(torch.from_numpy(column[slots]), static)
-            columns[name] = static
-        stops = self._stops[:rows]
-        self.runtime.to_device(torch.from_numpy(self._stop_ids[slots]), stops)
+    def _sampling(self, plan: Plan, sent: dict[str, Tensor]) -> SamplingRows:
         specs = [r.spec for r in plan.requests]
-        kept = np.full(rows, self.max_rows)
-        kept[: len(specs)] = np.where(plan.num_samples, slots[: len(specs)], self.max_rows)
         return SamplingRows(
-            **columns,
-            stop_ids=stops,
-            slots=put(self._kept_slots, kept, rows),
+            **{name: sent[name] for name in self._host},
+            stop_ids=sent["stop_ids"],
+            slots=sent["kept_slots"],
             any_random=any(s.temperature > 0 for s in specs),
             any_greedy=any(s.temperature == 0 for s in specs),
             any_truncated=any(s.truncated for s in specs),

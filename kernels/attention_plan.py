@@ -84,7 +84,7 @@ class Buffers:
 class Lanes:
     """Queries that are worked on as decode rows, each alone on its row's keys.
 
-    lengths: int64 [n], keys each sees; tokens and rows: int32 [n], its place in the batch and its row of the table, both
+    lengths: int64 [n], keys each sees; tokens and rows: int64 [n], its place in the batch and its row of the table, both
     None where they are 0 to n; shared: whether units of rows are looked for.
     """
 
@@ -266,9 +266,8 @@ def plan_attention(
         else:
             spans.append((row, token, queries, keys - queries + 1))
         token += queries
-    pieces = []
-    for start in range(0, len(single), buffers.rows):
-        tokens, rows, lengths = zip(*single[start : start + buffers.rows], strict=True)
-        where = _to_device((tokens, rows), torch.int32, device)
-        pieces.append(Lanes(buffers, _to_device(lengths, torch.int64, device), where[0], where[1], False, {}))
-    return AttentionPlan(block_tables, block_size, tuple(pieces), Chunks(tuple(spans), device) if spans else None)
+    # One copy for all; a list holds as many lanes as there are rows.
+    where = _to_device(tuple(zip(*single, strict=True)), torch.int64, device) if single else None
+    pieces = () if where is None else where.split(buffers.rows, dim=1)
+    lanes = tuple(Lanes(buffers, lengths, tokens, rows, False, {}) for tokens, rows, lengths in pieces)
+    return AttentionPlan(block_tables, block_size, lanes, Chunks(tuple(spans), device) if spans else None)

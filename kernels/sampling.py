@@ -62,8 +62,8 @@ def _logsumexp(x, axis: tl.constexpr):
 
 @triton.jit
 def _noise_kernel(seed_ptr, position_ptr, sample_ptr, out_ptr, count, QUADS: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    quad = tl.program_id(0) * QUADS + tl.arange(0, QUADS)
+    row = tl.program_id(0).to(tl.int64)
+    quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     zero = tl.zeros([QUADS], tl.uint32)
     position = zero + tl.load(position_ptr + row).to(tl.uint32)
     sample_index = zero + tl.load(sample_ptr + row).to(tl.uint32)
@@ -72,7 +72,7 @@ def _noise_kernel(seed_ptr, position_ptr, sample_ptr, out_ptr, count, QUADS: tl.
     uniform = (words.to(tl.float32) + 0.5) * (2.0**-32 - 2.0**-56)
     exponent, f = _split_float(1.0 - uniform)
     exponential = -_log_parts(exponent, tl.where(exponent == 0, -uniform, f))  # where 1 - u is near 1, u says it better
-    lane = tl.program_id(0) * QUADS * 4 + tl.arange(0, QUADS * 4)
+    lane = tl.program_id(1) * QUADS * 4 + tl.arange(0, QUADS * 4)
     tl.store(out_ptr + row * count + lane, -_log(exponential), mask=lane < count)
 
 
@@ -81,9 +81,9 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: in
     multiplications and divisions that round alike everywhere, leave the noise within 8 ulp of max(1, its size)."""
     rows, count = seed.shape[0], SAMPLE_BLOCK + triton.cdiv(vocab, SAMPLE_BLOCK)
     out = torch.empty(rows, count, dtype=torch.float32, device=seed.device)
-    grid = triton.cdiv(count, 4 * _QUADS), rows
     columns = (t.contiguous() for t in (seed, position, sample_index))
-    _noise_kernel[grid](*columns, out, count, QUADS=_QUADS, **_LAUNCH)
+    # Rows first, where a grid has 2^31 programs: 8192 rows of a window of 8 are more than the 65,535 of the other dimensions.
+    _noise_kernel[rows, triton.cdiv(count, 4 * _QUADS)](*columns, out, count, QUADS=_QUADS, **_LAUNCH)
     return out
 
 

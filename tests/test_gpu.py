@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import oracle
 import pytest
 import torch
 from families import FAMILIES, VOCAB, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stoker.engine.graphs import GraphStep
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -131,6 +135,40 @@ def test_a_rollout_waits_for_the_device_only_where_it_reads_results() -> None:
             engine.wait(handles)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+class _Uploads(TorchDispatchMode):
+    """How many operations give the device something of the host's, and whether each copies pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and not a.is_cuda and a.numel()]
+        if any(isinstance(o, torch.Tensor) and o.is_cuda for o in tree_leaves(out)):
+            self.pinned += [a.is_pinned() for a in given]
+        return out
+
+
+def test_a_plan_of_decode_steps_is_sent_in_one_copy_and_new_blocks_in_another() -> None:
+    config = EngineConfig(kv_cache_memory="8MiB", block_size=16, decode_window=4)
+    with RolloutEngine(make_model("llama").cuda(), config=config) as engine:
+        fill, found = engine.core.inputs.fill, []
+
+        def counted(plan: Any) -> Any:
+            with _Uploads() as uploads:
+                batch = fill(plan)
+            if batch.decode:
+                found.append(len(uploads.pinned))
+                assert all(uploads.pinned)
+            return batch
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.core.inputs, "fill", counted)
+            engine.generate_batch(prompts(), SamplingParams(seed=1, max_tokens=40, ignore_eos=True)).raise_for_errors()
+    assert set(found) == {1, 2}
 
 
 @pytest.mark.alone

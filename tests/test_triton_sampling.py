@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from test_sampling_ops import assert_follows
 from torch import Tensor
 
+from stoker.kernels import sampling
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.sampling import SPLIT
 from stoker.kernels.triton_ops import TRITON
@@ -49,6 +51,23 @@ def test_noise_is_that_of_the_reference(vocab: int) -> None:
     assert mine.shape == reference.shape and mine.dtype == torch.float32
     # Eight units in the last place of 1, or of the noise where it is larger. Another word would show at once.
     assert ((mine - reference).abs() <= 8 * 2.0**-23 * reference.abs().clamp(min=1)).all()
+
+
+def test_the_noise_of_many_rows_and_steps_is_a_grid_that_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid has 2^31 - 1 programs along its first dimension, and 65,535 along each other."""
+    grids: list[tuple[int, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr(sampling, "_noise_kernel", Recorder())
+    at = torch.empty(8192 * 8, dtype=torch.long, device="meta")
+    out = TRITON.gumbel_noise(at, at, at, BIG)
+    ((x, y),) = grids
+    assert x < 2**31 and y <= 65_535
+    assert x * y * 4 * sampling._QUADS >= out.numel(), "each program writes that many"
 
 
 def test_noise_is_exact_in_both_tails() -> None:
