@@ -126,6 +126,7 @@ class StepInputs:
         self._block_tables = static(max_num_seqs, max_blocks)
         self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
         self._sampled = static(max_num_seqs + 1)
+        self._workspace: dict[str, Any] = {}  # attention's
         self._packed = self._new_packed()
 
     def _new_packed(self) -> PackedInputs:
@@ -219,6 +220,7 @@ class StepInputs:
             block_size=self.block_size,
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
+            workspace=self._workspace,
         )
         return Batch(
             num_rows=count,
@@ -259,9 +261,8 @@ class StepInputs:
         return np.array([slots, columns, blocks], dtype=np.int64)
 
     def release_workspace(self) -> None:
-        """Give back what attention has set aside for the block tables. No graph may be there: they remember where it is."""
-        if self.ops.release_workspace is not None:
-            self.ops.release_workspace(self._block_tables)
+        """Give back the memory that attention has set aside. No graph may be there: they remember where it is."""
+        self._workspace.clear()
 
     def _write_slot(self, request: Request) -> None:
         spec, slot, host = request.spec, request.slot, self._host

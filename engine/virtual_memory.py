@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from stoker.kernels.host_memory import host_memory
+
 _CHUNK = 256 * 2**20  # physical memory is asked for by this much: few calls, and no large piece has to be found
 
 
@@ -56,7 +58,10 @@ class PlainBuffer:
 
     def restore(self) -> None:
         if self._tensor is None:
-            self._tensor = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cpu":
+                self._tensor = host_memory(self.nbytes)
+            else:
+                self._tensor = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
 
 class Driver(Protocol):

@@ -24,15 +24,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel, write_kernel
-from stoker.kernels.attention_plan import (
-    UNIT_ROWS,
-    AttentionPlan,
-    Lanes,
-    num_sms,
-    plan_attention,
-    release_workspace,
-    workspace_bytes,
-)
+from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention, workspace_bytes
 from stoker.kernels.reference.attention import Visibility
 
 __all__ = [
@@ -40,7 +32,6 @@ __all__ = [
     "launch_config",
     "paged_attention",
     "plan_attention",
-    "release_workspace",
     "unsupported",
     "workspace_bytes",
     "write_kv",

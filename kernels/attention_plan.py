@@ -2,8 +2,8 @@
 
 A decode row's keys are cut into splits whose borders follow from its length (and the layer's visibility) alone, so the
 numbers it gets do not depend on its neighbours. Small kernels write the splits of all rows into a work list, from which
-a grid of fixed size takes its work: a captured step serves every length. Lists and workspaces belong to the static
-block table they were made for and stay where they are as long as it lives.
+a grid of fixed size takes its work: a captured step serves every length. Lists and partial results belong to the static
+block table they were made for, and stay where they are until its owner clears the workspace they are in.
 
 Neighbouring rows whose tables begin alike (samples of one prompt) form a unit. The keys they share are read once for
 all of them and merged with the rest by log-sum-exp ("Hydragen", Juravsky et al., 2024). Units are found on the device
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.reference.attention import Visibility
@@ -179,31 +178,17 @@ def _max_parts(rows: int, columns: int, block_size: int) -> int:
 def workspace_bytes(rows: int, columns: int, block_size: int, heads: int, value_dim: int) -> int:
     """Device memory that attention takes, once, for a static block table of that size and layers of that shape.
 
-    Set aside when such a layer first runs, and kept as long as the table, or until ``release_workspace``.
+    Set aside when such a layer first runs, and kept in the workspace of ``plan_attention``.
     """
     return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 1)
 
 
-_buffers: dict[StorageWeakRef, Buffers] = {}
-
-
 def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
-    """The buffers that go with a static table, of which ``block_tables`` is the upper left corner."""
-    storage = block_tables.untyped_storage()
-    key = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    if key not in _buffers:
-        for gone in [ref for ref in _buffers if ref.expired()]:  # type: ignore[no-untyped-call]
-            del _buffers[gone]
-        rows = storage.nbytes() // (block_tables.stride(0) * block_tables.element_size())
-        parts = _max_parts(rows, block_tables.stride(0), block_size)
-        common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
-        _buffers[key] = Buffers(rows, parts, common, prefix, unit_rows)
-    return _buffers[key]
-
-
-def release_workspace(block_tables: Tensor) -> None:
-    """Forget what was made for a static table. What was planned or captured with it must not run any more."""
-    _buffers.pop(StorageWeakRef(block_tables.untyped_storage()), None)  # type: ignore[no-untyped-call]
+    """Buffers for a static table, of which ``block_tables`` is the upper left corner."""
+    rows = block_tables.untyped_storage().nbytes() // (block_tables.stride(0) * block_tables.element_size())
+    parts = _max_parts(rows, block_tables.stride(0), block_size)
+    common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
+    return Buffers(rows, parts, common, prefix, unit_rows)
 
 
 def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -227,19 +212,25 @@ def plan_attention(
     token_bytes: int,
     num_steps: int = 1,
     deterministic: bool = False,
+    workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
-    buffers and number of rows are the same tensors: a step captured with one of them serves them all.
+    buffers, workspace and number of rows are the same tensors: a step captured with one of them serves them all.
 
     deterministic: a query's numbers depend on its own keys alone. Shared beginnings, which depend on the neighbours, are
     left out, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read
     once a query, mostly from cache.
+
+    workspace: belongs to one static table; no step that was captured with it may run once it is cleared.
     """
-    buffers = _buffers_of(block_tables, block_size)
+    workspace = {} if workspace is None else workspace
+    if "buffers" not in workspace:
+        workspace["buffers"] = _buffers_of(block_tables, block_size)
+    buffers: Buffers = workspace["buffers"]
     device = block_tables.device
     if all(n == 1 for n in query_lens):
         shared = not deterministic and len(seq_lens) > 1
-        lanes = Lanes(buffers, seq_lens, None, None, shared, buffers.lists)
+        every = Lanes(buffers, seq_lens, None, None, shared, buffers.lists)
         if shared:
             grid = (len(seq_lens),)
             common_blocks_kernel[grid](
@@ -254,8 +245,8 @@ def plan_attention(
                 LEAST=_LEAST_SHARED,
                 UNIT=UNIT_ROWS,
             )
-        lanes.build()
-        return AttentionPlan(block_tables, block_size, (lanes,), None)
+        every.build()
+        return AttentionPlan(block_tables, block_size, (every,), None)
 
     single: list[tuple[int, int, int]] = []  # token, row, keys it sees
     spans: list[tuple[int, int, int, int]] = []
@@ -266,8 +257,10 @@ def plan_attention(
         else:
             spans.append((row, token, queries, keys - queries + 1))
         token += queries
-    # One copy for all; a list holds as many lanes as there are rows.
-    where = _to_device(tuple(zip(*single, strict=True)), torch.int64, device) if single else None
-    pieces = () if where is None else where.split(buffers.rows, dim=1)
-    lanes = tuple(Lanes(buffers, lengths, tokens, rows, False, {}) for tokens, rows, lengths in pieces)
-    return AttentionPlan(block_tables, block_size, lanes, Chunks(tuple(spans), device) if spans else None)
+    lanes: list[Lanes] = []
+    if single:  # one copy for all; a list holds as many lanes as there are rows
+        where = _to_device(tuple(zip(*single, strict=True)), torch.int64, device)
+        for begin in range(0, len(single), buffers.rows):
+            tokens, rows, lengths = where[:, begin : begin + buffers.rows]
+            lanes.append(Lanes(buffers, lengths, tokens, rows, False, {}))
+    return AttentionPlan(block_tables, block_size, tuple(lanes), Chunks(tuple(spans), device) if spans else None)

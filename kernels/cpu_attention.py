@@ -3,23 +3,32 @@
 Decode rows whose block tables begin alike (samples of one prompt, hits of one cached prefix) attend to the shared blocks
 together, their queries side by side, and each to the rest of its keys alone. The two parts are merged by their
 log-sum-exp, as in "Hydragen" (Juravsky et al., 2024). Whatever does not fit goes the way of the reference.
+
+The steps of a decode window read the blocks once: what the first of them gathers is held, laid out as the products read
+it, and each step adds its newest key.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stoker.kernels.host_memory import host_memory
 from stoker.kernels.reference import attention as reference
 from stoker.kernels.reference.attention import AttentionPlan, Visibility
 
 _LEAST_SAVED = 0.2  # of all keys: below it, two calls and a merge cost more than they save
 _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they are not worth it
 _LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
+# So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
+_HOLD_BYTES = 2**30
+_COPY_BYTES = 4 * 2**20  # gathered at a time, to be laid out anew while it is in cache
 _PLAIN = Visibility()
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -38,10 +47,106 @@ class _Shared:
     groups: int
 
 
+class _Room:
+    """Memory that one window after the other gathers into: pages fresh from the system cost more than what is copied."""
+
+    def __init__(self) -> None:
+        self._bytes = host_memory(_HOLD_BYTES)  # a page nobody writes to takes no memory
+        self._used = 0
+
+    def clear(self) -> None:
+        self._used = 0
+
+    def take(self, sizes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor] | None:
+        """Tensors with anything in them; None where they do not all fit."""
+        taken, used = [], self._used
+        for size in sizes:
+            start = -(-used // 64) * 64
+            used = start + math.prod(size) * dtype.itemsize
+            if used > len(self._bytes):
+                return None
+            taken.append(self._bytes[start:used].view(dtype).view(size))
+        self._used = used
+        return taken
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a window has gathered, by part and layer. One that has no room holds nothing."""
+
+    room: _Room | None
+    parts: dict[tuple[object, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def gather(self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows of a piece of the reference's plan."""
+        d = plan.decodes[number]
+        return self.own(plan, number, d.table, plan.last_key(d), d.written, (key_cache, value_cache))
+
+    def own(
+        self,
+        plan: AttentionPlan,
+        part: object,
+        table: Tensor,
+        last: Tensor,
+        written: int,
+        caches: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of R rows, [R, H, L, D] each, that of this step among them; zeros where a row has none.
+
+        table: int64 [R * L / block]; last: int64 [R, 1], where each row's newest key is; written: keys every row has.
+        """
+        rows, size = len(last), caches[0].shape[1]
+        length = table.shape[0] // rows * size
+        if (part, caches[0].data_ptr()) in self.parts:
+            held = self.parts[part, caches[0].data_ptr()]
+            slots = plan.once(
+                (part, "newest"), lambda: (table.view(rows, -1).gather(1, last // size) * size + last % size)[:, 0]
+            )
+            heads = caches[0].shape[2]
+            at = plan.once(
+                (part, "newest", heads),
+                lambda: (torch.arange(rows * heads).view(rows, heads) * length + last).flatten(),
+            )
+            for cache, kept in zip(caches, held, strict=True):
+                kept.view(-1, kept.shape[3])[at] = cache.flatten(0, 1).index_select(0, slots).flatten(0, 1)
+            return held
+
+        found = self.blocks(part, table, rows, caches)
+        if written < length:  # what no one has written may be NaN. The null block, all that padded rows read, never is.
+            empty = plan.once(
+                (part, "unwritten"), lambda: (torch.arange(written, length) > last)[:, None, :, None].contiguous()
+            )
+            for gathered in found:
+                gathered[:, :, written:].masked_fill_(empty, 0.0)
+        return found
+
+    def blocks(self, part: object, table: Tensor, rows: int, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What stands in the blocks of R rows, [R, H, L, D] each. table: int64 [R * L / block]."""
+        which = part, caches[0].data_ptr()
+        if which in self.parts:
+            return self.parts[which]
+        length = table.shape[0] // rows * caches[0].shape[1]
+        room = None
+        if self.room is not None:
+            room = self.room.take([(rows, c.shape[2], length, c.shape[3]) for c in caches], caches[0].dtype)
+        if room is None:
+            key, value = (c.index_select(0, table).view(rows, length, *c.shape[2:]).transpose(1, 2) for c in caches)
+            return key, value
+        for cache, out in zip(caches, room, strict=True):
+            at_a_time = max(1, _COPY_BYTES // out[0].nbytes)
+            for begin in range(0, rows, at_a_time):
+                some = slice(begin, begin + at_a_time)
+                found = cache.index_select(0, table.view(rows, -1)[some].flatten())
+                out[some] = found.view(-1, length, *cache.shape[2:]).transpose(1, 2)
+        self.parts[which] = room[0], room[1]
+        return self.parts[which]
+
+
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
     plain: AttentionPlan
     shared: _Shared | None
+    held: _Held
 
     def next_step(self) -> None:
         self.plain.next_step()
@@ -57,8 +162,12 @@ def plan_attention(
     token_bytes: int,
     num_steps: int = 1,
     deterministic: bool = False,
+    workspace: dict[str, Any] | None = None,
 ) -> CpuPlan:
-    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic``."""
+    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic``.
+
+    workspace: the next plan with the same one takes this one's memory, of up to 1 GiB.
+    """
     plain = reference.plan_attention(
         query_lens,
         key_lens,
@@ -69,8 +178,17 @@ def plan_attention(
         num_steps=num_steps,
         deterministic=deterministic,
     )
+    room: _Room | None = None
+    if num_steps > 1:
+        workspace = {} if workspace is None else workspace
+        if "room" not in workspace:
+            workspace["room"] = _Room()
+        room = workspace["room"]
+        room.clear()
+    held = _Held(room)
     decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES and not deterministic
-    return CpuPlan(plain, _find_shared(key_lens, block_tables, block_size, num_steps) if decode else None)
+    shared = _find_shared(key_lens, block_tables, block_size, num_steps) if decode else None
+    return CpuPlan(replace(plain, gather=held.gather), shared, held)
 
 
 def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int, num_steps: int) -> _Shared | None:
@@ -139,7 +257,10 @@ def paged_attention(
     rows, heads, dim = query.shape
     kv_heads = key_cache.shape[2]
     per_key = heads // kv_heads  # heads that share a key are its queries, and so are the rows of a group
-    prefix_key, prefix_value, key, value = _keys(plan, shared, key_cache, value_cache)
+    caches = key_cache, value_cache
+    last = plan.plain.once("last", lambda: (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)[:, None])
+    prefix_key, prefix_value = plan.held.blocks("prefix", shared.prefix_table, shared.groups, caches)
+    key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, shared.written, caches)
 
     together = query.index_select(0, shared.members).view(shared.groups, -1, kv_heads, per_key, dim)
     size = together.shape[1]
@@ -153,47 +274,10 @@ def paged_attention(
     bias = plan.plain.once(
         ("suffix", query.dtype),
         lambda: torch.zeros(rows, 1, 1, key.shape[2], dtype=query.dtype).masked_fill_(
-            _unwritten(plan, shared, key.shape[2])[:, None, None], reference.NEG_INF
+            (torch.arange(key.shape[2]) > last)[:, None, None], reference.NEG_INF
         ),
     )
     out, lse = _attend_with_lse(alone, key, value, attn_mask=bias, scale=scale)
     weight = torch.sigmoid(prefix_lse.flatten(0, 1).index_select(0, shared.place) - lse)[..., None].to(out.dtype)
     merged: Tensor = torch.lerp(out, prefix_out.flatten(0, 1).index_select(0, shared.place), weight)
     return merged.reshape(rows, heads, dim)
-
-
-def _unwritten(plan: CpuPlan, shared: _Shared, length: int) -> Tensor:
-    """True where a row's own part has no key, bool [R, L]. A row that is over keeps one, or its softmax had none."""
-    last = (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)
-    return torch.arange(length) > last[:, None]
-
-
-def _keys(plan: CpuPlan, shared: _Shared, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, ...]:
-    """Shared keys and values [G, H, P, D], and the rows' own [R, H, S, D]; zeros where a row has none."""
-    rows, block_size = len(shared.start), key_cache.shape[1]
-    length = shared.suffix_table.shape[0] // rows * block_size
-    caches, which = (key_cache, value_cache), ("own", key_cache.data_ptr())
-
-    def newest() -> tuple[Tensor, Tensor]:
-        last = (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)[:, None]
-        slots = shared.suffix_table.view(rows, -1).gather(1, last // block_size) * block_size + last % block_size
-        return slots[:, 0], torch.arange(rows) * length + last[:, 0]
-
-    if which in plan.plain.held:
-        prefix_key, prefix_value, key, value = plan.plain.held[which]
-        slots, at = plan.plain.once("newest", newest)
-        for cache, kept in ((key_cache, key), (value_cache, value)):
-            kept.flatten(0, 1).index_copy_(0, at, cache.flatten(0, 1).index_select(0, slots))
-    else:
-        # What no one has written may be NaN. The null block, all that padded rows read, never is.
-        empty = plan.plain.once(
-            "unwritten", lambda: _unwritten(plan, shared, length)[:, shared.written :, None, None].contiguous()
-        )
-        prefix_key, prefix_value = (
-            c.index_select(0, shared.prefix_table).view(shared.groups, -1, *c.shape[2:]) for c in caches
-        )
-        key, value = (c.index_select(0, shared.suffix_table).view(rows, length, *c.shape[2:]) for c in caches)
-        for gathered in (key, value):
-            gathered[:, shared.written :].masked_fill_(empty, 0.0)
-        plan.plain.keep(which, (prefix_key, prefix_value, key, value))
-    return tuple(t.transpose(1, 2) for t in (prefix_key, prefix_value, key, value))

@@ -43,11 +43,9 @@ class Ops:
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
-    # Device memory that attention sets aside besides the KV cache, once for every (query heads, value dimension) there is:
-    # its bytes for (most rows, columns of the block table, block size, heads, value dimension).
+    # Device memory that attention's workspace takes, once for every (query heads, value dimension) there is: its bytes for
+    # (most rows, columns of the block table, block size, heads, value dimension).
     attention_workspace: Callable[..., int] | None = None
-    # Gives back what was set aside for a static block table; no step that was captured with it may run after.
-    release_workspace: Callable[[Tensor], None] | None = None
 
 
 REFERENCE = Ops(
@@ -100,9 +98,5 @@ def ops_for(
     _log.warning("attention runs as torch operations, without CUDA graphs, which is slow: %s", reason)
     names = ("plan_attention", "write_kv", "paged_attention")
     return replace(
-        table,
-        static_plans=False,
-        attention_workspace=None,
-        release_workspace=None,
-        **{name: getattr(REFERENCE, name) for name in names},
+        table, static_plans=False, attention_workspace=None, **{name: getattr(REFERENCE, name) for name in names}
     )

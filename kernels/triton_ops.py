@@ -43,7 +43,6 @@ TRITON = replace(
     checksums=checksum.checksums,
     static_plans=True,
     attention_workspace=attention.workspace_bytes,
-    release_workspace=attention.release_workspace,
 )
 
 # The same bits for a row alone and among any others, where TRITON's depend on how many there are.

@@ -84,6 +84,7 @@ class Paged:
         self.key_cache[0, 0] = self.value_cache[0, 0] = 0.0  # all that padding reads
         self.static_table = table.to(DEVICE)
         self.static_lens = torch.ones(len(table), dtype=torch.long, device=DEVICE)
+        self.workspace: dict[str, Any] = {}
         self.size = len(rows) + padded
         self.table, self.seq_lens = self.static_table[: self.size], self.static_lens[: self.size]
         self.seq_lens[: len(rows)] = torch.tensor([row.keys for row in rows], device=DEVICE)
@@ -109,7 +110,13 @@ class Paged:
     def plan(self, ops: Any, **options: Any) -> Any:
         lens = ([row.queries for row in self.rows], [row.keys for row in self.rows])
         return ops.plan_attention(
-            *lens, self.table, self.seq_lens, block_size=self.block_size, token_bytes=2**20, **options
+            *lens,
+            self.table,
+            self.seq_lens,
+            block_size=self.block_size,
+            token_bytes=2**20,
+            workspace=self.workspace,
+            **options,
         )
 
     def query(self) -> Tensor:

@@ -13,8 +13,10 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as inter
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from stoker.kernels import cpu_attention
+from stoker.kernels.ops import CPU, REFERENCE, Ops
 from stoker.kernels.reference import attention
-from stoker.kernels.reference.attention import Visibility, paged_attention, plan_attention, write_kv
+from stoker.kernels.reference.attention import Visibility, paged_attention, write_kv
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm, act_mul, qk_norm_rotary, rms_norm, rotary
 
 # For values of about one and scores of up to ten, each a few times rounded.
@@ -96,8 +98,8 @@ class Rows:
         for row, n in enumerate(self.lengths):
             self.write(row, 0, n)
 
-    def plan(self, gather_tokens: int = 8192) -> attention.AttentionPlan:
-        return plan_attention(
+    def plan(self, gather_tokens: int = 8192, ops: Ops = REFERENCE, **options: Any) -> Any:
+        return ops.plan_attention(
             self.new,
             self.lengths,
             self.tables,
@@ -105,15 +107,16 @@ class Rows:
             block_size=self.shape.block_size,
             token_bytes=attention._GATHER_BYTES // gather_tokens,
             num_steps=self.num_steps,
+            **options,
         )
 
-    def check(self, plan: attention.AttentionPlan, step: int, padded_tokens: int, **options: Any) -> Tensor:
+    def check(self, plan: Any, step: int, padded_tokens: int, ops: Ops = REFERENCE, **options: Any) -> Tensor:
         """Compare every query of a step; returns what the padded tokens got."""
         shape, count = self.shape, sum(self.new)
         heads = shape.kv_heads * shape.group
         # As a model gives it: heads before tokens, seen the other way round.
         query = torch.randn(heads, count + padded_tokens, shape.key_dim, dtype=shape.dtype).transpose(0, 1)
-        out = paged_attention(query, self.key_cache, self.value_cache, plan, **options)
+        out = ops.paged_attention(query, self.key_cache, self.value_cache, plan, **options)
         assert out.shape == (count + padded_tokens, heads, shape.value_dim) and out.dtype == shape.dtype
         places = [
             (row, position)
@@ -196,26 +199,32 @@ def test_every_query_sees_its_own_keys(
 @pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
 @pytest.mark.parametrize("padded_rows", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-@pytest.mark.parametrize("hold_bytes", [0, 2500, 2**30])  # nothing, some of what is gathered, all of it
+@pytest.mark.parametrize("hold_bytes", [None, 0, 2500, 2**20])  # the reference; a CPU's: nothing, some of it, all of it
 def test_a_decode_window_advances_in_place(
-    shape: Shape, padded_rows: int, gather_tokens: int, hold_bytes: int, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, padded_rows: int, gather_tokens: int, hold_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers take turns, as in a model."""
-    monkeypatch.setattr(attention, "_HOLD_BYTES", hold_bytes)
+    """Two layers take turns, as in a model, and the next window in the memory of the one before."""
+    monkeypatch.setattr(cpu_attention, "_HOLD_BYTES", hold_bytes or 0)
+    ops = REFERENCE if hold_bytes is None else CPU
+    workspace: dict[str, Any] = {}
     history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
-    layers = [Rows(shape, history, new, num_steps=6, padded_rows=padded_rows) for _ in range(2)]
-    layers[1].take_blocks_of(layers[0])
-    plan = layers[0].plan(gather_tokens)
-    for step in range(6):
-        if step:
-            layers[0].seq_lens.add_(1)
-            plan.next_step()
-        for layer in layers:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        layers = [Rows(shape, history, new, num_steps=6, padded_rows=padded_rows) for _ in range(2)]
+        layers[1].take_blocks_of(layers[0])
+        plan = layers[0].plan(gather_tokens, ops, workspace=workspace)
+        for step in range(6):
             if step:
-                for row, n in enumerate(layer.lengths):
-                    layer.write(row, n + step - 1, n + step)
-            for feature in FEATURES:
-                layer.check(plan, step, padded_rows, **options_of(feature, shape))
+                layers[0].seq_lens.add_(1)
+                plan.next_step()
+            for layer in layers:
+                if step:
+                    for row, n in enumerate(layer.lengths):
+                        layer.write(row, n + step - 1, n + step)
+                for feature in FEATURES:
+                    layer.check(plan, step, padded_rows, ops, **options_of(feature, shape))
+        if ops is CPU and hold_bytes != 2500:
+            assert bool(plan.held.parts) == bool(hold_bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from stoker.kernels import cpu_attention
 from stoker.kernels.ops import CPU, REFERENCE
-from stoker.kernels.reference import attention
 from stoker.kernels.reference.attention import Visibility
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -61,7 +61,7 @@ def plans(key_lens, tables, seq_lens, block_size, steps):
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("hold_bytes", [0, 2**30])
 def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes, monkeypatch):
-    monkeypatch.setattr(attention, "_HOLD_BYTES", hold_bytes)
+    monkeypatch.setattr(cpu_attention, "_HOLD_BYTES", hold_bytes)
     key_lens, tables, seq_lens, (key, value), steps = make_step(block_size, groups, padded)
     mine, reference = plans(key_lens, tables, seq_lens, block_size, steps)
     if block_size == 16:
@@ -77,7 +77,7 @@ def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes
         expected = REFERENCE.paged_attention(query, key, value, reference, **options)
         torch.testing.assert_close(found[: len(key_lens)], expected[: len(key_lens)], rtol=1e-5, atol=1e-6)
         assert found.isfinite().all()
-    assert bool(mine.plain.held) == (hold_bytes > 0 and (mine.shared is not None or bool(mine.plain.decodes)))
+    assert bool(mine.held.parts) == (hold_bytes > 0 and (mine.shared is not None or bool(mine.plain.decodes)))
 
 
 @pytest.mark.parametrize(

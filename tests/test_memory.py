@@ -9,6 +9,7 @@ import weakref
 from functools import cache
 
 import pytest
+import torch
 from families import make_model
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ from stoker.engine.device import CpuRuntime
 from stoker.engine.request import Request
 from stoker.engine.virtual_memory import PlainBuffer
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.host_memory import host_memory
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MIB = 2**20
@@ -377,3 +379,22 @@ def test_weights_from_a_file_stay_in_the_file(tmp_path):
         (c,) = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))[0].completions
     assert seen["tokens"] == c.token_ids
     assert seen["grown"] < 0.3 * seen["weights"], seen
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_large_host_memory_is_given_back_with_its_last_view() -> None:
+    before = resident()
+    memory = host_memory(64 * 2**20)
+    assert resident() - before < 8 * 2**20, "memory nobody has written to"
+    memory.fill_(1)
+    view = memory[64:128].view(torch.float32)
+    del memory
+    assert resident() - before > 56 * 2**20 and view.shape == (16,)
+    del view
+    assert resident() - before < 8 * 2**20
+    with pytest.raises(MemoryError, match=r"^\d+ bytes: "):
+        host_memory(2**62)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from test_attention import TOLERANCE
 from test_pipeline import build
 from torch import Tensor
 
-from stoker.kernels import attention_plan
 from stoker.kernels.attention import attend, unsupported, workspace_bytes, write_kv
 from stoker.kernels.attention_plan import UNIT_ROWS
 from stoker.kernels.ops import REFERENCE
@@ -281,7 +281,7 @@ def test_a_plan_serves_what_its_buffers_are_refilled_with() -> None:
     columns = min(case.table.shape[1], other.table.shape[1])
     case.table[:, :columns] = other.table[:, :columns]
     case.seq_lens.copy_(other.seq_lens)
-    other.table, other.seq_lens = case.table, case.seq_lens
+    other.table, other.seq_lens, other.workspace = case.table, case.seq_lens, case.workspace
     assert units(other, other.plan(TRITON)) == [(2, 2, 256)]
     for feature in features:
         check(other, first, feature)
@@ -298,14 +298,14 @@ def test_the_workspace_is_made_once_and_as_large_as_it_says() -> None:
     assert sum(t.nbytes for t in partials) == workspace_bytes(rows, columns, 16, heads=2, value_dim=16)
 
 
-def test_buffers_live_as_long_as_their_table() -> None:
+def test_buffers_live_as_long_as_their_workspace() -> None:
     case = Paged(SMALL, [Row(20)])
-    plan = case.plan(TRITON)
-    assert case.plan(TRITON).lanes[0].buffers is plan.lanes[0].buffers
-    before = len(attention_plan._buffers)
-    del case, plan
-    Paged(SMALL, [Row(20)]).plan(TRITON)
-    assert len(attention_plan._buffers) <= before
+    buffers = case.plan(TRITON).lanes[0].buffers
+    assert case.plan(TRITON, deterministic=True).lanes[0].buffers is buffers
+    gone = weakref.ref(buffers.common)
+    case.workspace.clear()
+    del buffers
+    assert gone() is None and case.plan(TRITON).lanes[0].buffers.rows == len(case.static_table)
 
 
 # -- numbers that depend on a row alone ---------------------------------------------------------------------------

@@ -12,13 +12,11 @@ import torch
 from families import make_model
 from test_pipeline import PretendDevice, build, close
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stoker.engine import device as device_module
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, VirtualBuffer
-from stoker.kernels import attention_plan
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -203,8 +201,7 @@ class VirtualDevice(PretendDevice):
 
 
 def workspace_of(engine: RolloutEngine) -> weakref.ref[Tensor]:
-    table = engine.core.inputs._block_tables
-    (partials,) = attention_plan._buffers[StorageWeakRef(table.untyped_storage())]._partials.values()
+    (partials,) = engine.core.inputs._workspace["buffers"]._partials.values()
     return weakref.ref(partials[0])
 
 

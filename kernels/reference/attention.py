@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,6 @@ _T = TypeVar("_T")
 NEG_INF = float("-inf")
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
 _GATHER_BYTES = 8 * 2**20
-# So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
-_HOLD_BYTES = 2**30
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
@@ -50,7 +48,7 @@ class Visibility:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
+class Decode:
     """Rows with one query each. rows: [r], token index of each, None for all in order; table: [r * n] block ids."""
 
     rows: Tensor | None
@@ -69,29 +67,28 @@ class _Chunk:
     table: Tensor
 
 
+class Gather(Protocol):
+    def __call__(
+        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows of piece ``number``, [r, H, L, D] each; zeros where a row has none."""
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     """What every layer of a step does alike. ``seq_lens`` advances in place between the steps of a decode window."""
 
-    decodes: list[_Decode]
+    decodes: list[Decode]
     chunks: list[_Chunk]
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
-    hold: bool  # keep what a step gathers for the steps after it
-    held: dict[object, tuple[Tensor, ...]] = field(default_factory=dict)
-    _held_bytes: int = 0
+    gather: Gather
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
         self._masks.clear()
 
-    def keep(self, which: object, tensors: tuple[Tensor, ...]) -> None:
-        """Hold what was gathered, unless too much is held already."""
-        size = self._held_bytes + sum(t.nbytes for t in tensors)
-        if self.hold and size <= _HOLD_BYTES:
-            self.held[which], self._held_bytes = tensors, size
-
-    def last_key(self, d: _Decode) -> Tensor:
+    def last_key(self, d: Decode) -> Tensor:
         """Position of each row's newest key, int64 [r, 1]."""
         lens = self.seq_lens if d.rows is None else self.seq_lens.index_select(0, d.rows)
         return lens[:, None] - 1
@@ -101,6 +98,23 @@ class AttentionPlan:
         if key not in self._masks:
             self._masks[key] = make()
         return self._masks[key]  # type: ignore[no-any-return]
+
+
+def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """A ``Gather`` that reads the blocks of every row at every step."""
+    d = plan.decodes[number]
+    length = d.num_blocks * plan.block_size
+
+    def unwritten() -> Tensor:
+        return (torch.arange(d.written, length, device=d.table.device) > plan.last_key(d))[:, :, None, None]
+
+    def gather(cache: Tensor) -> Tensor:
+        found = cache.index_select(0, d.table).view(-1, length, *cache.shape[2:])
+        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
+            found[:, d.written :].masked_fill_(plan.once((number, "unwritten"), unwritten), 0.0)
+        return found.transpose(1, 2)
+
+    return gather(key_cache), gather(value_cache)
 
 
 def plan_attention(
@@ -113,13 +127,16 @@ def plan_attention(
     token_bytes: int,
     num_steps: int = 1,
     deterministic: bool = False,
+    workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """Group the rows of a step.
 
     query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
-    first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64 [R, M]; seq_lens: int64 [R], the same on the device (both may hold
-    padded rows at the end); token_bytes: what one layer keeps of a token; deterministic: leave out what makes a row's numbers
-    depend on its neighbours (here nothing does but the products of torch, of which nothing is promised).
+    first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64
+    [R, M]; seq_lens: int64 [R], the same on the device (both may hold padded rows at the end); token_bytes: what one layer
+    keeps of a token; deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
+    products of torch, of which nothing is promised); workspace: where an implementation leaves to the plans after this one
+    what they use again (this one leaves nothing). Who clears it gives that memory back.
     """
     most = max(1, _GATHER_BYTES // token_bytes)
     max_lens = [n + num_steps - 1 for n in key_lens]
@@ -127,8 +144,8 @@ def plan_attention(
     if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= most:
         table = block_tables[:, : -(-longest // block_size)]
         written = min(key_lens) if len(key_lens) == len(seq_lens) else 1
-        piece = _Decode(None, table.reshape(-1), table.shape[1], written)
-        return AttentionPlan([piece], [], seq_lens, block_size, hold=num_steps > 1)
+        piece = Decode(None, table.reshape(-1), table.shape[1], written)
+        return AttentionPlan([piece], [], seq_lens, block_size, gather_keys)
     starts, start = [], 0
     for n in query_lens:
         starts.append(start)
@@ -142,7 +159,7 @@ def plan_attention(
         rows = torch.tensor(single[begin:end], device=block_tables.device)
         num_blocks = min(-(-max_lens[single[end - 1]] // block_size), block_tables.shape[1])
         table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
-        decodes.append(_Decode(rows, table, num_blocks, key_lens[single[begin]]))
+        decodes.append(Decode(rows, table, num_blocks, key_lens[single[begin]]))
         begin = end
     chunks = []
     for row, n in enumerate(query_lens):
@@ -154,11 +171,11 @@ def plan_attention(
                 chunks.append(_Chunk(starts[row] + done, count, length, table))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
-        decodes = [_Decode(index[d.rows], d.table, d.num_blocks, d.written) for d in decodes if d.rows is not None]
+        decodes = [Decode(index[d.rows], d.table, d.num_blocks, d.written) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
-    return AttentionPlan(decodes, chunks, seq_lens, block_size, hold=num_steps > 1)
+    return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -210,12 +227,12 @@ def paged_attention(
     out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
 
     for number, d in enumerate(plan.decodes):
-        key, value = (t.transpose(1, 2) for t in _decode_keys(number, d, plan, key_cache, value_cache))
+        key, value = plan.gather(plan, number, key_cache, value_cache)
         rows, length = key.shape[0], key.shape[2]
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
-        def decode_bias(d: _Decode = d, length: int = length) -> Tensor:
+        def decode_bias(d: Decode = d, length: int = length) -> Tensor:
             hidden = visibility.hidden(plan.last_key(d), torch.arange(length, device=query.device))
             return _as_bias(hidden, query.dtype)[:, None, None]
 
@@ -244,40 +261,6 @@ def paged_attention(
         sink = None if sinks is None else sinks.view(1, heads, 1, 1)
         out[tokens] = _attend(q, key, value, mask, scale, softcap, sink)[0].transpose(0, 1)
     return out
-
-
-def _decode_keys(
-    number: int, d: _Decode, plan: AttentionPlan, key_cache: Tensor, value_cache: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of a piece's rows, [r, L, H, D] each; zeros where a row has none."""
-    size, length = plan.block_size, d.num_blocks * plan.block_size
-    rows = d.table.shape[0] // d.num_blocks
-
-    def unwritten() -> Tensor:
-        at = torch.arange(d.written, length, device=d.table.device)
-        return (at > plan.last_key(d))[:, :, None, None]
-
-    def newest() -> tuple[Tensor, Tensor]:
-        last = plan.last_key(d)
-        slots = d.table.view(rows, -1).gather(1, last // size) * size + last % size
-        return slots[:, 0], torch.arange(rows, device=last.device) * length + last[:, 0]
-
-    def gather(cache: Tensor) -> Tensor:
-        found = cache.index_select(0, d.table).view(rows, length, *cache.shape[2:])
-        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
-            found[:, d.written :].masked_fill_(plan.once((number, "unwritten"), unwritten), 0.0)
-        return found
-
-    which = (number, key_cache.data_ptr())
-    if which in plan.held:
-        slots, at = plan.once((number, "newest"), newest)
-        key, value = plan.held[which]
-        for cache, kept in ((key_cache, key), (value_cache, value)):
-            kept.flatten(0, 1).index_copy_(0, at, cache.flatten(0, 1).index_select(0, slots))
-        return key, value
-    found = gather(key_cache), gather(value_cache)
-    plan.keep(which, found)
-    return found
 
 
 def _as_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
