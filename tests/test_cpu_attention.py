@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -102,3 +103,20 @@ def test_rows_with_little_in_common_are_not_grouped():
     for groups in (apart, barely, uneven, short):
         key_lens, tables, seq_lens, _, steps = make_step(16, groups, 1)
         assert plans(key_lens, tables, seq_lens, 16, steps)[0].shared is None
+
+
+def test_the_next_window_gathers_into_the_memory_of_the_last(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "_HOLD_BYTES", 200_000)  # of one window, not of two
+    workspace, addresses = {}, set()
+    for seed in range(3):
+        key_lens, tables, seq_lens, (key, value), steps = make_step(16, [(4, 3, [50, 61, 49, 70])], 0, seed)
+        options = {"block_size": 16, "token_bytes": 2**20, "num_steps": steps, "workspace": workspace}
+        plan = CPU.plan_attention([1] * 4, key_lens, tables, seq_lens, **options)
+        CPU.paged_attention(torch.randn(4, HEADS, DIM), key, value, plan, scale=0.3, visibility=Visibility())
+        assert plan.shared is not None and len(plan.held.parts) == 2
+        addresses.add(tuple(t.data_ptr() for pair in plan.held.parts.values() for t in pair))
+    assert len(addresses) == 1
+    room = weakref.ref(workspace["room"]._bytes)
+    del plan
+    workspace.clear()
+    assert room() is None
