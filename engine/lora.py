@@ -21,6 +21,7 @@ from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, TokenRows
+from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 
 _NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
@@ -36,13 +37,14 @@ class Adapted:
         self, layers: LoraLayers, widths: Sequence[int], biases: Sequence[Tensor | None], experts: int = 1
     ) -> None:
         self.layers = layers
-        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts)
+        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables = [self._empty()]
 
     @property
     def rows(self) -> AdapterRows | None:
         """Of the step that runs, where it has adapters and they change any of these modules."""
-        return None if all(table.empty for table in self.tables) else self.layers.rows
+        rows = self.layers.rows
+        return None if rows is None or all(table.empty for table in self.tables) else rows
 
     def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
         """What a slot does to one of the linears, in that order."""
@@ -66,6 +68,7 @@ class LoraLayers:
         self.max_rank = max_rank
         self.num_slots = num_slots
         self.device = device
+        self.stacks = Stacks()
         self.rows: AdapterRows | None = None  # of the step that runs; None where no token has an adapter
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
         self.layout = 0  # a captured step holds as long as this stays

@@ -56,6 +56,7 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
         shell = self._binding.shell
+        shell.lora.stacks.forget()
         for adapter in self.slots:
             self.place(adapter, anew=shell.lora.derives(live[adapter.name]))
 

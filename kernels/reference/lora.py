@@ -1,8 +1,7 @@
 """Low-rank adapters over a projection's output, as plain torch (Hu et al. 2021, arXiv:2106.09685).
 
 Each token has a slot; a slot holds one adapter, slot 0 none. An adapter's matrices stay where they are: a table holds the
-tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side, which live
-as long as the rows of one window of steps.
+tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from stoker.kernels.reference.lora_stacks import Pieces, Stack, Stacks, adapt, apply_stack, stack
 
 
 class LoraWeights(NamedTuple):
@@ -104,35 +104,12 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _named(f"{name}.{key}", inner)
 
 
-class Pieces(NamedTuple):
-    """Tokens that have an adapter, in P pieces of W tokens of one slot each. A piece that is short ends in one token's repeats."""
-
-    slots: tuple[int, ...]  # of each piece
-    tokens: slice | Tensor  # int64 [t], piece by piece
-    gather: Tensor | None  # int64 [P * W], tokens; None where that is ``tokens``, a slice
-    places: Tensor | None  # int64 [t], where ``gather`` has each of ``tokens`` first; None where it is ``tokens``
-
-
-class Stack(NamedTuple):
-    """What each of P pieces does to the L linears of a table that any of them changes; zeros fill ranks up to one r."""
-
-    a: Tensor  # [P, L * r, D]
-    linears: list[
-        tuple[int, Tensor, Tensor | None, Tensor | None]
-    ]  # number, b [P, N, r] scaled, gain and shift [P, 1, N]
-
-
-# Up to so many tokens of an adapter, and from so many adapters on, one product over a stack beats one for each adapter.
-_STACKED_TOKENS = 16
-_STACKED_SLOTS = 3
-
-
 @dataclass(frozen=True)
 class AdapterRows:
     """The adapter slot of each of T tokens, for one window of steps, in which no adapter changes."""
 
     slots: Tensor  # int64 [T]
-    _stacks: dict[LoraTable, Stack | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _pieces: dict[Stacks, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -159,29 +136,18 @@ class AdapterRows:
             tokens = slice(int(order[without]), int(order[-1]) + 1)
         return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
 
-    @cached_property
-    def pieces(self) -> Pieces | None:
-        """None where there are too few adapters, or too many tokens of each, for a stack to pay. For a CPU."""
-        tokens, spans = self.by_slot
-        count = spans[-1][2] if spans else 0
-        if len(spans) < _STACKED_SLOTS or count > _STACKED_TOKENS * len(spans):
+    def stack(self, table: LoraTable) -> tuple[Stack | None, Pieces] | None:
+        """How these tokens go through a table's stack. None where one product for each adapter is better. For a CPU."""
+        stacks = table.stacks
+        if stacks not in self._pieces:  # it is the same for all tables of a step, and for all steps of a window
+            self._pieces[stacks] = stacks.pieces(*self.by_slot)
+        found = self._pieces[stacks]
+        if found is None:
             return None
-        width = -(-count // len(spans))  # of the mean, so that there are less than twice as many pieces as slots
-        parts = [(s, at, min(at + width, end)) for s, start, end in spans for at in range(start, end, width)]
-        slots = tuple(s for s, _, _ in parts)
-        if count == width * len(parts):
-            return Pieces(slots, tokens, None if isinstance(tokens, slice) else tokens, None)
-        tokens = torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
-        bounds = torch.tensor([(start, end - 1) for _, start, end in parts])
-        index = bounds[:, :1] + torch.arange(width)
-        places = (index <= bounds[:, 1:]).flatten().nonzero().flatten()
-        return Pieces(slots, tokens, tokens[torch.minimum(index, bounds[:, 1:]).flatten()], places)
-
-    def stack(self, table: LoraTable, pieces: Pieces) -> Stack | None:
-        """Copies, made when first asked for: they end with the window, so they are never behind the tensors' owner."""
-        if table not in self._stacks:
-            self._stacks[table] = _stack(table, pieces.slots)
-        return self._stacks[table]
+        pieces, slots, made = found
+        if table not in made:
+            made[table] = stack(table, slots)
+        return made[table], pieces
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
@@ -193,7 +159,8 @@ class LoraTable:
     """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
 
     widths: outputs of each linear; biases: theirs, which DoRA leaves as they are. experts: how many pairs of matrices a
-    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``.
+    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``. stacks: those
+    that all tables of a model share.
     """
 
     widths: Sequence[int]
@@ -201,6 +168,7 @@ class LoraTable:
     num_slots: int
     device: torch.device
     experts: int = 1
+    stacks: Stacks = field(default_factory=Stacks)
     weights: list[dict[int, LoraWeights]] = field(init=False)
     pointers: Tensor = field(init=False)  # int64 [linears, num_slots * experts + 1, POINTER_FIELDS]; it never moves
     max_rank: int = 0
@@ -217,6 +185,7 @@ class LoraTable:
     def put(self, linear: int, slot: int, weights: LoraWeights | None) -> None:
         """Set what a slot does to one of the linears; None: nothing."""
         assert 0 < slot <= self.num_slots
+        self.stacks.forget()
         entries = self.pointers[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
         if weights is None:
             if self.weights[linear].pop(slot, None) is not None:
@@ -277,9 +246,11 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
-    if table.experts == 1 and (pieces := rows.pieces) is not None:
-        stack = rows.stack(table, pieces)
-        return out if stack is None else _apply_stacked(x, out, table, stack, pieces)
+    if table.experts == 1 and (found := rows.stack(table)) is not None:
+        matrices, pieces = found
+        if matrices is not None:
+            apply_stack(x, out, table.biases, matrices, pieces)
+        return out
     return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
 
 
@@ -304,78 +275,8 @@ def _apply(
         before = part[tokens]  # a view where they lie side by side
         for weights, start, end in found:
             if weights is not None:
-                _adapt(shrink(mine[start:end], weights.a), before[start:end], bias, *weights[1:])
+                _, b, scale, gain, shift = weights
+                adapt(shrink(mine[start:end], weights.a), before[start:end], bias, b.T, scale, gain, shift)
         if not isinstance(tokens, slice):
             part[tokens] = before
     return out
-
-
-def _stack(table: LoraTable, slots: Sequence[int]) -> Stack | None:
-    """None where no slot changes anything."""
-    found = [[by_slot.get(slot) for slot in slots] for by_slot in table.weights]
-    known = [weights for entries in found for weights in entries if weights is not None]
-    if not known:
-        return None
-    rank, dtype = max(weights.rank for weights in known), table.dtype
-    shrinks, linears = [], []
-    for linear, (width, entries) in enumerate(zip(table.widths, found, strict=True)):
-        if all(weights is None for weights in entries):
-            continue
-        nothing = LoraWeights(known[0].a[:0], known[0].b.new_empty(width, 0), 1.0)
-        each = [weights or nothing for weights in entries]
-        shrinks.append([w.a if len(w.a) == rank else F.pad(w.a, (0, 0, 0, rank - len(w.a))).to(dtype) for w in each])
-        b = torch.stack([w.b if len(w.a) == rank else F.pad(w.b, (0, rank - len(w.a))).to(dtype) for w in each])
-        b *= torch.tensor([w.scale for w in each], dtype=dtype)[:, None, None]
-        gain = _vectors([w.gain for w in each], torch.ones(width))
-        linears.append((linear, b, gain, _vectors([w.shift for w in each], torch.zeros(width))))
-    a = torch.stack([a for of_piece in zip(*shrinks, strict=True) for a in of_piece])
-    return Stack(a.view(len(slots), -1, a.shape[-1]), linears)
-
-
-def _vectors(vectors: Sequence[Tensor | None], neutral: Tensor) -> Tensor | None:
-    if all(v is None for v in vectors):
-        return None
-    return torch.stack([neutral if v is None else v for v in vectors])[:, None]
-
-
-def _apply_stacked(x: Tensor, out: Tensor, table: LoraTable, stack: Stack, pieces: Pieces) -> Tensor:
-    def by_piece(rows: Tensor) -> Tensor:
-        """[P, W, ...]; a view where nothing is gathered."""
-        mine = rows[pieces.tokens] if pieces.gather is None else rows.index_select(0, pieces.gather)
-        return mine.view(len(pieces.slots), -1, rows.shape[1])
-
-    before = by_piece(out)
-    hidden = torch.bmm(by_piece(x).to(stack.a.dtype), stack.a.mT)
-    parts = torch.split(before, list(table.widths), dim=-1)
-    rank = hidden.shape[-1] // len(stack.linears)
-    for number, (linear, b, gain, shift) in enumerate(stack.linears):
-        mine = hidden[..., number * rank : (number + 1) * rank]
-        _adapt(mine, parts[linear], table.biases[linear], b, 1.0, gain, shift)
-    if isinstance(pieces.tokens, Tensor):
-        after = before.flatten(0, 1)
-        out.index_copy_(0, pieces.tokens, after if pieces.places is None else after.index_select(0, pieces.places))
-    return out
-
-
-def _adapt(
-    hidden: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    b: Tensor,
-    scale: float,
-    gain: Tensor | None,
-    shift: Tensor | None,
-) -> None:
-    """One adapter over one linear, in place, or each of a stack. hidden: [..., t, r], the input times ``a``."""
-    if gain is None and shift is None and b.dtype == out.dtype:
-        if out.dim() == 2:
-            out.addmm_(hidden, b.T, alpha=scale)
-        else:
-            out.add_(hidden @ b.mT, alpha=scale)  # as baddbmm_, for columns of a wider matrix, runs piece by piece
-        return
-    delta = hidden @ b.mT * scale
-    if gain is not None:
-        delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
-    if shift is not None:
-        delta = delta + shift
-    out.copy_(out + delta)
