@@ -92,7 +92,7 @@ def test_what_many_adapters_become_is_seen_at_once() -> None:
                 shake(model, seed=20)
 
 
-def test_copies_of_adapters_end_with_an_update_and_with_a_new_request() -> None:
+def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """While others run, and though nobody looked at the numbers since."""
     model = two_adapters()
     model.add_adapter("third", lora(r=2))
@@ -100,14 +100,21 @@ def test_copies_of_adapters_end_with_an_update_and_with_a_new_request() -> None:
     with RolloutEngine(model, config=config) as engine:
         handles = [engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other", "third")]
         stacks = engine._binding.shell.lora.stacks
-        for change in (engine.update_weights, lambda: handles.append(engine.submit(PROMPTS[1], GREEDY, adapter=None))):
-            for _ in range(2):
-                engine.core.step()
-            assert stacks._made
-            engine.pause()
-            change()
-            assert not stacks._made
-            engine.resume()
+        seen: list[Any] = []
+        run = engine._run
+        monkeypatch.setattr(engine, "_run", lambda *work: seen.append(dict(stacks._made)) or run(*work))
+        for _ in range(2):
+            engine.core.step()
+        assert stacks._made
+        engine.pause()
+        engine.update_weights()
+        assert not stacks._made
+        engine.resume()
+        for _ in range(2):
+            engine.core.step()
+        assert stacks._made
+        engine.score([PROMPTS[1]], adapter=None)
+        assert seen == [{}]
         assert all(len(h.result().completions[0].token_ids) == 9 for h in handles)
 
 
