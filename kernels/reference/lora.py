@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.reference.lora_stacks import Pieces, Stack, Stacks, adapt, apply_stack, stack
@@ -60,11 +62,9 @@ class AdapterWeights:
     bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
     then: AdapterWeights | None = None  # another one on top
 
-    def to(self, device: torch.device) -> AdapterWeights:
-        """Itself where all of it is on the device, else a copy there."""
-        if all(t.device == device for t in self.tensors()):
-            return self
-        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+    def map(self, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
+        """The same with other tensors."""
+        return replace(self, **{f.name: _mapped(getattr(self, f.name), change) for f in fields(self)})
 
     def tensors(self) -> Iterator[Tensor]:
         return (tensor for _, tensor in self.named_tensors())
@@ -86,12 +86,16 @@ class AdapterWeights:
         return max((w.rank for w in weights), default=0)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor | AdapterWeights):
-        return value.to(device)
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, AdapterWeights):
+        return value.map(change)
     if isinstance(value, Mapping):
-        return {key: _moved(v, device) for key, v in value.items()}
-    return type(value)(*(_moved(v, device) for v in value)) if isinstance(value, LoraWeights | TokenRows) else value
+        return {key: _mapped(v, change) for key, v in value.items()}
+    if isinstance(value, LoraWeights | TokenRows):
+        return type(value)(*(_mapped(v, change) for v in value))
+    return value
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -154,6 +158,27 @@ class AdapterRows:
 POINTER_FIELDS = 10
 
 
+class PointerBlock:
+    """The rows of addresses of some tables, which go to the device in one copy. They never move."""
+
+    def __init__(self, tables: Sequence[LoraTable]) -> None:
+        """tables: those that have no block yet."""
+        sizes = [len(t.widths) * t.entries * POINTER_FIELDS for t in tables]
+        with torch.inference_mode(False):  # or they could not be written to outside of the caller's
+            self._host = torch.zeros(sum(sizes), dtype=torch.long, device="cpu")
+            self._rows = self._host.to(tables[0].device)  # itself, on a CPU
+        self.changed = False
+        parts = zip(tables, self._host.split(sizes), self._rows.split(sizes), strict=True)
+        for table, host, rows in parts:
+            shape = (len(table.widths), table.entries, POINTER_FIELDS)
+            table.block, table.rows_on_host, table.rows = self, host.view(shape).numpy(), rows.view(shape)
+
+    def upload(self) -> None:
+        if self.changed and self._rows is not self._host:
+            self._rows.copy_(self._host.pin_memory(), non_blocking=True)  # pinned anew: the one before may be under way
+        self.changed = False
+
+
 @dataclass(eq=False)
 class LoraTable:
     """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
@@ -170,26 +195,40 @@ class LoraTable:
     experts: int = 1
     stacks: Stacks = field(default_factory=Stacks)
     weights: list[dict[int, LoraWeights]] = field(init=False)
-    pointers: Tensor = field(init=False)  # int64 [linears, num_slots * experts + 1, POINTER_FIELDS]; it never moves
+    block: PointerBlock | None = None  # its own, unless tables were put into one before they were used
+    rows_on_host: NDArray[Any] = field(init=False)  # int64 [linears, entries, POINTER_FIELDS]
+    rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
-    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of ``pointers`` of a slot
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of a slot
     _columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.weights = [{} for _ in self.widths]
-        size = (len(self.widths), self.num_slots * self.experts + 1, POINTER_FIELDS)
-        with torch.inference_mode(False):  # or it could not be written to outside of the caller's
-            self.pointers = torch.zeros(size, dtype=torch.long, device=self.device)
+
+    @property
+    def entries(self) -> int:
+        return self.num_slots * self.experts + 1
+
+    @property
+    def pointers(self) -> Tensor:
+        """For kernels, int64 [linears, entries, POINTER_FIELDS]."""
+        self._own_block().upload()
+        return self.rows
+
+    def _own_block(self) -> PointerBlock:
+        return self.block or PointerBlock([self])
 
     def put(self, linear: int, slot: int, weights: LoraWeights | None) -> None:
         """Set what a slot does to one of the linears; None: nothing."""
         assert 0 < slot <= self.num_slots
         self.stacks.forget()
-        entries = self.pointers[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
+        block = self._own_block()
+        entries = self.rows_on_host[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
         if weights is None:
             if self.weights[linear].pop(slot, None) is not None:
-                entries.zero_()
+                entries[:] = 0
+                block.changed = True
                 self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
@@ -200,13 +239,12 @@ class LoraTable:
         (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
         row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
         row += [*first.a.stride(), *first.b.stride()]
-        if self._written.get((linear, slot)) != row:  # a small copy for each, so only where something moved
-            block = torch.tensor(row, device="cpu").expand(self.experts, -1).clone()
+        if self._written.get((linear, slot)) != row:
+            entries[:] = row
             for column, matrix in enumerate((weights.a, weights.b)):
                 if matrix.dim() == 3:
-                    experts = torch.arange(self.experts, device="cpu")
-                    block[:, column] += experts * (matrix.stride(0) * matrix.element_size())
-            entries.copy_(block)
+                    entries[:, column] += np.arange(self.experts) * (matrix.stride(0) * matrix.element_size())
+            block.changed = True
             self._written[linear, slot] = row
 
     def entry(self, linear: int, slot: int) -> LoraWeights | None:
