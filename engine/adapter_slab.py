@@ -80,5 +80,5 @@ class Slab:
             self._memory = self._memory.new_empty(size)
         memory = self._memory[:size]
         memory.copy_(packed.memory, non_blocking=True)
-        places = {id(t): t.storage_offset() * t.itemsize for t in packed.adapter.tensors()}
+        places = {id(t): int(t.storage_offset()) * t.itemsize for t in packed.adapter.tensors()}
         return _views(packed.adapter, memory, places)

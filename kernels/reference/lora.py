@@ -168,7 +168,7 @@ class PointerBlock:
             self._host = torch.zeros(sum(sizes), dtype=torch.long, device="cpu")
             self._rows = self._host.to(tables[0].device)  # itself, on a CPU
         self.changed = False
-        parts = zip(tables, self._host.split(sizes), self._rows.split(sizes), strict=True)
+        parts = zip(tables, torch.split(self._host, sizes), torch.split(self._rows, sizes), strict=True)
         for table, host, rows in parts:
             shape = (len(table.widths), table.entries, POINTER_FIELDS)
             table.block, table.rows_on_host, table.rows = self, host.view(shape).numpy(), rows.view(shape)
