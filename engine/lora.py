@@ -20,7 +20,8 @@ from stoker.engine.experts import adapt_experts, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, TokenRows
+from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
+from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 
 _NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
@@ -36,18 +37,24 @@ class Adapted:
         self, layers: LoraLayers, widths: Sequence[int], biases: Sequence[Tensor | None], experts: int = 1
     ) -> None:
         self.layers = layers
-        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts)
-        self.tables = [self._empty()]
+        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
+        self.tables: list[LoraTable] = []
+        self.reach(1)
 
     @property
     def rows(self) -> AdapterRows | None:
         """Of the step that runs, where it has adapters and they change any of these modules."""
-        return None if all(table.empty for table in self.tables) else self.layers.rows
+        rows = self.layers.rows
+        return None if rows is None or all(table.empty for table in self.tables) else rows
+
+    def reach(self, length: int) -> None:
+        """Have tables for so many adapters on top of each other."""
+        while len(self.tables) < length:
+            self.tables.append(self._empty())
+            self.layers.without_block.append(self.tables[-1])
 
     def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
-        """What a slot does to one of the linears, in that order."""
-        while len(self.tables) < len(chain):
-            self.tables.append(self._empty())
+        """What a slot does to one of the linears, in that order, which the tables have to reach."""
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
 
@@ -66,9 +73,12 @@ class LoraLayers:
         self.max_rank = max_rank
         self.num_slots = num_slots
         self.device = device
+        self.stacks = Stacks()
         self.rows: AdapterRows | None = None  # of the step that runs; None where no token has an adapter
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
         self.layout = 0  # a captured step holds as long as this stays
+        self.without_block: list[LoraTable] = []  # tables that are new
+        self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
@@ -155,8 +165,15 @@ class LoraLayers:
         for path, chain in chains.items():
             if path not in self._adapted:
                 self._adapt(path)
+            self._adapted[path][0].reach(len(chain))
+        if self.without_block:
+            self._blocks.append(PointerBlock(self.without_block))
+            self.without_block = []
+        for path, chain in chains.items():
             group, index = self._adapted[path]
             group.put(index, slot, chain)
+        for block in self._blocks:
+            block.upload()
         self._fill(self._saved, slot, states, self._after_saved)
         self._fill(self._tokens, slot, tokens, self._after_tokens)
         before, self._last = self._last, self._captured()

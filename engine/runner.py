@@ -64,7 +64,7 @@ class Runner(Protocol):
         """Whether any step is captured, and remembers addresses."""
 
     def release_graphs(self) -> None:
-        """Forget what was captured: tensors it reads are about to go, or its memory is wanted."""
+        """Forget what was captured or copied for speed: tensors it reads are about to go, or its memory is wanted."""
 
 
 class EagerStep:
@@ -88,7 +88,7 @@ class EagerStep:
         return False
 
     def release_graphs(self) -> None:
-        pass
+        self.model.lora.stacks.forget()
 
     def __call__(self, batch: Batch) -> Pending:
         outputs: list[SamplerOutput] = []

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import torch
 
+from stoker.engine.adapter_slab import Slab, lies_on, pack
 from stoker.engine.adapter_slots import AdapterSlots
+from stoker.engine.device import runtime_for
 from stoker.engine.request import Adapter, Request
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
@@ -40,8 +42,9 @@ class Adapters:
         self._serials = count()
         self._known: dict[str, Adapter] = {}
         self._weights: dict[str, AdapterWeights] = {}
-        # By slot: in which shell, what, and the same on the device, which may be a copy.
+        # By slot: in which shell, what, and the same on the device, which may be a copy in a slab.
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
+        self._slabs: dict[int, Slab] = {}
 
     @property
     def names(self) -> list[str]:
@@ -56,8 +59,9 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
         shell = self._binding.shell
+        shell.lora.stacks.forget()
         for adapter in self.slots:
-            self.place(adapter, anew=shell.lora.derives(live[adapter.name]))
+            self.place(adapter, changed=True)
 
     def knows(self, adapter: Adapter | None) -> bool:
         """Whether it is still there, and no other one under its name."""
@@ -101,22 +105,38 @@ class Adapters:
         )
 
     @torch.inference_mode(False)  # or what is copied here could not be written to later
-    def place(self, adapter: Adapter, *, anew: bool = False) -> None:
-        """Have its weights in its slot, in place of another adapter's or of older ones. anew: though they are there."""
-        shell, weights = self._binding.shell, self._weights[adapter.name]
-        there = self._placed.get(adapter.slot, (None, None, None))
-        if there[0] is shell and there[1] is weights and not anew:
+    def place(self, adapter: Adapter, *, changed: bool = False) -> None:
+        """Have its weights in its slot, in place of another adapter's or of older ones.
+
+        changed: the base's numbers may be others now, and the adapter's too, if it is live.
+        """
+        shell, weights, slot = self._binding.shell, self._weights[adapter.name], adapter.slot
+        before = self._placed.get(slot, (None, None, None))
+        there = before[0] is shell and before[1] is weights
+        if there and not changed:
             return
-        here = there[2] if there[1] is weights and there[2] is not None else weights.to(self._binding.source.device)
-        self._placed.pop(adapter.slot, None)  # an exception below must not leave the slot for right
-        shell.lora.put(adapter.slot, here)
-        self._placed[adapter.slot] = shell, weights, here
+        device, packed = self._binding.source.device, self._binding.packed.get(adapter.name)
+        aliased = lies_on(weights, device)
+        if there and (aliased or packed) and not shell.lora.derives(weights):
+            return
+        self._placed.pop(slot, None)  # an exception below must not leave the slot for right
+        here = weights
+        if aliased:
+            self._slabs.pop(slot, None)
+        elif there and packed and before[2] is not None:
+            here = before[2]
+        else:
+            slab = self._slabs.setdefault(slot, Slab(device))
+            here = slab.fill(packed or pack(weights, runtime_for(device)))
+        shell.lora.put(slot, here)
+        self._placed[slot] = shell, weights, here
 
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)
+            self._slabs.pop(adapter.slot, None)
 
     def resolve(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[Adapter | None]:
         """Each row's adapter. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.adapter_slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
@@ -82,6 +83,7 @@ class ModelBinding:
         ] = {}  # adapters of the model that were active at once, by the name of that
         self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
         self._copies: dict[str, AdapterWeights] = {}  # those of none
+        self.packed: dict[str, Packed] = {}  # of these, those that lie elsewhere than on the device
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
 
@@ -237,12 +239,15 @@ class ModelBinding:
         if changes:
             self.loaded[name] = read
         else:
+            if not lies_on(adapter, self.source.device):
+                self.packed[name] = pack(adapter, runtime_for(self.source.device))
+                adapter = self.packed[name].adapter
             self._copies[name] = adapter
         self._layout = None
         self._look_at_adapters(self.shell)
 
     def unload_adapter(self, name: str) -> None:
-        for known in (self.loaded, self._copies, self.adapters):
+        for known in (self.loaded, self._copies, self.packed, self.adapters):
             known.pop(name, None)
 
     def is_loaded(self, name: str) -> bool:

@@ -44,6 +44,7 @@ class WeightUpdates:
         with uninterrupted():
             if self._binding.notice():
                 self._take(self.version + 1, recompute=True)  # what others have under way, that is
+            self._binding.shell.lora.stacks.forget()
         self._binding.check_ready()
 
     def _take(self, version: int, *, recompute: bool) -> None:

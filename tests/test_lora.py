@@ -76,6 +76,48 @@ def test_several_adapters_in_one_batch() -> None:
         assert_like_peft(engine, model, ["other", None, "default", "other", "default", "other", None], prompts)
 
 
+def test_what_many_adapters_become_is_seen_at_once() -> None:
+    """Whether announced, or not, or more changed after it was announced: the CPU's copies of them are never old."""
+    model = two_adapters()
+    model.add_adapter("third", lora(r=2))
+    shake(model, seed=3)
+    choices = ["third", "other", "default", "third", "default", "other"]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for change in range(5):
+            assert_like_peft(engine, model, choices, [*PROMPTS, *PROMPTS[:2]])
+            shake(model, seed=4 + change)
+            if change % 2:
+                engine.update_weights()
+            if change == 3:
+                shake(model, seed=20)
+
+
+def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While others run, and though nobody looked at the numbers since."""
+    model = two_adapters()
+    model.add_adapter("third", lora(r=2))
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", decode_window=1)
+    with RolloutEngine(model, config=config) as engine:
+        handles = [engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other", "third")]
+        stacks = engine._binding.shell.lora.stacks
+        seen: list[Any] = []
+        run = engine._run
+        monkeypatch.setattr(engine, "_run", lambda *work: seen.append(dict(stacks._made)) or run(*work))
+        for _ in range(2):
+            engine.core.step()
+        assert stacks._made
+        engine.pause()
+        engine.update_weights()
+        assert not stacks._made
+        engine.resume()
+        for _ in range(2):
+            engine.core.step()
+        assert stacks._made
+        engine.score([PROMPTS[1]], adapter=None)
+        assert seen == [{}]
+        assert all(len(h.result().completions[0].token_ids) == 9 for h in handles)
+
+
 def test_one_prompt_with_each_adapter_is_no_group() -> None:
     """Not even where the cache knows the prompt."""
     model = two_adapters()

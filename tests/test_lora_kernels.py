@@ -12,7 +12,9 @@ from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference import lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.lora_stacks import Stacks, stack
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.adapters import by_expert
 
@@ -173,8 +175,9 @@ def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
     """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes."""
     slots, as_they_lie = MIXED[case]
     rows = AdapterRows(torch.tensor(slots))
-    assert rows.pieces is not None and (rows.pieces.gather is None) == as_they_lie
-    assert len(rows.pieces.slots) < 2 * len(set(slots) - {0})
+    found = Stacks().pieces(*rows.by_slot)
+    assert found is not None and (found[0].gather is None) == as_they_lie
+    assert len(found[1]) < 2 * len(set(slots) - {0})
     for options in ({}, {"biased": True, "gains": (1, 4), "shifts": (2, 4)}):
         table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
         table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(24, 2, dtype=dtype), 0.7))
@@ -183,29 +186,59 @@ def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
         check(OPS["reference"].lora, table, 33, rows.slots, dtype)
 
 
-def test_nothing_that_was_stacked_outlives_a_window() -> None:
+def test_stacks_are_right_until_they_are_forgotten() -> None:
+    """And of two tables they do not meet, though these share them."""
     table, slots = make_table([24], 16, {1: 4, 2: 7, 3: 4}, torch.float32), torch.tensor([1, 2, 3, 3])
     x, out = randn(4, 16), randn(4, 24)
     other = make_table([24], 16, {1: 2, 2: 3}, torch.float32)
+    other.stacks = table.stacks
     before = table.weights[0][1].b.clone()
     for _ in range(2):
-        rows = AdapterRows(slots)
         expected = dense(x, out, table, slots)
-        for _ in range(2):
-            assert_close(OPS["reference"].lora(x, out.clone(), table, rows), expected, torch.float32)
-        again = OPS["reference"].lora(x, out.clone(), other, rows)
-        assert_close(again, dense(x, out, other, slots), torch.float32)
+        for _ in range(2):  # windows
+            rows = AdapterRows(slots)
+            for _ in range(2):  # steps
+                assert_close(OPS["reference"].lora(x, out.clone(), table, rows), expected, torch.float32)
+            again = OPS["reference"].lora(x, out.clone(), other, rows)
+            assert_close(again, dense(x, out, other, slots), torch.float32)
         assert torch.equal(table.weights[0][1].b, before)
         before = table.weights[0][1].b.mul_(3).clone()
         table.weights[0][2].a.add_(1)
+        table.stacks.forget()
+    for change in (LoraWeights(randn(2, 16), randn(24, 2), 5.0), LoraWeights(randn(1, 16), randn(24, 1), 1.0), None):
+        table.put(0, 3, change)
+        result = OPS["reference"].lora(x, out.clone(), table, AdapterRows(slots))
+        assert_close(result, dense(x, out, table, slots), torch.float32)
     assert OPS["reference"].lora(x, out.clone(), LoraTable([24], [None], 5, DEVICE), AdapterRows(slots)).equal(out)
+
+
+def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied once for requests that end one after the other, until most of what they hold is of nobody."""
+    copied: list[list[int]] = []
+    monkeypatch.setattr(lora, "stack", lambda table, slots: copied.append(list(slots)) or stack(table, slots))
+    table = make_table([24, 9], 16, {1: 4, 2: 7, 3: 4, 4: 1, 5: 2}, torch.float32)
+    for slots, expected in (
+        ([1, 2, 3, 3, 3, 4, 5, 5, 5, 0], [[1, 2, 3, 3, 4, 5, 5]]),
+        ([1, 2, 3, 3, 4, 5, 5, 0], []),
+        ([3, 3, 5, 5, 5, 4, 0], []),
+        ([5, 4, 3, 1, 5], []),
+        ([5, 3], []),  # one by one
+        ([4, 4, 4, 4, 5, 3], [[4, 4, 5, 3]]),  # in two pieces of two, not in one of four
+        ([4, 5, 3], []),
+        ([4, 5, 1], [[4, 5, 1]]),  # another adapter
+        ([1, 2, 3, 3, 3, 4, 5, 5, 5], [[1, 2, 3, 3, 4, 5, 5]]),
+        ([3, 3, 5, 5, 4], [[3, 5, 4]]),  # most were of nobody
+        ([4, 3, 5], []),
+    ):
+        check(REFERENCE.lora, table, 16, torch.tensor(slots), torch.float32)
+        assert copied == expected, slots
+        copied.clear()
 
 
 def test_when_adapters_are_stacked() -> None:
     few, long = torch.tensor([1, 1, 2, 2]), torch.arange(1, 5).repeat_interleave(17)
-    assert AdapterRows(few).pieces is None and AdapterRows(long).pieces is None
-    assert AdapterRows(torch.zeros(4, dtype=torch.long)).pieces is None
-    assert AdapterRows(long[::2]).pieces is not None
+    for slots, stacked in ((few, False), (long, False), (torch.zeros(4, dtype=torch.long), False), (long[::2], True)):
+        assert (Stacks().pieces(*AdapterRows(slots).by_slot) is not None) == stacked
 
 
 def test_through_the_tables() -> None:

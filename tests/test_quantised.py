@@ -10,11 +10,14 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from trl_setup import LOGPROB_TOLERANCE, build, logged
 
 from stoker.engine.quantised import QuantisedLinear
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.kernels.ops import REFERENCE
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -186,14 +189,22 @@ def test_a_merged_adapter_is_refused(folder: Path) -> None:
         RolloutEngine(model)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_scales_that_changed_in_place_are_seen(folder: Path, kind: str) -> None:
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_that_changed_in_place_are_seen(folder: Path, kind: str, ran_before: bool) -> None:
     """Unannounced, and though the weights themselves are as they were: no prompt's KV of before is read again."""
     model = quantised(folder, kind)
+    if ran_before:  # in 8 bits that is when scales go from the weight to its module
+        oracle.greedy(model, PROMPTS[0], 1)
     with RolloutEngine(model, config=EngineConfig(block_size=4)) as engine:
         first = engine.generate_batch(PROMPTS, GREEDY)
-        state = model.model.layers[0].mlp.up_proj.weight.quant_state
-        (state.absmax if state.state2 is None else state.state2.absmax).mul_(3)
+        assert engine.generate_batch(PROMPTS, GREEDY)[2].cached_tokens > 0 and engine.weight_version == 0
+        layer = model.model.layers[0].mlp.up_proj
+        if kind == "int8":
+            layer.state.SCB.mul_(3)
+        else:
+            state = layer.weight.quant_state
+            (state.absmax if state.state2 is None else state.state2.absmax).mul_(3)
         after = engine.generate_batch(PROMPTS, GREEDY)
         check(model, after)
         assert engine.weight_version == 1 and engine.verify_weights().ok
@@ -220,6 +231,37 @@ def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:
 def test_what_a_quantised_base_cannot_do_is_refused(folder: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         RolloutEngine(quantised(folder, "nf4"), config=EngineConfig(**config))
+
+
+def test_deterministic_mode_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
+    model = quantised(folder, "nf4")
+    owned = [p.untyped_storage().resizable() for p in model.parameters()]
+    with pytest.raises(
+        UnsupportedModelError, match=r"run their own matmuls, .*deterministic=True cannot be had for it"
+    ):
+        RolloutEngine(model, config=EngineConfig(deterministic=True))
+    assert owned == [p.untyped_storage().resizable() for p in model.parameters()]
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_sharded_base_is_refused(folder: Path, kind: str, mesh: Any) -> None:
+    """At once, and in an engine on a model that is sharded later."""
+    model = quantised(folder, kind)
+    with RolloutEngine(model) as engine:
+        engine.generate_batch(PROMPTS, GREEDY)
+        fully_shard(model.model.norm, mesh=mesh)
+        for call in (lambda: RolloutEngine(model), engine.update_weights):
+            with pytest.raises(UnsupportedModelError, match=r"is quantised and sharded, .* keep it whole on each rank"):
+                call()
 
 
 def test_weights_from_elsewhere_are_refused(folder: Path) -> None:

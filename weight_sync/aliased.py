@@ -93,7 +93,7 @@ class AliasedSource:
                     if tensor is not None:
                         layout = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                         yield f"{path}.{name}", tensor, layout
-                        for scales in _scales_of(tensor):
+                        for scales in _scales_of(module, tensor):
                             yield f"{path}.{name}", scales, (scales.data_ptr(), scales.dtype, scales.shape)
 
     def moved(self, module: nn.Module) -> bool:
@@ -175,12 +175,18 @@ class AliasedSource:
         self._rehomed, self._bound = [], []
 
 
-def _scales_of(weight: Any) -> Iterator[Tensor]:
-    """What the numbers of a weight in 4 bits depend on too; the scales may be quantised once more."""
+def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
+    """What the numbers of a quantised weight depend on too. In 4 bits the scales may be quantised once more.
+
+    Those of a weight in 8 bits go over to the state of its module with the first forward.
+    """
     state = getattr(weight, "quant_state", None)
     while state is not None:
         yield from (t for t in (state.absmax, state.offset) if isinstance(t, Tensor))
         state = state.state2
+    if hasattr(weight, "SCB"):
+        scales = weight.SCB if weight.SCB is not None else module.state.SCB
+        yield from (t for t in (scales,) if isinstance(t, Tensor))
 
 
 def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:

@@ -1,8 +1,7 @@
 """Low-rank adapters over a projection's output, as plain torch (Hu et al. 2021, arXiv:2106.09685).
 
 Each token has a slot; a slot holds one adapter, slot 0 none. An adapter's matrices stay where they are: a table holds the
-tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side, which live
-as long as the rows of one window of steps.
+tensors themselves, and their addresses for kernels. Few tokens of many adapters go through copies side by side.
 """
 
 from __future__ import annotations
@@ -13,9 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
+
+from stoker.kernels.reference.lora_stacks import Pieces, Stack, Stacks, adapt, apply_stack, stack
 
 
 class LoraWeights(NamedTuple):
@@ -60,11 +62,9 @@ class AdapterWeights:
     bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
     then: AdapterWeights | None = None  # another one on top
 
-    def to(self, device: torch.device) -> AdapterWeights:
-        """Itself where all of it is on the device, else a copy there."""
-        if all(t.device == device for t in self.tensors()):
-            return self
-        return replace(self, **{f.name: _moved(getattr(self, f.name), device) for f in fields(self)})
+    def map(self, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
+        """The same with other tensors."""
+        return replace(self, **{f.name: _mapped(getattr(self, f.name), change) for f in fields(self)})
 
     def tensors(self) -> Iterator[Tensor]:
         return (tensor for _, tensor in self.named_tensors())
@@ -86,12 +86,16 @@ class AdapterWeights:
         return max((w.rank for w in weights), default=0)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor | AdapterWeights):
-        return value.to(device)
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, AdapterWeights):
+        return value.map(change)
     if isinstance(value, Mapping):
-        return {key: _moved(v, device) for key, v in value.items()}
-    return type(value)(*(_moved(v, device) for v in value)) if isinstance(value, LoraWeights | TokenRows) else value
+        return {key: _mapped(v, change) for key, v in value.items()}
+    if isinstance(value, LoraWeights | TokenRows):
+        return type(value)(*(_mapped(v, change) for v in value))
+    return value
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -104,35 +108,12 @@ def _named(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from _named(f"{name}.{key}", inner)
 
 
-class Pieces(NamedTuple):
-    """Tokens that have an adapter, in P pieces of W tokens of one slot each. A piece that is short ends in one token's repeats."""
-
-    slots: tuple[int, ...]  # of each piece
-    tokens: slice | Tensor  # int64 [t], piece by piece
-    gather: Tensor | None  # int64 [P * W], tokens; None where that is ``tokens``, a slice
-    places: Tensor | None  # int64 [t], where ``gather`` has each of ``tokens`` first; None where it is ``tokens``
-
-
-class Stack(NamedTuple):
-    """What each of P pieces does to the L linears of a table that any of them changes; zeros fill ranks up to one r."""
-
-    a: Tensor  # [P, L * r, D]
-    linears: list[
-        tuple[int, Tensor, Tensor | None, Tensor | None]
-    ]  # number, b [P, N, r] scaled, gain and shift [P, 1, N]
-
-
-# Up to so many tokens of an adapter, and from so many adapters on, one product over a stack beats one for each adapter.
-_STACKED_TOKENS = 16
-_STACKED_SLOTS = 3
-
-
 @dataclass(frozen=True)
 class AdapterRows:
     """The adapter slot of each of T tokens, for one window of steps, in which no adapter changes."""
 
     slots: Tensor  # int64 [T]
-    _stacks: dict[LoraTable, Stack | None] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _pieces: dict[Stacks, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -159,33 +140,43 @@ class AdapterRows:
             tokens = slice(int(order[without]), int(order[-1]) + 1)
         return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
 
-    @cached_property
-    def pieces(self) -> Pieces | None:
-        """None where there are too few adapters, or too many tokens of each, for a stack to pay. For a CPU."""
-        tokens, spans = self.by_slot
-        count = spans[-1][2] if spans else 0
-        if len(spans) < _STACKED_SLOTS or count > _STACKED_TOKENS * len(spans):
+    def stack(self, table: LoraTable) -> tuple[Stack | None, Pieces] | None:
+        """How these tokens go through a table's stack. None where one product for each adapter is better. For a CPU."""
+        stacks = table.stacks
+        if stacks not in self._pieces:  # it is the same for all tables of a step, and for all steps of a window
+            self._pieces[stacks] = stacks.pieces(*self.by_slot)
+        found = self._pieces[stacks]
+        if found is None:
             return None
-        width = -(-count // len(spans))  # of the mean, so that there are less than twice as many pieces as slots
-        parts = [(s, at, min(at + width, end)) for s, start, end in spans for at in range(start, end, width)]
-        slots = tuple(s for s, _, _ in parts)
-        if count == width * len(parts):
-            return Pieces(slots, tokens, None if isinstance(tokens, slice) else tokens, None)
-        tokens = torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
-        bounds = torch.tensor([(start, end - 1) for _, start, end in parts])
-        index = bounds[:, :1] + torch.arange(width)
-        places = (index <= bounds[:, 1:]).flatten().nonzero().flatten()
-        return Pieces(slots, tokens, tokens[torch.minimum(index, bounds[:, 1:]).flatten()], places)
-
-    def stack(self, table: LoraTable, pieces: Pieces) -> Stack | None:
-        """Copies, made when first asked for: they end with the window, so they are never behind the tensors' owner."""
-        if table not in self._stacks:
-            self._stacks[table] = _stack(table, pieces.slots)
-        return self._stacks[table]
+        pieces, slots, made = found
+        if table not in made:
+            made[table] = stack(table, slots)
+        return made[table], pieces
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
 POINTER_FIELDS = 10
+
+
+class PointerBlock:
+    """The rows of addresses of some tables, which go to the device in one copy. They never move."""
+
+    def __init__(self, tables: Sequence[LoraTable]) -> None:
+        """tables: those that have no block yet."""
+        sizes = [len(t.widths) * t.entries * POINTER_FIELDS for t in tables]
+        with torch.inference_mode(False):  # or they could not be written to outside of the caller's
+            self._host = torch.zeros(sum(sizes), dtype=torch.long, device="cpu")
+            self._rows = self._host.to(tables[0].device)  # itself, on a CPU
+        self.changed = False
+        parts = zip(tables, torch.split(self._host, sizes), torch.split(self._rows, sizes), strict=True)
+        for table, host, rows in parts:
+            shape = (len(table.widths), table.entries, POINTER_FIELDS)
+            table.block, table.rows_on_host, table.rows = self, host.view(shape).numpy(), rows.view(shape)
+
+    def upload(self) -> None:
+        if self.changed and self._rows is not self._host:
+            self._rows.copy_(self._host.pin_memory(), non_blocking=True)  # pinned anew: the one before may be under way
+        self.changed = False
 
 
 @dataclass(eq=False)
@@ -193,7 +184,8 @@ class LoraTable:
     """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
 
     widths: outputs of each linear; biases: theirs, which DoRA leaves as they are. experts: how many pairs of matrices a
-    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``.
+    slot has; a row that goes through one of them has a slot of its own, ``AdapterRows`` of ``expert_slots``. stacks: those
+    that all tables of a model share.
     """
 
     widths: Sequence[int]
@@ -201,26 +193,42 @@ class LoraTable:
     num_slots: int
     device: torch.device
     experts: int = 1
+    stacks: Stacks = field(default_factory=Stacks)
     weights: list[dict[int, LoraWeights]] = field(init=False)
-    pointers: Tensor = field(init=False)  # int64 [linears, num_slots * experts + 1, POINTER_FIELDS]; it never moves
+    block: PointerBlock | None = None  # its own, unless tables were put into one before they were used
+    rows_on_host: NDArray[Any] = field(init=False)  # int64 [linears, entries, POINTER_FIELDS]
+    rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
-    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of ``pointers`` of a slot
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of a slot
     _columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.weights = [{} for _ in self.widths]
-        size = (len(self.widths), self.num_slots * self.experts + 1, POINTER_FIELDS)
-        with torch.inference_mode(False):  # or it could not be written to outside of the caller's
-            self.pointers = torch.zeros(size, dtype=torch.long, device=self.device)
+
+    @property
+    def entries(self) -> int:
+        return self.num_slots * self.experts + 1
+
+    @property
+    def pointers(self) -> Tensor:
+        """For kernels, int64 [linears, entries, POINTER_FIELDS]."""
+        self._own_block().upload()
+        return self.rows
+
+    def _own_block(self) -> PointerBlock:
+        return self.block or PointerBlock([self])
 
     def put(self, linear: int, slot: int, weights: LoraWeights | None) -> None:
         """Set what a slot does to one of the linears; None: nothing."""
         assert 0 < slot <= self.num_slots
-        entries = self.pointers[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
+        self.stacks.forget()
+        block = self._own_block()
+        entries = self.rows_on_host[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
         if weights is None:
             if self.weights[linear].pop(slot, None) is not None:
-                entries.zero_()
+                entries[:] = 0
+                block.changed = True
                 self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
@@ -231,13 +239,12 @@ class LoraTable:
         (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
         row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
         row += [*first.a.stride(), *first.b.stride()]
-        if self._written.get((linear, slot)) != row:  # a small copy for each, so only where something moved
-            block = torch.tensor(row, device="cpu").expand(self.experts, -1).clone()
+        if self._written.get((linear, slot)) != row:
+            entries[:] = row
             for column, matrix in enumerate((weights.a, weights.b)):
                 if matrix.dim() == 3:
-                    experts = torch.arange(self.experts, device="cpu")
-                    block[:, column] += experts * (matrix.stride(0) * matrix.element_size())
-            entries.copy_(block)
+                    entries[:, column] += np.arange(self.experts) * (matrix.stride(0) * matrix.element_size())
+            block.changed = True
             self._written[linear, slot] = row
 
     def entry(self, linear: int, slot: int) -> LoraWeights | None:
@@ -277,9 +284,11 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
-    if table.experts == 1 and (pieces := rows.pieces) is not None:
-        stack = rows.stack(table, pieces)
-        return out if stack is None else _apply_stacked(x, out, table, stack, pieces)
+    if table.experts == 1 and (found := rows.stack(table)) is not None:
+        matrices, pieces = found
+        if matrices is not None:
+            apply_stack(x, out, table.biases, matrices, pieces)
+        return out
     return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
 
 
@@ -304,78 +313,8 @@ def _apply(
         before = part[tokens]  # a view where they lie side by side
         for weights, start, end in found:
             if weights is not None:
-                _adapt(shrink(mine[start:end], weights.a), before[start:end], bias, *weights[1:])
+                _, b, scale, gain, shift = weights
+                adapt(shrink(mine[start:end], weights.a), before[start:end], bias, b.T, scale, gain, shift)
         if not isinstance(tokens, slice):
             part[tokens] = before
     return out
-
-
-def _stack(table: LoraTable, slots: Sequence[int]) -> Stack | None:
-    """None where no slot changes anything."""
-    found = [[by_slot.get(slot) for slot in slots] for by_slot in table.weights]
-    known = [weights for entries in found for weights in entries if weights is not None]
-    if not known:
-        return None
-    rank, dtype = max(weights.rank for weights in known), table.dtype
-    shrinks, linears = [], []
-    for linear, (width, entries) in enumerate(zip(table.widths, found, strict=True)):
-        if all(weights is None for weights in entries):
-            continue
-        nothing = LoraWeights(known[0].a[:0], known[0].b.new_empty(width, 0), 1.0)
-        each = [weights or nothing for weights in entries]
-        shrinks.append([w.a if len(w.a) == rank else F.pad(w.a, (0, 0, 0, rank - len(w.a))).to(dtype) for w in each])
-        b = torch.stack([w.b if len(w.a) == rank else F.pad(w.b, (0, rank - len(w.a))).to(dtype) for w in each])
-        b *= torch.tensor([w.scale for w in each], dtype=dtype)[:, None, None]
-        gain = _vectors([w.gain for w in each], torch.ones(width))
-        linears.append((linear, b, gain, _vectors([w.shift for w in each], torch.zeros(width))))
-    a = torch.stack([a for of_piece in zip(*shrinks, strict=True) for a in of_piece])
-    return Stack(a.view(len(slots), -1, a.shape[-1]), linears)
-
-
-def _vectors(vectors: Sequence[Tensor | None], neutral: Tensor) -> Tensor | None:
-    if all(v is None for v in vectors):
-        return None
-    return torch.stack([neutral if v is None else v for v in vectors])[:, None]
-
-
-def _apply_stacked(x: Tensor, out: Tensor, table: LoraTable, stack: Stack, pieces: Pieces) -> Tensor:
-    def by_piece(rows: Tensor) -> Tensor:
-        """[P, W, ...]; a view where nothing is gathered."""
-        mine = rows[pieces.tokens] if pieces.gather is None else rows.index_select(0, pieces.gather)
-        return mine.view(len(pieces.slots), -1, rows.shape[1])
-
-    before = by_piece(out)
-    hidden = torch.bmm(by_piece(x).to(stack.a.dtype), stack.a.mT)
-    parts = torch.split(before, list(table.widths), dim=-1)
-    rank = hidden.shape[-1] // len(stack.linears)
-    for number, (linear, b, gain, shift) in enumerate(stack.linears):
-        mine = hidden[..., number * rank : (number + 1) * rank]
-        _adapt(mine, parts[linear], table.biases[linear], b, 1.0, gain, shift)
-    if isinstance(pieces.tokens, Tensor):
-        after = before.flatten(0, 1)
-        out.index_copy_(0, pieces.tokens, after if pieces.places is None else after.index_select(0, pieces.places))
-    return out
-
-
-def _adapt(
-    hidden: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    b: Tensor,
-    scale: float,
-    gain: Tensor | None,
-    shift: Tensor | None,
-) -> None:
-    """One adapter over one linear, in place, or each of a stack. hidden: [..., t, r], the input times ``a``."""
-    if gain is None and shift is None and b.dtype == out.dtype:
-        if out.dim() == 2:
-            out.addmm_(hidden, b.T, alpha=scale)
-        else:
-            out.add_(hidden @ b.mT, alpha=scale)  # as baddbmm_, for columns of a wider matrix, runs piece by piece
-        return
-    delta = hidden @ b.mT * scale
-    if gain is not None:
-        delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
-    if shift is not None:
-        delta = delta + shift
-    out.copy_(out + delta)

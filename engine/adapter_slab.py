@@ -1,0 +1,84 @@
+"""Adapters that lie elsewhere than on the engine's device: side by side in one piece of memory, and so copied into a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stoker.engine.device import Runtime
+from stoker.kernels.reference.lora import AdapterWeights
+
+_ALIGNMENT = 256  # bytes: each tensor begins as one that was allocated would
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter whose tensors lie one after another."""
+
+    adapter: AdapterWeights
+    memory: Tensor  # uint8 [bytes]
+
+
+def lies_on(adapter: AdapterWeights, device: torch.device) -> bool:
+    """Whether all of an adapter is there, so that a slot reads its tensors where they are."""
+    return all(t.device == device for t in adapter.tensors())
+
+
+def pack(adapter: AdapterWeights, runtime: Runtime) -> Packed:
+    """A copy in memory of the host from which the runtime's device copies fast; one concatenation for each dtype.
+
+    Of an adapter on another device than the host, the copy is there.
+    """
+    tensors = {id(t): t.detach() for t in adapter.tensors()}  # some may be there twice
+    devices = {t.device for t in tensors.values()}
+    if len(devices) > 1:
+        tensors = {key: t.cpu() for key, t in tensors.items()}
+    where = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
+    for key, t in tensors.items():
+        by_dtype.setdefault(t.dtype, {})[key] = t
+    places: dict[int, int] = {}  # first byte of each
+    end = 0
+    parts: list[tuple[int, list[Tensor]]] = []
+    for dtype, group in by_dtype.items():
+        parts.append((end, []))
+        for key, t in group.items():
+            places[key] = end
+            padding = -t.nbytes % _ALIGNMENT
+            parts[-1][1].extend((t.reshape(-1), t.new_zeros(padding // dtype.itemsize)))
+            end += t.nbytes + padding
+    memory = torch.empty(end, dtype=torch.uint8, device=where) if where.type != "cpu" else runtime.host_memory(end)
+    for (start, flat), dtype in zip(parts, by_dtype, strict=True):
+        size = sum(t.nbytes for t in flat)
+        torch.cat(flat, out=memory[start : start + size].view(dtype))
+    return Packed(_views(adapter, memory, places), memory)
+
+
+def _views(adapter: AdapterWeights, memory: Tensor, places: Mapping[int, int]) -> AdapterWeights:
+    """places: the first byte of each tensor, by its id."""
+
+    def view(t: Tensor) -> Tensor:
+        start = places[id(t)]
+        return memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
+
+    return adapter.map(view)
+
+
+class Slab:
+    """Memory of one slot, on the device, for adapters that lie elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def fill(self, packed: Packed) -> AdapterWeights:
+        """The adapter in the slab, in place of what was there: one copy. Adapters of one layout are at the same addresses."""
+        size = len(packed.memory)
+        if len(self._memory) < size:
+            self._memory = self._memory.new_empty(size)
+        memory = self._memory[:size]
+        memory.copy_(packed.memory, non_blocking=True)
+        places = {id(t): int(t.storage_offset()) * t.itemsize for t in packed.adapter.tensors()}
+        return _views(packed.adapter, memory, places)
