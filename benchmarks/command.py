@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -50,7 +50,9 @@ class Results:
         self.path: Path = args.output / f"{name}-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
     def write(self) -> None:
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        whole = self.path.with_suffix(".new")  # or a run that is killed here would leave half a file
+        whole.write_text(json.dumps(self.found, indent=1) + "\n")
+        whole.replace(self.path)
 
     def draw(self, figure: Callable[[Any], Any]) -> None:
         """With matplotlib, the plot beside the file: what ``figure`` makes, given pyplot."""
@@ -73,7 +75,7 @@ def run(
     name: str,
     description: str | None,
     scenarios: Mapping[tuple[str, bool], Sequence[Any]],
-    measure: Callable[[Any, str], dict[str, Any]],
+    measure: Callable[[Any, str], dict[str, Any] | Iterator[dict[str, Any]]],
     table: Callable[[dict[str, Any]], list[str]],
     headline: Callable[[dict[str, Any]], dict[str, Any]],
     figure: Callable[[Any, list[dict[str, Any]]], Any] | None = None,
@@ -82,8 +84,9 @@ def run(
 ) -> int:
     """Measure scenarios one after the other; returns the exit code.
 
-    scenarios: by device and whether the run is a quick one, each with a ``spec``. table, headline: of one scenario, for a
-    terminal and for the last line. figure: of all of them, given pyplot.
+    scenarios: by device and whether the run is a quick one, each with a ``spec``. measure: what one of them gives, or
+    again and again what is known of it so far, which is written at once. table, headline: of one scenario, for a terminal
+    and for the last line. figure: of all of them, given pyplot.
     """
     args = flags(description, quick).parse_args()
     results = Results(name, args)
@@ -92,11 +95,13 @@ def run(
         if args.only not in scenario.spec.name:
             continue
         try:
-            runs.append(measure(scenario, args.device))
+            made = measure(scenario, args.device)
+            for number, found in enumerate([made] if isinstance(made, dict) else made):
+                runs[len(runs) - (number > 0) :] = [found]
+                results.write()
         except GateError as error:
             print(f"gate: {error}; nothing was timed further", file=sys.stderr)
             return 1
-        results.write()
         print("", *table(runs[-1]), sep="\n", flush=True)
     if not runs:
         print(f"no model's name contains {args.only!r}", file=sys.stderr)

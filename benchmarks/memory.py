@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,7 @@ def cycles(engine: RolloutEngine, model: PreTrainedModel, scenario: Scenario, de
     }
 
 
-def measure(scenario: Scenario, device: str) -> dict[str, Any]:
+def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     model = scenario.spec.build(device, torch.float32)
     model(torch.tensor([PROMPTS[0]], device=device))  # what libraries set up at their first use is the trainer's
     clear(device)
@@ -137,11 +138,11 @@ def measure(scenario: Scenario, device: str) -> dict[str, Any]:
             "kv_cache_bytes": stats.kv_cache_bytes,
             "trainer": trainer,
             "levels": levels(engine, scenario, device, trainer),
-            "cycles": cycles(engine, model, scenario, device),
         }
+        yield found
+        yield found | {"cycles": cycles(engine, model, scenario, device)}
     del engine, model
     clear(device)
-    return found
 
 
 def table(run: dict[str, Any]) -> list[str]:

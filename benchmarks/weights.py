@@ -40,7 +40,7 @@ class Scenario:
 
 
 SCENARIOS = {
-    ("cpu", False): [Scenario(spec=s, repeats=5, gather_bucket=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
+    ("cpu", False): [Scenario(spec=s, repeats=3, gather_bucket=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
     ("cpu", True): [Scenario(spec=s, repeats=1, gather_bucket=2**20) for s in (TOY, SMALL)],
     ("cuda", False): [Scenario(spec=s, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
     ("cuda", True): [Scenario(spec=LLAMA_1B, repeats=3)],
@@ -232,21 +232,12 @@ def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
     return {f"adapter, {name}": entry(way["seconds"], way["bytes"]) for name, way in found.items()}
 
 
-def measure(scenario: Scenario, device: str) -> dict[str, Any]:
+def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     meta = scenario.spec.build("meta", torch.bfloat16 if device == "cuda" else torch.float32)
     size = sum(p.nbytes for p in meta.parameters())
     bandwidth = ceilings.copy_bandwidth(2**30 if device == "cuda" else max(2**20, size), device)
     ways: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for part in (
-            lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
-            lambda: of_masters(scenario, device, bandwidth),
-            lambda: {"gathered": of_shards(scenario, device, Path(folder))},
-            lambda: of_adapter(scenario, device),
-        ):
-            ways |= part()
-            clear(device)
-    return {
+    found = {
         "model": {
             "name": scenario.spec.name,
             "parameters": sum(p.numel() for p in meta.parameters()),
@@ -256,6 +247,16 @@ def measure(scenario: Scenario, device: str) -> dict[str, Any]:
         "copy_bandwidth": bandwidth,
         "ways": ways,
     }
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (
+            lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
+            lambda: of_masters(scenario, device, bandwidth),
+            lambda: {"gathered": of_shards(scenario, device, Path(folder))},
+            lambda: of_adapter(scenario, device),
+        ):
+            ways |= part()
+            clear(device)
+            yield found
 
 
 def table(run: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -137,6 +138,8 @@ class CudaRuntime(Runtime):
         # and somebody else's memory once torch lets go of it; one that stayed would keep its part of the pool from being
         # given back.
         torch._C._cuda_clearCublasWorkspaces()
+        collects = gc.isenabled()
+        gc.disable()  # the finaliser of another engine's memory, say, would synchronise, which no capture survives
         try:
             # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
             with torch.cuda.stream(side):
@@ -150,6 +153,8 @@ class CudaRuntime(Runtime):
                     raise
                 graph.capture_end()
         finally:
+            if collects:
+                gc.enable()
             torch._C._cuda_clearCublasWorkspaces()
         main.wait_stream(side)
         return graph.replay

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_a_run_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypa
         command.run("name", None, SCENARIOS, measure, lambda run: [run["model"]["name"]], lambda run: {})
     (path,) = tmp_path.glob("*")
     assert json.loads(path.read_text())["name"] == [{"model": {"name": "qwen3-toy"}}]
+
+
+def test_a_scenario_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(scenario: Any, device: str) -> Iterator[dict[str, Any]]:
+        found: dict[str, Any] = {"model": {"name": scenario.spec.name}, "ways": {}}
+        for way in ("one", "other"):
+            found["ways"][way] = 1
+            yield found
+        if scenario is SCENARIOS[device, True][1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["name", "--quick", "--output", str(tmp_path)])
+    tables: list[dict[str, Any]] = []
+    with pytest.raises(KeyboardInterrupt):
+        command.run("name", None, SCENARIOS, measure, lambda run: tables.append(run) or [], lambda run: {})
+    (path,) = tmp_path.glob("*")
+    written = json.loads(path.read_text())["name"]
+    assert [run["ways"] for run in written] == 2 * [{"one": 1, "other": 1}] and tables == written[:1]
 
 
 def test_a_model_that_no_scenario_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ captured with: whatever a step takes from the host, or from a tensor that is not
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -289,6 +291,21 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFi
         assert len(warnings) == len(engine.core.runner._graphs) == len(set(map(str, engine.core.runner._graphs)))  # type: ignore[attr-defined]
 
 
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, noted: Callable[[str], Callable[..., None]]) -> None:
+    """As much of ``torch.cuda`` as a capture calls."""
+    stream, streams = SimpleNamespace(wait_stream=lambda other: None), iter(range(1))
+    graph = SimpleNamespace(capture_begin=noted("begin"), capture_end=noted("end"), replay=noted("replay"))
+    for name, value in {
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda device: stream,
+        "Stream": lambda device: next(streams) or stream,  # one, for it may be a stream that somebody uses
+        "stream": lambda chosen: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted("clear"), raising=False)
+
+
 @pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
 def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
     error: Exception | None, monkeypatch: pytest.MonkeyPatch
@@ -304,17 +321,7 @@ def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
         if error is not None:
             raise error
 
-    stream, streams = SimpleNamespace(wait_stream=lambda other: None), iter(range(1))
-    graph = SimpleNamespace(capture_begin=noted("begin"), capture_end=noted("end"), replay=noted("replay"))
-    for name, value in {
-        "graph_pool_handle": object,
-        "CUDAGraph": lambda: graph,
-        "current_stream": lambda device: stream,
-        "Stream": lambda device: next(streams) or stream,  # one, for it may be a stream that somebody uses
-        "stream": lambda chosen: nullcontext(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted("clear"), raising=False)
+    pretend_cuda(monkeypatch, noted)
     with torch.inference_mode(), nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
         runtime = CudaRuntime(torch.device("cuda"))
         runtime.capture(body)
@@ -322,6 +329,40 @@ def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
     if error is None:
         assert done[5:] == done[:5]
     assert done[:5] == [("clear", True), ("begin", False), ("body", True), ("end", True), ("clear", True)]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
+def test_no_garbage_is_collected_inside_a_capture(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finalisers, of a KV cache that is unmapped above all, may synchronise, and no capture survives that."""
+    done: list[str] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            weakref.finalize(self, done.append, "finalised").atexit = False
+
+    def body() -> None:
+        Cycle()
+        kept = [[i] for i in range(1000)]  # any of them could start a collection
+        done.append(f"body {len(kept)}")
+        if error is not None:
+            raise error
+
+    pretend_cuda(monkeypatch, lambda name: lambda *_, **__: done.append(name))
+    runtime, threshold = CudaRuntime(torch.device("cuda")), gc.get_threshold()
+    for enabled in (False, True):
+        done.clear()
+        try:
+            gc.set_threshold(10)
+            (gc.enable if enabled else gc.disable)()
+            with nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
+                runtime.capture(body)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.set_threshold(*threshold)
+            gc.enable()
+        gc.collect()
+        assert done[:3] == ["clear", "begin", "body 1000"] and done.index("finalised") > done.index("end")
 
 
 def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:

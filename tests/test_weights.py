@@ -179,6 +179,19 @@ def test_an_engine_after_one_that_was_never_closed(model):
         assert_matches(engine, model)
 
 
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+def test_rows_of_which_one_lies_elsewhere_now_are_not_taken_for_the_whole(model, replaced):
+    """Where the others still lie in what they were laid side by side in."""
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    parts = [model.get_parameter(name) for name in names]
+    (whole,) = AliasedSource(model).rehome([tuple(names)]).values()
+    assert torch.equal(whole, torch.cat(parts)) and parts[0].data_ptr() == whole.data_ptr()
+    assert AliasedSource(model).rehome([tuple(names)])[tuple(names)] is whole
+    parts[replaced].data = 1.4 * parts[replaced].data
+    assert not torch.equal(whole, torch.cat(parts))
+    assert AliasedSource(model).rehome([tuple(names)]) == {}, "they run by themselves"
+
+
 def test_several_engines_on_one_model(model):
     first, second = RolloutEngine(model, config=CONFIG), RolloutEngine(model, config=CONFIG)
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -252,6 +265,14 @@ def replace_parameters(model: PreTrainedModel) -> None:
         layer.mlp.down_proj.weight = nn.Parameter(1.2 * layer.mlp.down_proj.weight.detach())
 
 
+@torch.no_grad()
+def set_data_of_one(model: PreTrainedModel) -> None:
+    """Of those that lie side by side; the first of them stays where it is."""
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.k_proj, layer.mlp.up_proj):
+            linear.weight.data = 1.4 * linear.weight.data
+
+
 def replace_a_layer(model: PreTrainedModel) -> None:
     other = make_model("llama", seed=8)
     model.model.layers[1] = other.model.layers[1]
@@ -294,6 +315,7 @@ CHANGES = {
     "load_state_dict": load_state_dict,
     "load_state_dict(assign=True)": assigning_state_dict,
     ".data = ...": set_data,
+    ".data = ... of one among several": set_data_of_one,
     "an optimizer that replaces .data": optimizer_step(Replacing),
     "parameters replaced": replace_parameters,
     "a layer replaced": replace_a_layer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
 APART, SET = 1021, 127
 _STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
 _LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
-_WEIGHTS = 2**18  # more than sums of sets in a piece, and words left over
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -69,7 +67,7 @@ def _weighted_sums(data: Tensor) -> Tensor:
         body = words[:, :end].view(count, -1, APART)
         sums = body[:, :whole_sets].view(count, -1, SET, APART).sum(2)
         words = torch.cat([sums.flatten(1), body[:, whole_sets:].sum(1), words[:, end:]], dim=1)
-    weights = _odd_numbers(data.device)
+    weights = torch.arange(1, 2 * max(words.shape[1], 7), 2, device=data.device)
     total = (_mixed(words) * weights[: words.shape[1]]).sum(1)
     return total + (rest * weights[: rest.shape[1]]).sum(1) if rest.shape[1] else total
 
@@ -81,9 +79,3 @@ def _mixed(words: Tensor) -> Tensor:
     """
     words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
     return words ^ (words >> 32)
-
-
-@cache
-def _odd_numbers(device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(1, 2 * _WEIGHTS, 2, device=device)
