@@ -93,18 +93,21 @@ def test_results_are_the_same_after_waking():
 
 
 def test_requests_do_not_outlive_their_call():
+    others = {
+        id(o): o for o in gc.get_objects() if type(o) is Request
+    }  # of earlier tests; held, as they may go any time
+
     def requests() -> int:
         gc.collect()
-        return sum(type(o) is Request for o in gc.get_objects())
+        return sum(type(o) is Request and id(o) not in others for o in gc.get_objects())
 
     with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB", block_size=4)) as engine:
-        before = requests()
         for i in range(20):
             batch = engine.generate_batch([[1 + i, 2, 3]] * 3, SamplingParams(n=2, max_tokens=6, logprobs=2))
-        assert len(batch) == 3 and requests() == before
+        assert len(batch) == 3 and requests() == 0
         with pytest.raises(ValueError, match="prompt 0"):
             engine.generate_batch([[]])
-        assert requests() == before
+        assert requests() == 0
 
 
 def test_an_engine_that_is_dropped_is_gone():
