@@ -9,6 +9,7 @@ import weakref
 from functools import cache
 
 import pytest
+import torch
 from families import make_model
 from transformers import PreTrainedModel
 
@@ -192,6 +193,26 @@ def test_staged_waking_lets_an_update_come_before_the_kv_cache():
         engine.update_weights()
         engine.wake_up(["kv_cache"])
         assert not engine.is_sleeping and first_tokens(engine) == expected
+
+
+@pytest.mark.parametrize(("what", "operation"), [("weights", "copy_"), ("kv_cache", "zero_")])
+def test_a_wake_that_is_interrupted_can_be_tried_again(monkeypatch, what, operation):
+    """Memory that was taken, and not filled yet, counts as asleep."""
+    with in_double(make_model("llama")) as engine:
+        expected = first_tokens(engine)
+        engine.sleep(level=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, operation, _strike)
+            with pytest.raises(KeyboardInterrupt):
+                engine.wake_up(what)
+        with pytest.raises(EngineStateError, match=r"the engine is asleep \(weights, kv_cache\)"):
+            first_tokens(engine)
+        engine.wake_up()
+        assert first_tokens(engine) == expected
+
+
+def _strike(*_, **__):
+    raise KeyboardInterrupt
 
 
 def test_levels_and_tags_there_are_not():
