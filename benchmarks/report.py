@@ -71,8 +71,8 @@ def table(results: dict[str, Any]) -> str:
         parts = ", ".join(f"{part} {us / p['step_us']:.0%}" for part, us in p["parts_us"].items())
         lines.append(f"  {p['model']}, {p['batch']} x {p['context']}, a decode step under the profiler: {parts}")
     for model, s in results.get("start_up", {}).items():
-        cold = f", {s['cold_s']:.1f} s where every kernel has to be compiled" if "cold_s" in s else ""
-        lines.append(f"  {model}: first token of a new process after {s['warm_s']:.1f} s{cold}")
+        cold = f", {s['cold_s']:.3g} s where every kernel has to be compiled" if "cold_s" in s else ""
+        lines.append(f"  {model}: first token of a new process after {s['warm_s']:.3g} s{cold}")
     for target in targets(results):
         found = target["found"]
         verdict = "not measured" if found is None else f"{found:.3g}, {'reached' if target['reached'] else 'MISSED'}"

@@ -71,14 +71,10 @@ class KVCache:
                 pair.append(buffer[start:end].view(shape.dtype).view(size))
                 start = end
             layers.append((pair[0], pair[1]))
+        for key, value in layers:  # padding reads and writes block 0: finite numbers, so that no NaN starts there
+            key[0].zero_()
+            value[0].zero_()
         self.layers = layers
-        self.zero_null_block()
-
-    def zero_null_block(self) -> None:
-        """Padding reads and writes block 0: finite numbers, so that no NaN starts there."""
-        for pair in self.layers:
-            for cache in pair:
-                cache[0].zero_()
 
     def release(self) -> None:
         self.layers = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import platform
 import sys
@@ -321,8 +320,10 @@ def _completion(completion: Any, tokens: bool) -> dict[str, Any]:
 
 
 def _score(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if not 0 < args.temperature < math.inf:
-        parser.error(f"--temperature {args.temperature}: it has to be above 0, and finite")
+    from stoker.rollout.sampling_params import LARGEST, SMALLEST
+
+    if not SMALLEST <= args.temperature <= LARGEST:
+        parser.error(f"--temperature {args.temperature}: it has to be from {SMALLEST} to {LARGEST:g}")
     lines = _read(args, parser, ("text", "token_ids"), ("scored_token_ids", "logprobs", "entropies", "error"))
     return _write(args, lines, lambda engine, todo: _scores(engine, todo, args))
 

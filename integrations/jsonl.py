@@ -85,21 +85,23 @@ class ResumableWriter:
     """Writes one object for each input line, in order, each whole before the next is begun.
 
     An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
-    a torn last one is cut off, and ``done`` says how many remain. Raises ``CommandError`` where it is of another input,
-    or cannot be written; what was written stays.
+    a torn last one is cut off, and ``done`` says how many there are. With ``overwrite`` they go when the first new one
+    is written. Raises ``CommandError`` where it is of another input, or cannot be written; what was written stays, and
+    of a run that fails before it has written anything, no trace.
     """
 
     def __init__(self, path: Path, inputs: list[Line], *, overwrite: bool = False) -> None:
         self.path = path
         self.done = 0
         self._end = 0
+        self._is_new = not path.exists()
         try:
             # Unbuffered: a line is with the system once it is written, whatever happens to this process.
-            anew = overwrite or not path.is_file()  # a pipe or device keeps no lines
-            self._file = open(path, "wb" if anew else "r+b", buffering=0)  # noqa: SIM115
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error}") from error
-        if self._file.mode == "rb+":
+        self._leftover = overwrite and path.is_file()  # a pipe or device keeps no lines
+        if path.is_file() and not overwrite:
             try:
                 self._skip_done(inputs)
             except BaseException:
@@ -123,12 +125,12 @@ class ResumableWriter:
                     )
                 self.done, self._end = number, self._end + len(text)
         self._file.truncate(self._end)
-        self._file.seek(self._end)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one line. On an error what was written of it is taken back."""
         data = json.dumps(record, ensure_ascii=False).encode() + b"\n"
         try:
+            self._drop_leftover()
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
@@ -141,10 +143,19 @@ class ResumableWriter:
             ) from error
         self.done, self._end = self.done + 1, self._end + len(data)
 
+    def _drop_leftover(self) -> None:
+        if self._leftover:
+            self._file.truncate(0)
+            self._leftover = False
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self._drop_leftover()
         self._file.close()
+        if kind is not None and self._is_new and not self.done and self.path.is_file():
+            self.path.unlink()

@@ -109,7 +109,7 @@ class RolloutEngine:
         """Sample completions of every prompt.
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
-        count without one). sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the
+        count without one); arrays and integers of numpy and torch count as lists and integers. sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the
         trainer would run it now, None for the bare base, or the name of an adapter; one for all, or one per prompt.
         progress_bar: of finished sequences, on stderr. Consecutive equal prompts are computed once. Weights that were
         changed or moved since the last call are noticed, as by ``update_weights``; those of a sharded model are not.

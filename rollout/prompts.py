@@ -10,19 +10,22 @@ from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
 
-_INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"}
+_INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
 
 
 def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, what: str = "prompt") -> list[list[int]]:
     """Token ids of each prompt; ``what`` names one in messages.
 
     prompts: list of str | list of token-id lists | list of chats (lists of ``{"role", "content"}``) | int64 [B, T],
-    of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt.
+    of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt. A list may
+    also be an array, or hold arrays or numpy's and torch's integers.
     """
     if attention_mask is not None and not isinstance(prompts, Tensor):
         raise InvalidRequestError(f"attention_mask goes with {what}s given as a tensor [B, T]; lists need none")
     if isinstance(prompts, Tensor):
         return _from_tensor(prompts, attention_mask, what)
+    if isinstance(prompts, np.ndarray):
+        prompts = list(prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"{what}s is one {type(prompts).__name__}: give a list of {what}s")
     return [_one(f"{what} {row}", prompt, tokenizer) for row, prompt in enumerate(prompts)]
@@ -52,7 +55,14 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
         raise InvalidRequestError(
             f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
         )
-    return list(ids)
+    return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
+
+
+def as_int(value: Any) -> Any:
+    """An integer of numpy or torch as Python's; whatever else as it is."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
+        return int(value) if str(value.dtype).removeprefix("torch.") in _INTEGERS else value
+    return value
 
 
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, what: str) -> list[list[int]]:

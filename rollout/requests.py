@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,8 @@ from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
-from stoker.rollout.prompts import check_ids, to_token_ids
-from stoker.rollout.sampling_params import SamplingParams
+from stoker.rollout.prompts import as_int, check_ids, to_token_ids
+from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text
 
 _SEED_MASK = 2**63 - 1
@@ -59,7 +58,7 @@ def to_sequences(
     starts = list(start) if isinstance(start, Sequence) and not isinstance(start, str) else [start] * len(ids)
     if len(starts) != len(ids):
         raise InvalidRequestError(f"{len(starts)} starts for {len(ids)} sequences: give one, or one per sequence")
-    return ids, starts
+    return ids, [as_int(s) for s in starts]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,10 +122,11 @@ class RequestMaker:
             )
 
     def variant(self, temperature: Any, top_k: Any) -> Variant:
-        ok = not isinstance(temperature, bool) and isinstance(temperature, numbers.Real) and math.isfinite(temperature)
-        if not ok or not temperature > 0:
+        ok = not isinstance(temperature, bool) and isinstance(temperature, numbers.Real)
+        if not ok or not SMALLEST <= temperature <= LARGEST:
             raise InvalidRequestError(
-                f"temperature={temperature!r}: it has to be a finite number above 0 (1 is the model's own distribution)"
+                f"temperature={temperature!r}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "
+                "distribution)"
             )
         if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
             raise InvalidRequestError(f"top_k={top_k!r}: it has to be an integer from 0 to {self.vocab}")

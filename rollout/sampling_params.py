@@ -12,6 +12,8 @@ from stoker.kernels.errors import InvalidRequestError
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
+# Temperatures and penalties further out would take logits out of fp32's range, and make NaN of them.
+SMALLEST, LARGEST = 1e-15, 1e15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +21,7 @@ class SamplingParams:
     """How completions of one prompt are sampled. Field names follow vLLM.
 
     - n: completions of the prompt; sample ``i`` draws from ``(seed, i, position)``.
-    - temperature: 0 is greedy (log-probabilities are then those of temperature 1).
+    - temperature: 0 is greedy (log-probabilities are then those of temperature 1), else from 1e-15 to 1e15.
     - top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p; ``top_k=0`` is off.
     - repetition_penalty: over prompt and completion; 1 is off. presence_penalty, frequency_penalty: over the
       completion; 0 is off.
@@ -63,12 +65,14 @@ class SamplingParams:
         self._whole("max_tokens", 1)
         self._whole("min_tokens", 0)
         self._whole("logprobs", 0)
-        self._real("temperature", 0.0, math.inf)
+        self._real("temperature", 0.0, LARGEST)
+        if 0 < self.temperature < SMALLEST:
+            raise InvalidRequestError(f"temperature={self.temperature}: give 0 (greedy), or at least {SMALLEST}")
         self._real("top_p", 0.0, 1.0, open_low=True)
         self._real("min_p", 0.0, 1.0)
-        self._real("repetition_penalty", 0.0, math.inf, open_low=True)
-        self._real("presence_penalty", -math.inf, math.inf)
-        self._real("frequency_penalty", -math.inf, math.inf)
+        self._real("repetition_penalty", SMALLEST, LARGEST)
+        self._real("presence_penalty", -LARGEST, LARGEST)
+        self._real("frequency_penalty", -LARGEST, LARGEST)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if self.seed is not None:
@@ -99,9 +103,8 @@ class SamplingParams:
         value = getattr(self, name)
         ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
         if not ok or value > high or value < low or (open_low and value == low):
-            bounds = f"{'above' if open_low else 'at least'} {low}" if low > -math.inf else ""
-            bounds += f"{' and ' if bounds else ''}at most {high}" if high < math.inf else ""
-            raise InvalidRequestError(f"{name}={value!r}: it has to be a finite number{' ' if bounds else ''}{bounds}")
+            bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
+            raise InvalidRequestError(f"{name}={value!r}: it has to be a finite number {bounds}")
         object.__setattr__(self, name, float(value))
 
     @classmethod

@@ -115,6 +115,13 @@ def assert_usable(engine: RolloutEngine, model: PreTrainedModel) -> None:
         ([torch.tensor([1.0])], r"^prompt 0 is a torch.float32 tensor"),
         ([torch.tensor([[1]])], r"^prompt 0 is a torch.int64 tensor of shape \(1, 1\): give ids \[T\]"),
         ([torch.tensor([True])], r"^prompt 0 is a torch.bool tensor"),
+        ([[1, torch.tensor(2.0)]], r"^prompt 0 has tensor\(2.\) at position 1: token ids are integers"),
+        ([[1, torch.tensor(True)]], r"^prompt 0 has tensor\(True\) at position 1"),
+        ([[np.float64(2)]], r"^prompt 0 has np.float64\(2.0\) at position 0"),
+        ([[np.bool_(True)]], r"^prompt 0 has np.True_ at position 0"),
+        ([[torch.tensor([1])]], r"^prompt 0 has tensor\(\[1\]\) at position 0"),
+        ([[np.int64(128)]], r"^prompt 0 has 128 at position 0"),
+        (np.array([1, 2]), r"^prompt 0 is a int64: give text, a list of token ids"),
     ],
 )
 def test_prompts(engine, prompts, message):
@@ -128,10 +135,21 @@ def test_other_sequences_of_whole_numbers_are_prompts_too():
         for prompts in (
             [np.array(PROMPT), range(3, 6)],
             [array.array("q", PROMPT), np.array([3, 4, 5], dtype=np.uint8)],
+            [[np.int64(t) for t in PROMPT], list(torch.tensor([3, 4, 5]))],
+            [(3, *np.array(PROMPT[1:], dtype=np.uint64)), [torch.tensor(3), np.array(4, dtype=np.int32), 5]],
         ):
             batch = engine.generate_batch(prompts, GREEDY)
             assert [o.completions[0].token_ids for o in batch] == expected
             assert {type(t) for o in batch for t in o.prompt_token_ids} == {int}
+
+
+def test_an_array_is_a_list_of_prompts(tokenizer):
+    rows = np.array([[3, 1, 4], [1, 5, 9]])
+    with RolloutEngine(llama(), config=CONFIG, tokenizer=tokenizer) as engine:
+        assert [o.prompt_token_ids for o in engine.generate_batch(rows, GREEDY)] == rows.tolist()
+        assert [o.prompt_token_ids for o in engine.generate_batch(np.array(["a", "b a"]), GREEDY)] == [[1], [2, 1]]
+        scores = engine.score(rows, start=[np.int64(1), torch.tensor(2)])
+        assert [s.token_ids.tolist() for s in scores] == [[1, 4], [9]]
 
 
 def test_padding_inside_a_prompt_is_dropped_as_generate_does():
@@ -178,7 +196,7 @@ def test_parameters(engine, params, message):
 
 @pytest.mark.parametrize("temperature", [math.nan, -0.1, math.inf])
 def test_a_bad_temperature_never_reaches_the_engine(temperature):
-    with pytest.raises(InvalidRequestError, match=r"^temperature=.*finite number at least 0.0"):
+    with pytest.raises(InvalidRequestError, match=r"^temperature=.*finite number at least 0 and at most 1e\+15"):
         SamplingParams(temperature=temperature)
 
 

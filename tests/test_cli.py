@@ -167,9 +167,10 @@ def test_a_line_that_cannot_be_scored_does_not_stop_the_others(folder: str, tmp_
     assert records[0]["logprobs"] == pytest.approx(records[4]["logprobs"])
 
 
-def test_a_temperature_of_0_scores_nothing(folder: str, files: tuple[str, str]) -> None:
+@pytest.mark.parametrize("temperature", ["0", "1e-45", "nan"])
+def test_a_temperature_that_scores_nothing(folder: str, files: tuple[str, str], temperature: str) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(["score", folder, *files, "--temperature", "0"])
+        main(["score", folder, *files, "--temperature", temperature])
     assert exit_.value.code == 2
 
 
@@ -342,6 +343,20 @@ def test_files_and_models_that_are_not_there(
         assert main(["generate", *arguments]) == 1
         error = capsys.readouterr().err
         assert message in error and "Traceback" not in error
+        assert not Path(target).exists(), "a run that failed at its start has left an empty output"
+
+
+@pytest.mark.parametrize("kept", ["", '{"token_ids": [3], "completions": []}\n'])
+def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"token_ids": [3]}\n{"token_ids": [4]}\n')
+    target.write_text(kept)
+    for flags in ([], ["--overwrite"]):
+        assert main(["generate", str(tmp_path / "nothing"), str(source), str(target), *flags]) == 1
+        assert target.read_text() == kept
+    source.write_text("")  # nothing to do is no failure
+    assert main(["generate", str(tmp_path / "nothing"), str(source), str(target), "--overwrite"]) == 0
+    assert target.read_text() == ""
 
 
 def test_a_model_without_tokenizer_takes_token_ids(

@@ -1,6 +1,7 @@
 """What comes out of ``generate_batch``: every form of prompt and parameter, whatever the scheduler does meanwhile."""
 
 import itertools
+import math
 import os
 import random
 import signal
@@ -374,6 +375,22 @@ def test_logprobs_in_three_modes():
                 values, ids = expected[at].topk(3)
                 assert list(top) == ids.tolist()
                 torch.testing.assert_close(list(top.values()), values.tolist(), rtol=0, atol=1e-4)
+
+
+def test_the_furthest_temperatures_and_penalties_give_numbers():
+    """The lowest temperature is greedy, the highest uniform, and no combination leaves fp32's range."""
+    far = [{"temperature": t, "seed": 1} for t in (1e-15, 1e15)]
+    far += [one | {"repetition_penalty": r, "top_k": k} for one in far for r in (1e-15, 1e15) for k in (0, 5)]
+    far += [one | {"presence_penalty": p, "frequency_penalty": p} for one in far for p in (-1e15, 1e15)]
+    with build() as engine:
+        batch = engine.generate_batch([NEEDLE] * len(far), [SamplingParams(max_tokens=6, **one) for one in far])
+        assert all(math.isfinite(sum(o.completions[0].logprobs)) and o.error is None for o in batch)
+        cold, hot = batch[0].completions[0], batch[1].completions[0]
+        assert cold.token_ids == only(engine.generate_batch([NEEDLE], GREEDY)).token_ids[:6]
+        assert cold.logprobs == [0.0] * 6 and hot.logprobs == pytest.approx([-math.log(VOCAB)] * 6)
+        for temperature, expected in ((1e-15, 0.0), (1e15, -math.log(VOCAB))):
+            (scores,) = engine.score([NEEDLE + cold.token_ids], start=len(NEEDLE), temperature=temperature)
+            assert scores.logprobs.tolist() == pytest.approx([expected] * 6)
 
 
 @pytest.mark.parametrize("mode", ["scaled", "raw", "processed"])

@@ -220,6 +220,17 @@ def test_targets_that_are_just_reached() -> None:
     assert found["GRPO workload ii: times generate_batch"] is None
 
 
+def test_a_start_of_milliseconds_is_not_told_as_none_at_all() -> None:
+    quick = FAST | {
+        "rollouts": [],
+        "sweep": [],
+        "profiles": [],
+        "left_out": [],
+        "start_up": {"toy": {"warm_s": 0.0234}},
+    }
+    assert "toy: first token of a new process after 0.0234 s" in report.table(quick)
+
+
 def missed(change: Callable[[dict], object]) -> list[str]:
     results = copy.deepcopy(FAST)
     change(results)

@@ -45,9 +45,15 @@ def test_a_bad_value_is_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_p": 0.0}, "above 0.0 and at most 1.0"),
-        ({"temperature": -1.0}, "a finite number at least 0.0"),
-        ({"presence_penalty": math.nan}, "a finite number$"),
+        ({"top_p": 0.0}, "above 0 and at most 1"),
+        ({"temperature": -1.0}, "a finite number at least 0 and"),
+        ({"temperature": 1e-45}, r"^temperature=1e-45: give 0 \(greedy\), or at least 1e-15"),
+        ({"temperature": 1e39}, r"at most 1e\+15$"),
+        ({"repetition_penalty": 1e-45}, r"at least 1e-15 and at most 1e\+15"),
+        ({"repetition_penalty": 1e39}, r"at most 1e\+15$"),
+        ({"presence_penalty": -1e39}, r"at least -1e\+15"),
+        ({"frequency_penalty": 1e39}, r"at most 1e\+15$"),
+        ({"presence_penalty": math.nan}, "a finite number at least"),
         ({"n": 0}, "an integer of at least 1"),
         ({"seed": 0.5}, "an integer$"),
         ({"logprobs_mode": "x"}, "scaled, raw, processed"),

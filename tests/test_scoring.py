@@ -471,8 +471,8 @@ def test_a_model_that_is_more_than_base_and_head_is_refused():
         (torch.ones(2, 3, dtype=torch.long), {"attention_mask": torch.ones(2, 2)}, r"^attention_mask has shape"),
         ([[1, 2]], {"attention_mask": torch.ones(1, 2)}, r"^attention_mask goes with sequences given as a tensor"),
         *(
-            ([[1, 2]], {"temperature": t}, r"^temperature=.*: it has to be a finite number above 0")
-            for t in (0, 0.0, -1.0, math.nan, math.inf, True, "1")
+            ([[1, 2]], {"temperature": t}, r"^temperature=.*: it has to be a number from 1e-15 to 1e\+15")
+            for t in (0, 0.0, -1.0, 1e-45, 1e39, math.nan, math.inf, True, "1")
         ),
         *(
             ([[1, 2]], {"top_k": k}, rf"^top_k=.*: it has to be an integer from 0 to {VOCAB}")

@@ -108,14 +108,19 @@ class Mirror:
         self._data.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take the memory again, and what was offloaded back. Out of memory leaves everything as it was."""
+        """Take the memory again, and what was offloaded back. Any exception leaves everything as it was."""
         if not self.resident:
-            self._data.untyped_storage().resize_(self.nbytes)
-            if self._host is not None:
-                for part, host in zip(torch.split(self._data, _PINNED_BYTES), self._host, strict=True):
-                    part.copy_(host, non_blocking=True)
+            try:
+                self._data.untyped_storage().resize_(self.nbytes)
+                if self._host is not None:
+                    for part, host in zip(torch.split(self._data, _PINNED_BYTES), self._host, strict=True):
+                        part.copy_(host, non_blocking=True)
+                    self._settle()
+            except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
                 self._settle()
-                self._host = None
+                self._data.untyped_storage().resize_(0)
+                raise
+            self._host = None
 
 
 class MirroredSource:
