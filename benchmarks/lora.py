@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
@@ -141,6 +141,29 @@ def updates(engine: RolloutEngine, model: PeftModel, scenario: Scenario, device:
     }
 
 
+def swaps(model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
+    """Seconds and bytes to have another adapter in the one slot there is: read where it is, or copied from the host."""
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, kv_cache_memory="64MiB", max_loras=1)
+    results = {}
+    with RolloutEngine(model, config=config) as engine:
+        tensors = {n: t.cpu() for n, t in get_peft_model_state_dict(model, adapter_name="0").items()}
+        for name in ("a", "b"):
+            engine.load_adapter(name, (tensors, model.peft_config["0"]))
+        for kind, names in {"swap live": ("0", "1"), "swap from host": ("a", "b")}.items():
+            seconds = []
+            for repeat in range(-2, 2 * scenario.repeats):
+                adapter = engine._adapters.resolve(names[repeat % 2], 1)[0]
+                assert adapter is not None
+                adapter.slot = 1
+                took = ceilings.timed(lambda a=adapter: engine._adapters.place(a), device)  # type: ignore[misc]
+                if repeat >= 0:
+                    seconds.append(took)
+            on_device = kind == "swap live" or device == "cpu"
+            nbytes = 0 if on_device else sum(t.nbytes for t in tensors.values())
+            results[kind] = {"seconds": seconds, "median_s": statistics.median(seconds), "bytes": nbytes}
+    return results
+
+
 def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     model = build(scenario, device)
     config = EngineConfig(
@@ -155,7 +178,7 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             "rank": RANK,
             "gate": {"max_abs_diff": worst},
             "rollouts": rollouts(engine, scenario, device),
-            "updates": updates(engine, model, scenario, device),
+            "updates": updates(engine, model, scenario, device) | swaps(model, scenario, device),
         }
 
 
@@ -169,7 +192,7 @@ def table(run: dict[str, Any]) -> list[str]:
     ]
     for name, r in run["rollouts"].items():
         lines.append(f"  {name:16}{r['median_s']:9.3f}{r['tokens_per_s']:9.0f}{r['of_base_speed']:15.1%}")
-    lines.append(f"  {'update':16}{'ms':>9}{'bytes':>14}")
+    lines.append(f"  {'update or swap':16}{'ms':>9}{'bytes':>14}")
     for name, u in run["updates"].items():
         lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}")
     return lines
@@ -181,6 +204,7 @@ def headline(run: dict[str, Any]) -> dict[str, float]:
         "mixed_of_base": round(run["rollouts"]["mixed"]["of_base_speed"], 3),
         "live_update_ms": round(1e3 * run["updates"]["live"]["median_s"], 3),
         "push_ms": round(1e3 * run["updates"]["merge and push"]["median_s"], 3),
+        "swap_ms": round(1e3 * run["updates"]["swap live"]["median_s"], 3),
     }
 
 

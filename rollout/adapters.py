@@ -45,6 +45,7 @@ class Adapters:
         # By slot: in which shell, what, and the same on the device, which may be a copy in a slab.
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
         self._slabs: dict[int, Slab] = {}
+        self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +117,7 @@ class Adapters:
         if there and not changed:
             return
         device, packed = self._binding.source.device, self._binding.packed.get(adapter.name)
-        aliased = lies_on(weights, device)
+        aliased = packed is None and self._is_aliased(adapter.name, weights)
         if there and (aliased or packed) and not shell.lora.derives(weights):
             return
         self._placed.pop(slot, None)  # an exception below must not leave the slot for right
@@ -131,8 +132,16 @@ class Adapters:
         shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
 
+    def _is_aliased(self, name: str, weights: AdapterWeights) -> bool:
+        """Whether slots read its tensors where they are; asked once of tensors at the same places."""
+        known = self._aliased.get(name)
+        if known is None or known[0] is not weights:
+            known = self._aliased[name] = weights, lies_on(weights, self._binding.source.device)
+        return known[1]
+
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)
+        self._aliased.pop(name, None)
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)
