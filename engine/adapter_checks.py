@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.experts import expert_tables
+from stoker.engine.experts import as_run, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
@@ -66,13 +66,14 @@ def check_fits(
                 )
     for key, weights in link.experts.items():
         path, _, leaf = key.rpartition(".")
-        tables = expert_tables(_module(name, path, modules))
+        module = _module(name, path, modules)
+        tables = expert_tables(module)
         if leaf not in tables:
             raise UnsupportedModelError(
                 f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
                 "of target_parameters"
             )
-        _check_matrices(name, key, weights, tables[leaf], dtype)
+        _check_matrices(name, key, as_run(module, weights), tables[leaf], dtype)
     _check_states(name, link, modules, fused)
 
 

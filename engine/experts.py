@@ -2,12 +2,16 @@
 
 A module is taken over only where the activation between its projections is one the operation knows, which is tried out
 on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
+
+Llama 4's experts know no such interface: each of them runs over every token, of which its router has made zeros of most.
+They run as they are until an adapter is over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
 EXPERTS = "stoker_experts"
@@ -25,7 +30,7 @@ _STATE = "stoker_experts"  # of a module that was taken over
 @dataclass(slots=True)
 class _State:
     ops: Ops
-    gate: Gate
+    gate: Gate | None  # None: every expert runs over every token
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
 
 
@@ -37,9 +42,32 @@ def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, 
     gate_up, down = module.gate_up_proj, module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    assert state.gate is not None
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     options = {"gate": state.gate, "adapters": state.adapters()}
     return state.ops.experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, **options)
+
+
+def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
+    """As Llama 4's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same."""
+    state: _State = getattr(module, _STATE)
+    adapters, experts = state.adapters(), module.num_experts
+    x = hidden_states.view(experts, -1, hidden_states.shape[-1])
+
+    def project(x: Tensor, weight: Tensor, tables: Sequence[LoraTable]) -> Tensor:
+        out = torch.bmm(x, weight)
+        for table in tables:
+            state.ops.lora(x.flatten(0, 1), out.flatten(0, 1), table, rows)
+        return out
+
+    gate_up_tables: Sequence[LoraTable] = ()
+    down_tables: Sequence[LoraTable] = ()
+    if adapters is not None:
+        gate_up_tables, down_tables = adapters.gate_up, adapters.down
+        ids = torch.arange(experts, device=x.device).repeat_interleave(x.shape[1])
+        rows = AdapterRows(expert_slots(adapters.slots.repeat(experts), ids, experts))
+    gate, up = project(x, module.gate_up_proj, gate_up_tables).chunk(2, dim=-1)
+    return project(up * module.act_fn(gate), module.down_proj, down_tables).flatten(0, 1)
 
 
 ExpertsInterface.register(EXPERTS, _experts_interface)
@@ -50,7 +78,9 @@ def take_over_experts(model: nn.Module, ops: Ops) -> int:
     count = 0
     for module in model.modules():
         gate = _gate_of(module) if hasattr(type(module), "_apply_gate") else None
-        if gate is not None:
+        if _is_dense(module):
+            setattr(module, _STATE, _State(ops, None))
+        elif gate is not None:
             setattr(module, _STATE, _State(ops, gate))
             count += 1
     return count
@@ -61,12 +91,24 @@ def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     if not hasattr(module, _STATE):
         return {}
     shapes = {name: getattr(module, name).shape for name in ("gate_up_proj", "down_proj")}
-    return {n: (s[0], s[2], s[1]) if module.is_transposed else tuple(s) for n, s in shapes.items()}
+    swapped = _is_dense(module) or module.is_transposed
+    return {n: (s[0], s[2], s[1]) if swapped else tuple(s) for n, s in shapes.items()}
+
+
+def as_run(module: nn.Module, weights: LoraWeights) -> LoraWeights:
+    """An adapter of experts, from how PEFT has it: as if dense ones had their outputs before their inputs."""
+    return weights._replace(a=weights.b.mT, b=weights.a.mT) if _is_dense(module) else weights
 
 
 def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) -> None:
     """Let experts that were taken over have adapters."""
     getattr(module, _STATE).adapters = adapters
+    if _is_dense(module):
+        module.forward = partial(_dense_experts, module)
+
+
+def _is_dense(module: Any) -> bool:
+    return type(module).__name__ == "Llama4TextExperts"
 
 
 def _gate_of(module: Any) -> Gate | None:

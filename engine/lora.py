@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of, states_of
-from stoker.engine.experts import adapt_experts, expert_tables
+from stoker.engine.experts import adapt_experts, as_run, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
@@ -156,7 +156,7 @@ class LoraLayers:
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
                     chains.setdefault(path, []).append(self._complete(path, link))
             for key, weights in link.experts.items():
-                chains.setdefault(key, []).append(weights)
+                chains.setdefault(key, []).append(as_run(self._modules[key.rpartition(".")[0]], weights))
             states |= states_of(link, self._modules)
             tokens |= self._with_tied(link.tokens)
         self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}

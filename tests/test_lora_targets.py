@@ -29,6 +29,7 @@ from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, 
 from stoker.rollout import LIVE, EngineConfig, RolloutEngine, UnsupportedModelError
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+LLAMA4_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 EMBEDDING = "base_model.model.model.embed_tokens"
 OF_EMBEDDING = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -55,6 +56,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[:1]}),
     ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS}),
     ("glm4_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    ("llama4", {"target_modules": ["o_proj"], "target_parameters": LLAMA4_EXPERTS}),
+    ("llama4", {"target_modules": [], "target_parameters": LLAMA4_EXPERTS[1:], "r": 7}),
     ("deepseek_v2", {"target_modules": ["kv_b_proj", "shared_experts.down_proj"]}),
     (
         "qwen3_moe",
@@ -292,10 +295,6 @@ def other_method(config: Any) -> PeftModel:
             r"of type PROMPT_TUNING: the engine runs LoRA",
         ),
         (
-            lambda: peft_model("llama4", target_modules=ONE, target_parameters=["experts.down_proj"]),
-            r"experts.down_proj, which the engine does not run as experts.*leave it out of target_parameters",
-        ),
-        (
             lambda: peft_model("gpt_oss", target_modules=ONE, target_parameters=["experts.down_proj_bias"]),
             r"targets .*experts.down_proj_bias: target_parameters may name",
         ),
@@ -351,6 +350,13 @@ def test_what_is_not_loaded(change: Any, message: str) -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             engine.load_adapter("a", (change(state_dict(other), config), config))
         assert engine.adapters == ("default",)
+
+
+def test_an_adapter_of_experts_that_transformers_runs() -> None:
+    options = lora(target_modules=ONE, target_parameters=EXPERTS[1:])
+    model = get_peft_model(make_model("qwen3_moe", hidden_act="gelu"), options)
+    with pytest.raises(UnsupportedModelError, match=r"experts.down_proj, which the engine does not run as experts of"):
+        RolloutEngine(model, config=CONFIG)
 
 
 def test_an_adapter_of_experts_that_does_not_fit() -> None:
