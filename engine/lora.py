@@ -80,6 +80,7 @@ class LoraLayers:
         self.without_block: list[LoraTable] = []  # tables that are new
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
+        self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
@@ -116,10 +117,7 @@ class LoraLayers:
     def derives(self, adapter: AdapterWeights) -> bool:
         """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
         return any(
-            link.magnitudes
-            or link.offsets
-            or link.biases
-            or any(is_router(self._modules.get(path)) for path in link.linears)
+            link.magnitudes or link.offsets or link.biases or not self._router_paths.isdisjoint(link.linears)
             for link in adapter.links
         )
 

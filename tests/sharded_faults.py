@@ -45,7 +45,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def lose_a_rank(rank: int, how: str) -> str | None:
     """The last rank dies before an update or inside of its gather, or stays away; what the others are told."""
-    gather.BUCKET_BYTES = 2**14
+    gather.BUCKET_BYTES, gather.GRACE_S = 2**14, 1.5
     model = by_fsdp2(small())
     engine = RolloutEngine(model, config=CONFIG)
     train(model, sgd(model), 1)

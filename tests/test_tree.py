@@ -127,6 +127,18 @@ def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -
     assert Tree(model).same(), "and once only"
 
 
+def test_a_tensor_that_went_to_the_next_module_under_its_name_is_noticed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    model[1].register_parameter("more", nn.Parameter(torch.zeros(2)))
+    tree = Tree(model)
+    more = model[1]._parameters.pop("more")
+    model[1].bias = model[0]._parameters.pop("bias")
+    model[1].more = more
+    assert not tree.same()
+    model[0].bias = model[1]._parameters.pop("bias")
+    assert tree.same()
+
+
 def test_what_training_does_is_no_change() -> None:
     model: Any = make_model("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from stoker.weight_sync.shards import Piece, Shards
 # All the memory a gather takes besides the mirror: two buffers, each what a rank sends and what all of them send.
 # Collectives reach their bandwidth from some 10 MB a rank on; a larger bucket only takes memory.
 BUCKET_BYTES = 256 * 2**20
+GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
 
@@ -142,7 +144,7 @@ def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], fail
         for group in groups:
             doing = "agreeing on what to gather"
             try:
-                if dist.get_backend(group) == "gloo":  # it can name the rank that is missing
+                if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
                     dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
                 mine = torch.cat([flags[group], flags[group].new_tensor([int(failed)])])
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
@@ -154,13 +156,33 @@ def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], fail
 
 
 def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
-    """What to raise where a collective failed: what hung, with whom, and which rank it was, as far as the backend says."""
+    """What to raise where a collective failed: what hung, with whom, and which of them it was, as far as can be known."""
     others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
+    named = "failed to pass" in str(error)  # a barrier, before the others can know that it failed
+    silent = _silent(group, [] if named else others)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return WeightTransferError(
-        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. One of "
-        "them has failed, or did not call update_weights or verify_weights when the others did: every rank has to"
+        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. "
+        + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
+        + "One of them has failed, or did not call update_weights or verify_weights when the others did: every rank has to"
     )
+
+
+def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:
+    """Which of them do not say in the store of the processes that the group is broken for them too.
+
+    That is the one that broke it, and whoever has not noticed in so short a time, as in a large group with a long time-out.
+    Each says so once, for good: a group that lost a rank is never whole again.
+    """
+    keys = {r: f"stoker/lost/{group.group_name}/{r}" for r in others}
+    with suppress(RuntimeError):  # the store itself may be gone, with the rank that kept it
+        store = dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+        store.set(f"stoker/lost/{group.group_name}/{dist.get_rank()}", "1")
+        with suppress(RuntimeError):
+            if keys:
+                store.wait(list(keys.values()), timedelta(seconds=GRACE_S))
+        return [r for r, key in keys.items() if not store.check([key])]
+    return []
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

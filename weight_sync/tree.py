@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import attrgetter, eq, is_, itemgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
 
-_registries = itemgetter("_modules", "_parameters", "_buffers")
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
 _dtype, _shape = attrgetter("dtype"), attrgetter("shape")
 
 
@@ -20,10 +20,10 @@ class Tree:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = list(map(vars, model.modules()))
-        self._registries = list(self._find())
-        self._sizes = list(map(len, self._registries))
-        self._filled = [r for r in self._registries if r]
+        registries = [(m, name, m[name]) for m in map(vars, model.modules()) for name in _REGISTRIES]
+        self._empty = [registry for _, _, registry in registries if not registry]  # most are
+        self._owners, self._keys, self._filled = zip(*(r for r in registries if r[2]), strict=True)
+        self._sizes = list(map(len, self._filled))
         self._names = list(chain.from_iterable(self._filled))
         self._members = list(self._values())
         self._tensors = [member for member in self._members if isinstance(member, Tensor)]
@@ -32,15 +32,13 @@ class Tree:
     def same(self) -> bool:
         """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout."""
         return (
-            all(map(is_, self._find(), self._registries))
-            and list(map(len, self._registries)) == self._sizes
+            all(map(is_, map(dict.__getitem__, self._owners, self._keys), self._filled))
+            and not any(self._empty)
+            and list(map(len, self._filled)) == self._sizes
             and list(chain.from_iterable(self._filled)) == self._names
             and all(map(is_, self._values(), self._members))
-            and all(map(eq, self._places(), self._lay))
+            and list(self._places()) == self._lay
         )
-
-    def _find(self) -> chain[dict[str, Any]]:
-        return chain.from_iterable(map(_registries, self._modules))
 
     def _values(self) -> chain[Any]:
         return chain.from_iterable(map(dict.values, self._filled))
