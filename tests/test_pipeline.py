@@ -367,6 +367,36 @@ def test_no_garbage_is_collected_inside_a_capture(error: Exception | None, monke
         assert done[:3] == ["clear", "begin", "body 1000"] and done.index("finalised") > done.index("end")
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["as torch 2.11", "as later ones"])
+@pytest.mark.parametrize("where", ["body", "end"])
+def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
+    where: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> Callable[..., None]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError(name)
+
+        return fail if name == "end" else lambda *_, **__: None
+
+    def end_allocation(*args: Any) -> None:
+        ended.append(args)
+        if known:
+            raise RuntimeError("not currently recording")
+
+    def body() -> None:
+        if where == "body":
+            raise RuntimeError("body")
+
+    ended: list[Any] = []
+    pretend_cuda(monkeypatch, failing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    with pytest.raises(RuntimeError, match=f"^{where}$"):
+        CudaRuntime(torch.device("cuda")).capture(body)
+    assert ended == [(3, (0, 7))]
+
+
 class _Operations(TorchDispatchMode):
     """Torch's operations by name and dtypes, and those of the table by name."""
 
