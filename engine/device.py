@@ -149,15 +149,25 @@ class CudaRuntime(Runtime):
                     body()
                 except BaseException:
                     with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
-                        graph.capture_end()
+                        self._end(graph)
                     raise
-                graph.capture_end()
+                self._end(graph)
         finally:
             if collects:
                 gc.enable()
             torch._C._cuda_clearCublasWorkspaces()
         main.wait_stream(side)
         return graph.replay
+
+    def _end(self, graph: Any) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Up to torch 2.11 the allocator goes on as if this capture were under way, and emptying its cache is then a
+            # failed assertion (pytorch pull request 180395). Later ones know that it is over, and say so.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool[0])
+            raise
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         try:

@@ -7,7 +7,7 @@ buffers alone, so a graph serves every such batch, whatever its lengths, and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +103,22 @@ class GraphStep:
             torch.zeros(size, dtype=dtype, device=device) for size in sizes for dtype in (torch.long, torch.float32)
         )
 
+        def finish(results: Sequence[Tensor]) -> None:
+            for output, result in zip(outputs, results, strict=True):
+                output.index_copy_(0, step, result[None])
+            step.add_(1)
+            batch.advance(self.eager.ops, results[0])
+
         def body() -> None:
             (noise,) = self.sampler.noise(batch.sampling, batch.seq_lens, 1)
             out = self.eager.step(batch, noise)
-            for result, value in zip(outputs, (out.tokens, out.logprobs, out.top_ids, out.top_logprobs), strict=False):
-                assert value is not None
-                result.index_copy_(0, step, value[None])
-            step.add_(1)
-            batch.advance(self.eager.ops, out.tokens)
+            finish([t for t in (out.tokens, out.logprobs, out.top_ids, out.top_logprobs) if t is not None])
 
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+                # A kernel's code cannot always be loaded while its launch is captured, and a batch of a single step has not
+                # come to this. Nothing reads the batch's buffers any more.
+                finish([output[0].clone() for output in outputs])
                 return _Graph(self.runtime.capture(body), step, outputs)
         except RuntimeError as error:  # of which torch.OutOfMemoryError is one
             _log.warning("decode steps of %d rows run without a CUDA graph: capturing one failed (%s)", rows, error)

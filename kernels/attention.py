@@ -23,8 +23,9 @@ import torch
 import triton
 from torch import Tensor
 
-from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel, write_kernel
+from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel
 from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention, workspace_bytes
+from stoker.kernels.attention_write import write_kernel
 from stoker.kernels.reference.attention import Visibility
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention: decode rows, prefill tiles, and writing to the cache.
+"""The Triton kernels of paged attention: decode rows and prefill tiles.
 
 Arguments named after a tensor and one of its dimensions (``key_block``) are its strides. Addresses are 64 bits wide.
 """
@@ -328,88 +328,4 @@ def prefill_kernel(
         DV=DV,
         SINKS=SINKS,
         WITH_LSE=WITH_LSE,
-    )
-
-
-@triton.jit
-def _write_token(
-    new,
-    cache,
-    block,
-    within,
-    new_head,
-    cache_block,
-    cache_token,
-    cache_head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    head = tl.arange(0, BLOCK_H)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    mask = (head < HEADS) & (d < DIM)
-    row = tl.load(new + head * new_head + d, mask=mask)
-    tl.store(cache + block * cache_block + within * cache_token + head * cache_head + d, row, mask=mask)
-
-
-@triton.jit
-def write_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slots,
-    key_token,
-    key_head,
-    value_token,
-    value_head,
-    key_cache_block,
-    key_cache_token,
-    key_cache_head,
-    value_cache_block,
-    value_cache_token,
-    value_cache_head,
-    HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """One program a token."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    block = slot // BLOCK_SIZE
-    within = slot % BLOCK_SIZE
-    key += token * key_token
-    _write_token(
-        key,
-        key_cache,
-        block,
-        within,
-        key_head,
-        key_cache_block,
-        key_cache_token,
-        key_cache_head,
-        HEADS,
-        KEY_DIM,
-        BLOCK_H,
-        BLOCK_K,
-    )
-    value += token * value_token
-    _write_token(
-        value,
-        value_cache,
-        block,
-        within,
-        value_head,
-        value_cache_block,
-        value_cache_token,
-        value_cache_head,
-        HEADS,
-        VALUE_DIM,
-        BLOCK_H,
-        BLOCK_V,
     )

@@ -146,7 +146,8 @@ class _Uploads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and not a.is_cuda and a.numel()]
+        tensors = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and not a.is_cuda]
+        given = [t for t in tensors if t.dim() and t.numel()]  # a number travels with the launch
         if any(isinstance(o, torch.Tensor) and o.is_cuda for o in tree_leaves(out)):
             self.pinned += [a.is_pinned() for a in given]
         return out

@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,8 @@ import pytest
 import torch
 from families import VOCAB, make_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stoker.engine.device import CpuRuntime, CudaRuntime
 from stoker.engine.graphs import GraphStep
@@ -363,6 +365,85 @@ def test_no_garbage_is_collected_inside_a_capture(error: Exception | None, monke
             gc.enable()
         gc.collect()
         assert done[:3] == ["clear", "begin", "body 1000"] and done.index("finalised") > done.index("end")
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["as torch 2.11", "as later ones"])
+@pytest.mark.parametrize("where", ["body", "end"])
+def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
+    where: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> Callable[..., None]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError(name)
+
+        return fail if name == "end" else lambda *_, **__: None
+
+    def end_allocation(*args: Any) -> None:
+        ended.append(args)
+        if known:
+            raise RuntimeError("not currently recording")
+
+    def body() -> None:
+        if where == "body":
+            raise RuntimeError("body")
+
+    ended: list[Any] = []
+    pretend_cuda(monkeypatch, failing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    with pytest.raises(RuntimeError, match=f"^{where}$"):
+        CudaRuntime(torch.device("cuda")).capture(body)
+    assert ended == [(3, (0, 7))]
+
+
+class _Operations(TorchDispatchMode):
+    """Torch's operations by name and dtypes, and those of the table by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [str(t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.seen.add((str(func), *given))
+        return func(*args, **(kwargs or {}))
+
+    def noted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.seen.add((name,))
+            return operation(*args, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_nothing_runs_for_the_first_time_when_it_is_captured(window: int) -> None:
+    """Code that is loaded during a capture may end it."""
+    captured: list[set[tuple[str, ...]]] = []  # and the operations before it
+
+    class Device(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            captured.append(set(operations.seen))
+            return super().capture(body)
+
+    operations = _Operations()
+    noted = {
+        f.name: operations.noted(f.name, getattr(STATIC, f.name))
+        for f in fields(Ops)
+        if callable(getattr(STATIC, f.name))
+    }
+    with build(ops=replace(STATIC, **noted), runtime=Device, decode_window=window) as engine, operations:
+        for settings in ({}, {"logprobs": 2}):
+            # One token with the prompt, and a window of decode steps, after which it is captured.
+            engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1 + window, ignore_eos=True, **settings))
+            *_, graph = engine.core.runner._graphs.values()  # type: ignore[attr-defined]
+            graph.step.zero_()
+            operations.seen.clear()
+            graph.replay()
+            assert ("advance",) in operations.seen
+            assert operations.seen <= captured[-1]
+    assert len(captured) == 2
 
 
 def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:

@@ -278,8 +278,9 @@ def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
 @pytest.mark.parametrize(
     ("module", "kinds"),
     [
-        ("attention_kernels", {"attention", "norm, rotary, KV write"}),
+        ("attention_kernels", {"attention"}),
         ("attention_splits", {"attention"}),
+        ("attention_write", {"norm, rotary, KV write"}),
         ("linear", {"matmul"}),
         ("linear_invariant", {"matmul"}),
         ("lora", {"adapters"}),

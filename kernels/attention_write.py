@@ -1,0 +1,94 @@
+"""The Triton kernel that writes keys and values to the paged cache.
+
+Arguments named after a tensor and one of its dimensions (``key_head``) are its strides. Addresses are 64 bits wide.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _write_token(
+    new,
+    cache,
+    block,
+    within,
+    new_head,
+    cache_block,
+    cache_token,
+    cache_head,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.arange(0, BLOCK_H)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (head < HEADS) & (d < DIM)
+    row = tl.load(new + head * new_head + d, mask=mask)
+    tl.store(cache + block * cache_block + within * cache_token + head * cache_head + d, row, mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slots,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    key_cache_block,
+    key_cache_token,
+    key_cache_head,
+    value_cache_block,
+    value_cache_token,
+    value_cache_head,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    block = slot // BLOCK_SIZE
+    within = slot % BLOCK_SIZE
+    key += token * key_token
+    _write_token(
+        key,
+        key_cache,
+        block,
+        within,
+        key_head,
+        key_cache_block,
+        key_cache_token,
+        key_cache_head,
+        HEADS,
+        KEY_DIM,
+        BLOCK_H,
+        BLOCK_K,
+    )
+    value += token * value_token
+    _write_token(
+        value,
+        value_cache,
+        block,
+        within,
+        value_head,
+        value_cache_block,
+        value_cache_token,
+        value_cache_head,
+        HEADS,
+        VALUE_DIM,
+        BLOCK_H,
+        BLOCK_V,
+    )
