@@ -377,6 +377,13 @@ def test_logprobs_in_three_modes():
                 torch.testing.assert_close(list(top.values()), values.tolist(), rtol=0, atol=1e-4)
 
 
+def test_every_bit_of_a_seed_counts():
+    seeds = [1, 1 + 2**31, 1 + 2**32, 1 + 2**48, 1 + 2**62]
+    with build() as engine:
+        batch = engine.generate_batch([NEEDLE] * 5, [SamplingParams(max_tokens=12, seed=seed) for seed in seeds])
+        assert len({tuple(o.completions[0].token_ids) for o in batch}) == 5
+
+
 def test_the_furthest_temperatures_and_penalties_give_numbers():
     """The lowest temperature is greedy, the highest uniform, and no combination leaves fp32's range."""
     far = [{"temperature": t, "seed": 1} for t in (1e-15, 1e15)]

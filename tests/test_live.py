@@ -160,6 +160,33 @@ def test_new_weights_on_the_way(recompute: bool) -> None:
         at_rest(engine)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_kv_of_the_present_weights_serves_a_next_turn(recompute: bool) -> None:
+    """A prompt shorter than a block: the cache knew none of its blocks before the update."""
+    with build() as engine:
+        handle = engine.submit([7, 9], long(2))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        engine.pause()
+        nudge(engine)
+        engine.update_weights()
+        engine.resume(recompute=recompute)
+        turn = [7, 9, *handle.result().completions[0].token_ids]
+        output = engine.generate_batch([turn], long(3))[0]
+        assert (output.cached_tokens > 0) == recompute
+        check_logprobs(engine, turn, output.completions[0])
+        at_rest(engine)
+
+
+def test_a_submission_notices_new_weights() -> None:
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        nudge(engine)
+        output = engine.submit(PROMPTS[3], long(3)).result()
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
+
+
 def test_a_batch_notices_new_weights_under_others_requests() -> None:
     with build() as engine:
         engine.generate_batch(PROMPTS, long())
@@ -273,6 +300,21 @@ def test_a_pause_in_one_thread_holds_the_others() -> None:
         engine.resume()
         thread.join(timeout=60)
         assert len(results[0].completions[0].token_ids) == 100
+
+
+def test_an_interrupt_between_two_steps_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def strike(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with build() as engine:
+        other = engine.submit(PROMPTS[0], long())
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop._resumed, "wait", strike)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate_batch(PROMPTS[1:], long())
+        assert engine.core.under_way == other._requests
+        check_logprobs(engine, PROMPTS[0], other.result().completions[0])
+        at_rest(engine)
 
 
 def test_a_failed_step_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

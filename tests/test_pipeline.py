@@ -219,6 +219,18 @@ def test_a_plan_that_outlives_its_requests_is_in_nobody_s_way(ahead: int) -> Non
         roll_out()
 
 
+def test_nothing_runs_during_a_pause() -> None:
+    with build(ops=REFERENCE, runtime=lambda device: PretendDevice(device, ahead=2)) as engine:  # type: ignore[arg-type]
+        handle = engine.submit(prompts(1)[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        assert engine.core._launched, "nothing was launched ahead: the test shows nothing"
+        engine.pause()
+        assert not engine.core._launched
+        engine.resume()
+        assert len(handle.result().completions[0].token_ids) == 40
+
+
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_ahead_without_graphs(ahead: int) -> None:
     several = (prompts(20), params(20))
