@@ -176,7 +176,7 @@ def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:
     """
     keys = {r: f"stoker/lost/{group.group_name}/{r}" for r in others}
     with suppress(RuntimeError):  # the store itself may be gone, with the rank that kept it
-        store = dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+        store = dist.distributed_c10d._get_default_store()
         store.set(f"stoker/lost/{group.group_name}/{dist.get_rank()}", "1")
         with suppress(RuntimeError):
             if keys:
