@@ -37,9 +37,9 @@ from stoker.weight_sync.adapters import (
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import unwrap, walk
+from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
 from stoker.weight_sync.staging import Staging, same_place
-from stoker.weight_sync.transport import NewWeights, receive
 from stoker.weight_sync.tree import Tree
 
 

@@ -28,7 +28,7 @@ from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequence
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.updates import WeightUpdates, deleted
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.transport import NewWeights
+from stoker.weight_sync.receiving import NewWeights
 
 
 class RolloutEngine:

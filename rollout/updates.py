@@ -10,7 +10,7 @@ from stoker.kernels.errors import InvalidRequestError, RequestFailedError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
-from stoker.weight_sync.transport import NewWeights
+from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.version import uninterrupted
 
 

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
 from stoker.rollout import RolloutEngine
+from stoker.weight_sync.receiving import receive
 from stoker.weight_sync.staging import Staging, TensorSpec
-from stoker.weight_sync.transport import Manifest, SharedMemoryTransfer, receive, send_weights
+from stoker.weight_sync.transport import Manifest, SharedMemoryTransfer, send_weights
 
 
 def weights(steps: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer in another process, from a file, or from whoever has named tensors.
+"""Weights on their way from a trainer in another process.
 
 A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other end: ``engine.update_weights(transfer)``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -16,15 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing  # registers how tensors travel through a Connection: by handle, not by value
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
-from stoker.weight_sync.staging import Staging, TensorSpec
+from stoker.kernels.errors import InvalidRequestError, WeightTransferError
+from stoker.weight_sync.staging import TensorSpec
 from stoker.weight_sync.version import uninterrupted
 
 BUCKET_BYTES = 256 * 2**20
-_OLD_STAYS = "The engine keeps the weights and the version it had"
+OLD_STAYS = "The engine keeps the weights and the version it had"
 _END, _ABORT = 0, -1
 
 Judge = Callable[[Sequence[TensorSpec]], str | None]
@@ -78,16 +77,13 @@ class WeightTransfer(Protocol):
         """No more to come, or never: ``error`` says why this end gives up, for the other one to know where it can be told."""
 
 
-NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
-
-
 def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Send named tensors to the engine at the other end of ``transfer``, whose ``update_weights`` is given that end.
 
     tensors: all of the model's, by its names, in any floating-point dtype. They travel in flat buckets of at most
     ``bucket_bytes``. Raises ``WeightTransferError`` where the other end refuses, fails, or is not heard of in time.
     """
-    manifest = Manifest(tuple(_spec(name, t) for name, t in tensors.items()), max(8, bucket_bytes))
+    manifest = Manifest(tuple(spec_of(name, t) for name, t in tensors.items()), max(8, bucket_bytes))
     transfer.begin(manifest)
     try:
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
@@ -105,55 +101,21 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
     except WeightTransferError:
         raise
     except BaseException as error:
-        transfer.finish(_reason(error))
+        transfer.finish(reason_of(error))
         raise
     transfer.finish()
 
 
-def receive(
-    weights: NewWeights, targets: Mapping[str, Tensor], optional: Collection[str], *, check_finite: bool
-) -> Staging:
-    """All of the new weights, checked, beside ``targets``, which are not touched.
-
-    Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
-    """
-    staging = Staging(targets, optional, check_finite)
-    if isinstance(weights, str | os.PathLike):
-        _from_file(os.fspath(weights), staging)
-    elif isinstance(weights, WeightTransfer):
-        _from_transfer(weights, staging)
-    elif isinstance(weights, Mapping):
-        _refuse(staging.check([_spec(name, tensor) for name, tensor in weights.items()]))
-        for name, tensor in weights.items():
-            staging.hold(name, tensor)
-    elif isinstance(weights, Iterable):
-        for pair in weights:
-            if not (isinstance(pair, Sequence) and len(pair) == 2):
-                raise _no_weights(pair)
-            name, tensor = pair
-            if staging.expect(_spec(name, tensor)):
-                staging.write(name, 0, tensor.detach().reshape(-1))
-    else:
-        raise _no_weights(weights)
-    staging.finish()
-    return staging
-
-
-def _refuse(problem: str | None) -> None:
-    if problem is not None:
-        raise WeightsMismatchError(problem)
-
-
-def _no_weights(given: Any) -> InvalidRequestError:
+def not_weights(given: Any) -> InvalidRequestError:
     return InvalidRequestError(
         f"weights={type(given).__name__}: give None, named tensors (a mapping, or (name, tensor) pairs), the path of a "
         "safetensors file or folder, or a WeightTransfer"
     )
 
 
-def _spec(name: Any, tensor: Any) -> TensorSpec:
+def spec_of(name: Any, tensor: Any) -> TensorSpec:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise _no_weights(tensor)
+        raise not_weights(tensor)
     if type(tensor.detach()) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
         raise InvalidRequestError(
             f"{name} is a {type(tensor).__name__}: give plain tensors (full_tensor() of a DTensor)"
@@ -161,39 +123,8 @@ def _spec(name: Any, tensor: Any) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
-def _from_file(path: str, staging: Staging) -> None:
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            specs = [_spec(name, file.get_tensor(name)) for name in names]  # mapped, not read
-            _refuse(staging.check(specs))
-            for spec in specs:
-                staging.expect(spec)
-                staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
-    except (OSError, SafetensorError) as error:
-        raise WeightTransferError(f"{path} cannot be read: {error}. {_OLD_STAYS}") from error
-
-
-def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
-    manifest = transfer.begin(judge=staging.check)
-    _refuse(staging.check(manifest.specs))
-    try:
-        for spec in manifest.specs:  # those without elements too, which are in no bucket
-            staging.expect(spec)
-        for bucket in manifest.buckets():
-            data, end = transfer.bucket(), 0
-            for spec, start, count in bucket:
-                size = count * spec.dtype.itemsize
-                staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
-                end += size
-        transfer.finish()
-    except BaseException as error:
-        transfer.finish(_reason(error))
-        raise
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(f". {_OLD_STAYS}")
+def reason_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(f". {OLD_STAYS}")
 
 
 class _Conversation:
@@ -220,10 +151,10 @@ class _Conversation:
             if came == "begin":
                 self._ahead = came, transfer_id, content
                 raise WeightTransferError(
-                    f"the sender gave this transfer up and began another: call update_weights again for it. {_OLD_STAYS}"
+                    f"the sender gave this transfer up and began another: call update_weights again for it. {OLD_STAYS}"
                 )
             if transfer_id == self._id:
-                raise WeightTransferError(f"{self._other} gave up: {content or came}. {_OLD_STAYS}")
+                raise WeightTransferError(f"{self._other} gave up: {content or came}. {OLD_STAYS}")
 
 
 class BroadcastTransfer(_Conversation):
@@ -313,7 +244,7 @@ class BroadcastTransfer(_Conversation):
         except RuntimeError as error:
             me, reason = dist.get_rank(), str(error).strip().splitlines()[0]
             who = "a receiver" if me == self.src else f"the sender, rank {self.src},"
-            raise WeightTransferError(f"{who} was lost while {doing}: {reason}. {_OLD_STAYS}") from error
+            raise WeightTransferError(f"{who} was lost while {doing}: {reason}. {OLD_STAYS}") from error
 
 
 class SharedMemoryTransfer(_Conversation):
@@ -338,7 +269,7 @@ class SharedMemoryTransfer(_Conversation):
                 self._send("begin", manifest)
                 process, refusal = self._expect("judged")
             except BaseException as error:
-                self._tell(_reason(error))
+                self._tell(reason_of(error))
                 raise
             self._other = f"the receiver, process {process},"
             if refusal is not None:
@@ -402,7 +333,7 @@ class SharedMemoryTransfer(_Conversation):
     def _next(self, kind: str) -> tuple[str, int, Any]:
         try:
             if not self.connection.poll(self.timeout):
-                raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {_OLD_STAYS}")
+                raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {OLD_STAYS}")
             with uninterrupted():
                 self._ahead = self.connection.recv()  # and not lost where an interrupt comes now
         except (OSError, EOFError) as error:
@@ -411,7 +342,7 @@ class SharedMemoryTransfer(_Conversation):
         return self._ahead
 
     def _gone(self, error: Exception) -> WeightTransferError:
-        return WeightTransferError(f"{self._other} is gone ({error!r}). {_OLD_STAYS}")
+        return WeightTransferError(f"{self._other} is gone ({error!r}). {OLD_STAYS}")
 
 
 def _synchronize(tensor: Tensor) -> None:

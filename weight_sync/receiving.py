@@ -1,0 +1,80 @@
+"""New weights from a trainer in another process, from a file, or from whoever has named tensors: checked, and held until all came."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.staging import Staging
+from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, not_weights, reason_of, spec_of
+
+NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
+
+
+def receive(
+    weights: NewWeights, targets: Mapping[str, Tensor], optional: Collection[str], *, check_finite: bool
+) -> Staging:
+    """All of the new weights, checked, beside ``targets``, which are not touched.
+
+    Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
+    """
+    staging = Staging(targets, optional, check_finite)
+    if isinstance(weights, str | os.PathLike):
+        _from_file(os.fspath(weights), staging)
+    elif isinstance(weights, WeightTransfer):
+        _from_transfer(weights, staging)
+    elif isinstance(weights, Mapping):
+        _refuse(staging.check([spec_of(name, tensor) for name, tensor in weights.items()]))
+        for name, tensor in weights.items():
+            staging.hold(name, tensor)
+    elif isinstance(weights, Iterable):
+        for pair in weights:
+            if not (isinstance(pair, Sequence) and len(pair) == 2):
+                raise not_weights(pair)
+            name, tensor = pair
+            if staging.expect(spec_of(name, tensor)):
+                staging.write(name, 0, tensor.detach().reshape(-1))
+    else:
+        raise not_weights(weights)
+    staging.finish()
+    return staging
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise WeightsMismatchError(problem)
+
+
+def _from_file(path: str, staging: Staging) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            specs = [spec_of(name, file.get_tensor(name)) for name in names]  # mapped, not read
+            _refuse(staging.check(specs))
+            for spec in specs:
+                staging.expect(spec)
+                staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
+    except (OSError, SafetensorError) as error:
+        raise WeightTransferError(f"{path} cannot be read: {error}. {OLD_STAYS}") from error
+
+
+def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
+    manifest = transfer.begin(judge=staging.check)
+    _refuse(staging.check(manifest.specs))
+    try:
+        for spec in manifest.specs:  # those without elements too, which are in no bucket
+            staging.expect(spec)
+        for bucket in manifest.buckets():
+            data, end = transfer.bucket(), 0
+            for spec, start, count in bucket:
+                size = count * spec.dtype.itemsize
+                staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
+                end += size
+        transfer.finish()
+    except BaseException as error:
+        transfer.finish(reason_of(error))
+        raise
