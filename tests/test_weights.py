@@ -99,7 +99,8 @@ def test_no_weight_exists_twice(family):
         assert all(p is theirs[name] for name, p in ours.items())
         assert engine.stats().num_layers == model.config.num_hidden_layers
         engine.generate_batch([PROMPT], PARAMS)
-        assert live_bytes() - before - engine.stats().kv_cache_bytes < 0.1 * weights
+        engine.sleep()  # and gives back the KV cache and attention's workspace, most of which was never written to
+        assert live_bytes() - before < 0.1 * weights
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
