@@ -21,6 +21,8 @@ from stoker.benchmarks.workloads import ModelSpec, Workload
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
 _PAGE = 16  # tokens
+# Transformers 5.17 has blocks for pages, and never changes the attention by itself.
+_HAS_PAGES = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
 _MOST_KV_BYTES = 16 * 2**30  # so that all engines of a run fit on one device
 
 
@@ -186,13 +188,12 @@ class GenerateBatchTuned(Peer):
         self.model = spec.build(device, dtype)
         page_bytes = _PAGE * ceilings.kv_token_bytes(spec.config, dtype)
         self.settings = {
-            "page_size": _PAGE,
+            **({"page_size": _PAGE, "auto_switch_to_flash": False} if _HAS_PAGES else {"block_size": _PAGE}),
             "num_blocks": kv_budget(spec, workload, dtype) // page_bytes,
             "max_batch_tokens": 1024 if device == "cuda" else max(128, 2 * workload.slots),
             "max_requests_per_batch": workload.slots,
             "allow_block_sharing": True,
             "return_logprobs": True,
-            "auto_switch_to_flash": False,
         }
         has_flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
         self.model.set_attn_implementation("flash_attention_2" if has_flash else "sdpa")
