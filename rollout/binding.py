@@ -46,8 +46,9 @@ from stoker.weight_sync.tree import Tree
 class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
-    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. Raises ``UnsupportedModelError`` where the weights can be neither
-    borrowed nor copied. Nothing of the model is changed before ``fuse``.
+    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. Raises
+    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. Nothing of the model is changed
+    before ``fuse``.
     """
 
     def __init__(

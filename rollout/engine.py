@@ -109,10 +109,11 @@ class RolloutEngine:
         """Sample completions of every prompt.
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
-        count without one); arrays and integers of numpy and torch count as lists and integers. sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the model as the
-        trainer would run it now, None for the bare base, or the name of an adapter; one for all, or one per prompt.
-        progress_bar: of finished sequences, on stderr. Consecutive equal prompts are computed once. Weights that were
-        changed or moved since the last call are noticed, as by ``update_weights``; those of a sharded model are not.
+        count without one); arrays and integers of numpy and torch count as lists and integers. sampling_params: one for
+        all, or one per prompt. adapter: ``LIVE`` for the model as the trainer would run it now, None for the bare base,
+        or the name of an adapter; one for all, or one per prompt. progress_bar: of finished sequences, on stderr.
+        Consecutive equal prompts are computed once. Weights that were changed or moved since the last call are noticed,
+        as by ``update_weights``; those of a sharded model are not.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
         prompt, ``EngineStateError`` while asleep, closed or paused. A request that fails while running (NaN logits)
@@ -347,8 +348,9 @@ class RolloutEngine:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
         level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
-        weights of the engine's own, kept in host memory (weights that are the trainer's stay); 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags:
-        instead of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        weights of the engine's own, kept in host memory (weights that are the trainer's stay); 3 drops those weights,
+        and ``update_weights`` has to follow ``wake_up``. tags: instead of a level, any of "kv_cache", "weights",
+        "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         self._check_idle("sleep")

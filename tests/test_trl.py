@@ -172,14 +172,18 @@ def test_a_second_run_starts_from_the_weights_of_the_first(make_trainer: MakeTra
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
 
 
-def test_the_best_checkpoint_is_what_is_evaluated(make_trainer: MakeTrainer) -> None:
+def test_the_best_checkpoint_is_what_is_evaluated(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(
         max_steps=2, eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=1, save_total_limit=2,
         load_best_model_at_end=True, metric_for_best_model="eval_reward", greater_is_better=False,
     )  # fmt: skip
-    attach(trainer)
+    engine = attach(trainer)
+    syncs: list[int] = []
+    update = engine.update_weights
+    monkeypatch.setattr(engine, "update_weights", lambda: (syncs.append(trainer.state.global_step), update())[1])
     trainer.train()  # the reward is to be lowest, so the first checkpoint is loaded in the end
     trainer.evaluate()
+    assert syncs == [0, 1, 2, 2], "weights changed without a step, which a sharded model's engine does not notice"
     assert max(logged(trainer, "eval_sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
 
 

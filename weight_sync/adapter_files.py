@@ -53,9 +53,9 @@ _DEFAULTS = {  # of what the configs that older versions saved do not have
 def adapter_reader(name: str, source: Any, parameters: Sequence[str]) -> tuple[Callable[[], AdapterWeights], bool]:
     """What reads an adapter as it is now, and whether it may read another one later.
 
-    source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state dict and
-    its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are copied. parameters: names of the
-    base's 3-D parameters, the experts', which files do not tell from linears.
+    source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
+    dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
+    copied. parameters: names of the base's 3-D parameters, the experts', which files do not tell from linears.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """

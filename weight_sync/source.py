@@ -107,8 +107,9 @@ def source_for(
 ) -> WeightSource:
     """The source for a live model. Resolve it anew whenever the trainer may have wrapped or replaced its model.
 
-    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the engine's;
-    None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite: refuse NaN and Inf at each ``pull``.
+    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the
+    engine's; None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite:
+    refuse NaN and Inf at each ``pull``.
 
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """

@@ -21,11 +21,11 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
     tensors: of any shapes, dtypes and strides, on one device. Returns int64 [tensors]; 0 for an empty one.
 
-    Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before + s, all of it
-    modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1021 apart are first added up in sets
-    of 127, the last set being what is left, less one where that is even; words beyond it stay by themselves. The sum is that of
-    (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole word. What exchanges
-    words inside such sets alone, or leaves all their sums as they are, is not seen.
+    Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before
+    + s, all of it modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1021 apart are first
+    added up in sets of 127, the last set being what is left, less one where that is even; words beyond it stay by
+    themselves. The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole
+    word. What exchanges words inside such sets alone, or leaves all their sums as they are, is not seen.
     """
     alike: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):

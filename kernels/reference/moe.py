@@ -63,8 +63,9 @@ def experts(
     """Each token through its experts, ``sum over k of weight[k] * down(gate(gate_up(x)))``.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D]
-    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives. Returns
-    [T, D] in the dtype of ``x``. Without adapters nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
+    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives.
+    Returns [T, D] in the dtype of ``x``. Without adapters nothing waits for the device. Raises ``RuntimeError`` where a
+    row of a weight is not a multiple of 16 bytes.
     """
     per_token = expert_ids.shape[1]
     ids, order = expert_ids.flatten().sort(stable=True)

@@ -58,9 +58,9 @@ def sample(
     Gumbel-max in two stages, which is exact: first a block of ``SAMPLE_BLOCK`` tokens by the block's log-sum-exp (needed
     for the normaliser anyway), then a token within it. This takes V / 128 + 128 random numbers a row and not V.
 
-    logits: [R, V] of any float dtype, computed with in fp32, -inf where a token is excluded; inverse_temperature: fp32 [R]; greedy: bool [R], rows that
-    take the argmax, None where no row does; noise: of ``gumbel_noise``, None where every row is greedy.
-    Returns (int64 [R], fp32 [R]).
+    logits: [R, V] of any float dtype, computed with in fp32, -inf where a token is excluded; inverse_temperature: fp32
+    [R]; greedy: bool [R], rows that take the argmax, None where no row does; noise: of ``gumbel_noise``, None where
+    every row is greedy. Returns (int64 [R], fp32 [R]).
     """
     rows, vocab = logits.shape
     scaled = logits.float() * inverse_temperature[:, None]
