@@ -17,6 +17,7 @@ from adapted import (
     shake,
     state_dict,
     tokens,
+    two_adapters,
 )
 from families import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,15 +194,17 @@ def test_a_live_adapter_that_is_copied_is_copied_anew(options: dict[str, Any]) -
 
 
 def test_what_lies_on_the_device_is_not_copied() -> None:
-    model = peft_model()
+    """Neither at an update, nor where one takes another's slot."""
+    model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine:
         tokens(engine)
         shake(model)
-        adapter = engine._adapters._known["default"]
+        mine, other = (engine._adapters._known[name] for name in ("default", "other"))
+        other.slot = mine.slot
         with Copies() as copies:
             engine.update_weights()
-            engine._adapters._placed.clear()
-            engine._adapters.place(adapter)
+            engine._adapters.place(other)
+            engine._adapters.place(mine)
         assert copies.count == 0 and not engine._adapters._slabs
         assert tokens(engine) == expected_tokens(model)
 

@@ -169,7 +169,7 @@ class PointerBlock:
         parts = zip(tables, torch.split(self._host, sizes), torch.split(self._rows, sizes), strict=True)
         for table, host, rows in parts:
             shape = (len(table.widths), table.entries, POINTER_FIELDS)
-            table.block, table.rows_on_host, table.rows = self, host.view(shape), rows.view(shape)
+            table.block, table.rows_on_host, table.rows = self, host.view(shape).numpy(), rows.view(shape)
 
     def upload(self) -> None:
         if self.changed and self._rows is not self._host:
@@ -194,7 +194,8 @@ class LoraTable:
     stacks: Stacks = field(default_factory=Stacks)
     weights: list[dict[int, LoraWeights]] = field(init=False)
     block: PointerBlock | None = None  # its own, unless tables were put into one before they were used
-    rows_on_host: Tensor = field(init=False)  # int64 [linears, entries, POINTER_FIELDS]
+    # int64 [linears, entries, POINTER_FIELDS]; an array, as a write to a tensor would be an operation for each linear
+    rows_on_host: Any = field(init=False)
     rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
@@ -238,12 +239,11 @@ class LoraTable:
         row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
         row += [*first.a.stride(), *first.b.stride()]
         if self._written.get((linear, slot)) != row:
-            entries[:] = torch.tensor(row, device="cpu")
+            entries[:] = row
             for column, matrix in enumerate((weights.a, weights.b)):
                 if matrix.dim() == 3:
-                    entries[:, column] += torch.arange(self.experts, device="cpu") * (
-                        matrix.stride(0) * matrix.element_size()
-                    )
+                    nbytes = matrix.stride(0) * matrix.element_size()
+                    entries[:, column] += torch.arange(self.experts, device="cpu").numpy() * nbytes
             block.changed = True
             self._written[linear, slot] = row
 
