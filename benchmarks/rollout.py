@@ -72,6 +72,7 @@ SCENARIOS = {
     ("cpu", False): (
         Scenario(spec=TOY, workload=_CPU_I, repeats=5),
         Scenario(spec=TOY, workload=_CPU_II, repeats=3),
+        Scenario(spec=TOY, workload=_CPU_FULL, repeats=3, extras=False, budget_s=300, warm_up_tokens=32),
         Scenario(spec=SMALL, workload=_CPU_I, repeats=3),
         Scenario(spec=SMALL, workload=_CPU_FULL, repeats=3, extras=False, budget_s=1500, warm_up_tokens=32),
     ),
