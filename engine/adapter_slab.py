@@ -50,7 +50,8 @@ def pack(adapter: AdapterWeights, runtime: Runtime) -> Packed:
             padding = -t.nbytes % _ALIGNMENT
             parts[-1][1].extend((t.reshape(-1), t.new_zeros(padding // dtype.itemsize)))
             end += t.nbytes + padding
-    memory = torch.empty(end, dtype=torch.uint8, device=where) if where.type != "cpu" else runtime.host_memory(end)
+    on_host = where.type == "cpu"
+    memory = runtime.staging_memory(end) if on_host else torch.empty(end, dtype=torch.uint8, device=where)
     for (start, flat), dtype in zip(parts, by_dtype, strict=True):
         size = sum(t.nbytes for t in flat)
         torch.cat(flat, out=memory[start : start + size].view(dtype))

@@ -54,7 +54,7 @@ class Runtime:
         """What a plan sends besides, of any size, in one copy. The arrays stay as they are."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def host_memory(self, nbytes: int) -> Tensor:
+    def staging_memory(self, nbytes: int) -> Tensor:
         """Memory of the host from which the device copies fast, uint8 [nbytes]."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
@@ -100,7 +100,7 @@ class CudaRuntime(Runtime):
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def host_memory(self, nbytes: int) -> Tensor:
+    def staging_memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def chosen(self) -> AbstractContextManager[object]:

@@ -32,9 +32,8 @@ class Stack(NamedTuple):
 
     a: Tensor  # [P, D, L * r]
     widths: list[int]  # of all linears of the table
-    linears: list[
-        tuple[int, Tensor, Tensor | None, Tensor | None]
-    ]  # number, b [P, r, N] scaled, gain and shift [P, 1, N]
+    # Of each: its number in the table, b [P, r, N] scaled, gain and shift [P, 1, N].
+    linears: list[tuple[int, Tensor, Tensor | None, Tensor | None]]
 
 
 class Stacks:
@@ -160,10 +159,8 @@ def adapt(
             out.addmm_(hidden, b, alpha=scale)
         elif out.is_contiguous():
             out.baddbmm_(hidden, b, alpha=scale)
-        else:
-            out.add_(
-                torch.bmm(hidden, b), alpha=scale
-            )  # as baddbmm_, for columns of a wider matrix, runs piece by piece
+        else:  # columns of a wider matrix, for which baddbmm_ runs piece by piece
+            out.add_(torch.bmm(hidden, b), alpha=scale)
         return
     delta = hidden @ b * scale
     if gain is not None:
