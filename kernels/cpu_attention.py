@@ -11,7 +11,7 @@ it, and each step adds its newest key.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -28,7 +28,6 @@ _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they a
 _LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
 # So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
 _HOLD_BYTES = 2**30
-_COPY_BYTES = 4 * 2**20  # gathered at a time, to be laid out anew while it is in cache
 _PLAIN = Visibility()
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -39,11 +38,10 @@ class _Shared:
 
     members: Tensor  # int64 [G * N], rows of each group, padded with its first
     place: Tensor  # int64 [R], where a row stands in ``members``
-    prefix_table: Tensor  # int64 [G * P]
+    prefix_table: Tensor  # int64 [G, P]
     prefix_bias: Tensor  # fp32 [G, 1, 1, P * block]
-    suffix_table: Tensor  # int64 [R * S]
+    suffix_table: Tensor  # int64 [R, S]
     start: Tensor  # int64 [R], position of a row's first own key
-    written: int  # own keys that every real row has, whatever the step
     groups: int
 
 
@@ -80,66 +78,58 @@ class _Held:
     def gather(self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows of a piece of the reference's plan."""
         d = plan.decodes[number]
-        return self.own(plan, number, d.table, plan.last_key(d), d.written, (key_cache, value_cache))
+        return self.own(plan, number, d.table, plan.last_key(d), (key_cache, value_cache))
 
     def own(
+        self, plan: AttentionPlan, part: object, table: Tensor, last: Tensor, caches: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of R rows, [R, H, L, D] each, that of this step among them. Where a row has none, its first stands.
+
+        table: int64 [R, L / block]; last: int64 [R, 1], where each row's newest key is.
+        """
+        size, heads = caches[0].shape[1:3]
+        held = self.parts.get((part, caches[0].data_ptr()))
+        if held is None:
+            return self.keys(plan, part, table, lambda: reference.written_keys(last, table.shape[1] * size), caches)
+        rows, length = len(last), held[0].shape[2]
+        newest = plan.once((part, "newest", heads), lambda: _places(table, last, size, heads))
+        at = plan.once(
+            (part, "at", heads), lambda: (torch.arange(rows * heads).view(rows, heads) * length + last).flatten()
+        )
+        for cache, kept in zip(caches, held, strict=True):
+            kept.flatten(0, 2).index_copy_(0, at, cache.flatten(0, 2).index_select(0, newest))
+        return held
+
+    def keys(
         self,
         plan: AttentionPlan,
         part: object,
         table: Tensor,
-        last: Tensor,
-        written: int,
+        positions: Callable[[], Tensor],
         caches: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of R rows, [R, H, L, D] each, that of this step among them; zeros where a row has none.
-
-        table: int64 [R * L / block]; last: int64 [R, 1], where each row's newest key is; written: keys every row has.
-        """
-        rows, size = len(last), caches[0].shape[1]
-        length = table.shape[0] // rows * size
-        if (part, caches[0].data_ptr()) in self.parts:
-            held = self.parts[part, caches[0].data_ptr()]
-            slots = plan.once(
-                (part, "newest"), lambda: (table.view(rows, -1).gather(1, last // size) * size + last % size)[:, 0]
-            )
-            heads = caches[0].shape[2]
-            at = plan.once(
-                (part, "newest", heads),
-                lambda: (torch.arange(rows * heads).view(rows, heads) * length + last).flatten(),
-            )
-            for cache, kept in zip(caches, held, strict=True):
-                kept.view(-1, kept.shape[3])[at] = cache.flatten(0, 1).index_select(0, slots).flatten(0, 1)
-            return held
-
-        found = self.blocks(part, table, rows, caches)
-        if written < length:  # what no one has written may be NaN. The null block, all that padded rows read, never is.
-            empty = plan.once(
-                (part, "unwritten"), lambda: (torch.arange(written, length) > last)[:, None, :, None].contiguous()
-            )
-            for gathered in found:
-                gathered[:, :, written:].masked_fill_(empty, 0.0)
-        return found
-
-    def blocks(self, part: object, table: Tensor, rows: int, caches: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What stands in the blocks of R rows, [R, H, L, D] each. table: int64 [R * L / block]."""
+        """What stands at ``positions``, int64 [R, L], of R rows; [R, H, L, D] each. table: int64 [R, blocks]."""
         which = part, caches[0].data_ptr()
         if which in self.parts:
             return self.parts[which]
-        length = table.shape[0] // rows * caches[0].shape[1]
-        room = None
-        if self.room is not None:
-            room = self.room.take([(rows, c.shape[2], length, c.shape[3]) for c in caches], caches[0].dtype)
+        rows, length = len(table), table.shape[1] * caches[0].shape[1]
+        size, heads = caches[0].shape[1:3]
+        places = plan.once((part, "places", heads), lambda: _places(table, positions(), size, heads))
+        sizes = [(rows, heads, length, c.shape[3]) for c in caches]
+        room = None if self.room is None else self.room.take(sizes, caches[0].dtype)
         if room is None:
-            key, value = (c.index_select(0, table).view(rows, length, *c.shape[2:]).transpose(1, 2) for c in caches)
+            key, value = (c.flatten(0, 2).index_select(0, places).view(n) for c, n in zip(caches, sizes, strict=True))
             return key, value
         for cache, out in zip(caches, room, strict=True):
-            at_a_time = max(1, _COPY_BYTES // out[0].nbytes)
-            for begin in range(0, rows, at_a_time):
-                some = slice(begin, begin + at_a_time)
-                found = cache.index_select(0, table.view(rows, -1)[some].flatten())
-                out[some] = found.view(-1, length, *cache.shape[2:]).transpose(1, 2)
+            torch.index_select(cache.flatten(0, 2), 0, places, out=out.flatten(0, 2))
         self.parts[which] = room[0], room[1]
         return self.parts[which]
+
+
+def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Tensor:
+    """Where keys stand among the heads of all slots, int64 [R * H * L]. table: int64 [R, blocks]; positions: [R, L]."""
+    slots = reference.key_slots(table, positions, block_size)
+    return (slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +217,10 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int,
     return _Shared(
         members=torch.tensor([row for rows in groups for row in rows + rows[:1] * (largest - len(rows))]),
         place=torch.tensor(place),
-        prefix_table=torch.tensor(prefix).flatten(),
+        prefix_table=torch.tensor(prefix),
         prefix_bias=torch.zeros(beyond.shape).masked_fill_(beyond, reference.NEG_INF)[:, None, None],
-        suffix_table=block_tables.gather(1, at).flatten(),
+        suffix_table=block_tables.gather(1, at),
         start=start * block_size,
-        written=min(n - own[row] * block_size for row, n in enumerate(key_lens)),
         groups=len(groups),
     )
 
@@ -259,8 +248,12 @@ def paged_attention(
     per_key = heads // kv_heads  # heads that share a key are its queries, and so are the rows of a group
     caches = key_cache, value_cache
     last = plan.plain.once("last", lambda: (plan.plain.seq_lens - 1 - shared.start).clamp(min=0)[:, None])
-    prefix_key, prefix_value = plan.held.blocks("prefix", shared.prefix_table, shared.groups, caches)
-    key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, shared.written, caches)
+    prefix = shared.prefix_table
+    length = prefix.shape[1] * key_cache.shape[1]
+    prefix_key, prefix_value = plan.held.keys(
+        plan.plain, "prefix", prefix, lambda: torch.arange(length).expand(len(prefix), -1), caches
+    )
+    key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, caches)
 
     together = query.index_select(0, shared.members).view(shared.groups, -1, kv_heads, per_key, dim)
     size = together.shape[1]

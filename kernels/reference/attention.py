@@ -49,12 +49,10 @@ class Visibility:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Rows with one query each. rows: [r], token index of each, None for all in order; table: [r * n] block ids."""
+    """Rows with one query each. rows: [r], token index of each, None for all in order; table: [r, n] block ids."""
 
     rows: Tensor | None
     table: Tensor
-    num_blocks: int
-    written: int  # keys that every row has, whatever the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Gather(Protocol):
     def __call__(
         self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows of piece ``number``, [r, H, L, D] each; zeros where a row has none."""
+        """Keys and values of the rows of piece ``number``, [r, H, L, D] each; anything finite where a row has none."""
 
 
 @dataclass(slots=True)
@@ -100,19 +98,28 @@ class AttentionPlan:
         return self._masks[key]  # type: ignore[no-any-return]
 
 
+def written_keys(last: Tensor, length: int) -> Tensor:
+    """Positions 0 to ``length``, and 0 where a row has no key: what no one has written may be NaN, which no mask on the
+    scores would hide. last: int64 [r, 1], position of each row's newest key; returns int64 [r, length]."""
+    keys = torch.arange(length, device=last.device)
+    return torch.where(keys > last, 0, keys)
+
+
+def key_slots(table: Tensor, keys: Tensor, block_size: int) -> Tensor:
+    """Where keys stand in a cache. table: int64 [r, n] block ids; keys: int64 [r, k] positions; returns int64 [r, k]."""
+    return table.gather(1, keys // block_size) * block_size + keys % block_size
+
+
 def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
     """A ``Gather`` that reads the blocks of every row at every step."""
-    d = plan.decodes[number]
-    length = d.num_blocks * plan.block_size
+    table, last, size = plan.decodes[number].table, plan.last_key(plan.decodes[number]), plan.block_size
 
-    def unwritten() -> Tensor:
-        return (torch.arange(d.written, length, device=d.table.device) > plan.last_key(d))[:, :, None, None]
+    def slots() -> Tensor:
+        return key_slots(table, written_keys(last, table.shape[1] * size), size)
 
     def gather(cache: Tensor) -> Tensor:
-        found = cache.index_select(0, d.table).view(-1, length, *cache.shape[2:])
-        if d.written < length:  # what no one has written may be NaN, which no mask on the scores would hide
-            found[:, d.written :].masked_fill_(plan.once((number, "unwritten"), unwritten), 0.0)
-        return found.transpose(1, 2)
+        at = plan.once((number, "slots"), slots)
+        return cache.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, *cache.shape[2:]).transpose(1, 2)
 
     return gather(key_cache), gather(value_cache)
 
@@ -142,9 +149,7 @@ def plan_attention(
     max_lens = [n + num_steps - 1 for n in key_lens]
     longest = max(max_lens)
     if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= most:
-        table = block_tables[:, : -(-longest // block_size)]
-        written = min(key_lens) if len(key_lens) == len(seq_lens) else 1
-        piece = Decode(None, table.reshape(-1), table.shape[1], written)
+        piece = Decode(None, block_tables[:, : -(-longest // block_size)])
         return AttentionPlan([piece], [], seq_lens, block_size, gather_keys)
     starts, start = [], 0
     for n in query_lens:
@@ -157,9 +162,8 @@ def plan_attention(
         while end < len(single) and (end - begin + 1) * max_lens[single[end]] <= most:
             end += 1
         rows = torch.tensor(single[begin:end], device=block_tables.device)
-        num_blocks = min(-(-max_lens[single[end - 1]] // block_size), block_tables.shape[1])
-        table = block_tables.index_select(0, rows)[:, :num_blocks].reshape(-1)
-        decodes.append(Decode(rows, table, num_blocks, key_lens[single[begin]]))
+        num_blocks = -(-max_lens[single[end - 1]] // block_size)
+        decodes.append(Decode(rows, block_tables.index_select(0, rows)[:, :num_blocks]))
         begin = end
     chunks = []
     for row, n in enumerate(query_lens):
@@ -171,7 +175,7 @@ def plan_attention(
                 chunks.append(_Chunk(starts[row] + done, count, length, table))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
-        decodes = [Decode(index[d.rows], d.table, d.num_blocks, d.written) for d in decodes if d.rows is not None]
+        decodes = [Decode(index[d.rows], d.table) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
