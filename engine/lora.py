@@ -39,13 +39,13 @@ class Adapted:
         self.layers = layers
         self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables: list[LoraTable] = []
+        self._changes_nothing = True
         self.reach(1)
 
     @property
     def rows(self) -> AdapterRows | None:
         """Of the step that runs, where it has adapters and they change any of these modules."""
-        rows = self.layers.rows
-        return None if rows is None or all(table.empty for table in self.tables) else rows
+        return None if self._changes_nothing else self.layers.rows
 
     def reach(self, length: int) -> None:
         """Have tables for so many adapters on top of each other."""
@@ -57,6 +57,7 @@ class Adapted:
         """What a slot does to one of the linears, in that order, which the tables have to reach."""
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
+        self._changes_nothing = all(table.empty for table in self.tables)
 
     def apply(self, x: Tensor, out: Tensor, rows: AdapterRows) -> None:
         """Change what the linears made of ``x``, in place. x: [T, D]; out: [T, N]."""

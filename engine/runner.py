@@ -88,7 +88,7 @@ class EagerStep:
         return False
 
     def release_graphs(self) -> None:
-        self.model.lora.stacks.forget()
+        self.model.lora.stacks.release()
 
     def __call__(self, batch: Batch) -> Pending:
         outputs: list[SamplerOutput] = []

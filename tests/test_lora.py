@@ -102,19 +102,19 @@ def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: 
         stacks = engine._binding.shell.lora.stacks
         seen: list[Any] = []
         run = engine._run
-        monkeypatch.setattr(engine, "_run", lambda *work: seen.append(dict(stacks._made)) or run(*work))
+        monkeypatch.setattr(engine, "_run", lambda *work: seen.append(stacks._slots) or run(*work))
         for _ in range(2):
             engine.core.step()
-        assert stacks._made
+        assert stacks._slots
         engine.pause()
         engine.update_weights()
-        assert not stacks._made
+        assert not stacks._slots
         engine.resume()
         for _ in range(2):
             engine.core.step()
-        assert stacks._made
+        assert stacks._slots
         engine.score([PROMPTS[1]], adapter=None)
-        assert seen == [{}]
+        assert seen == [()]
         assert all(len(h.result().completions[0].token_ids) == 9 for h in handles)
 
 

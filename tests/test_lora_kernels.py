@@ -12,9 +12,9 @@ from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference import lora
+from stoker.kernels.reference import lora_stacks
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
-from stoker.kernels.reference.lora_stacks import Stacks, stack
+from stoker.kernels.reference.lora_stacks import OneByOne, Stacks, Together
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.adapters import by_expert
 
@@ -175,9 +175,9 @@ def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
     """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes."""
     slots, as_they_lie = MIXED[case]
     rows = AdapterRows(torch.tensor(slots))
-    found = Stacks().pieces(*rows.by_slot)
-    assert found is not None and (found[0].gather is None) == as_they_lie
-    assert len(found[1]) < 2 * len(set(slots) - {0})
+    found = rows.through(Stacks())
+    assert isinstance(found, Together) and (found.gather is None) == as_they_lie
+    assert found.count < 2 * len(set(slots) - {0})
     for options in ({}, {"biased": True, "gains": (1, 4), "shifts": (2, 4)}):
         table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
         table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(24, 2, dtype=dtype), 0.7))
@@ -213,32 +213,42 @@ def test_stacks_are_right_until_they_are_forgotten() -> None:
 
 
 def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are copied once for requests that end one after the other, until most of what they hold is of nobody."""
-    copied: list[list[int]] = []
-    monkeypatch.setattr(lora, "stack", lambda table, slots: copied.append(list(slots)) or stack(table, slots))
-    table = make_table([24, 9], 16, {1: 4, 2: 7, 3: 4, 4: 1, 5: 2}, torch.float32)
+    """What is there is not copied again: not for requests that end one after the other, nor beside those that begin."""
+    copied: list[int] = []
+    write = lora_stacks._write
+
+    def counted(a: Tensor, b: Tensor, entries: list[Any]) -> None:
+        copied.extend(int(entry.scale / 0.3 + 0.5) for entry in entries)
+        write(a, b, entries)
+
+    monkeypatch.setattr(lora_stacks, "_write", counted)
+    table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4}, torch.float32)
     for slots, expected in (
-        ([1, 2, 3, 3, 3, 4, 5, 5, 5, 0], [[1, 2, 3, 3, 4, 5, 5]]),
+        ([1, 2, 3, 3, 3, 4, 5, 5, 5, 0], [1, 2, 3, 3, 4, 5, 5]),
         ([1, 2, 3, 3, 4, 5, 5, 0], []),
         ([3, 3, 5, 5, 5, 4, 0], []),
         ([5, 4, 3, 1, 5], []),
-        ([5, 3], []),  # one by one
-        ([4, 4, 4, 4, 5, 3], [[4, 4, 5, 3]]),  # in two pieces of two, not in one of four
-        ([4, 5, 3], []),
-        ([4, 5, 1], [[4, 5, 1]]),  # another adapter
-        ([1, 2, 3, 3, 3, 4, 5, 5, 5], [[1, 2, 3, 3, 4, 5, 5]]),
-        ([3, 3, 5, 5, 4], [[3, 5, 4]]),  # most were of nobody
-        ([4, 3, 5], []),
+        ([5] * 9, []),  # one product for each
+        ([5] * 40 + [3] * 40, []),
+        ([4, 1], [4]),  # most were of nobody; 4 stood further behind
+        ([1] * 9, []),
+        ([4] * 3 + [3] * 3 + [1], [3]),
+        ([1, 1, 1, 3], []),
+        ([2] * 9, [2]),
+        ([1] + [2] * 9, [2, 2]),  # in two pieces of five, not in one of nine
+        ([2, 1], []),
     ):
         check(REFERENCE.lora, table, 16, torch.tensor(slots), torch.float32)
-        assert copied == expected, slots
+        assert copied == expected, (slots, copied, table.stacks._slots)
         copied.clear()
 
 
-def test_when_adapters_are_stacked() -> None:
-    few, long = torch.tensor([1, 1, 2, 2]), torch.arange(1, 5).repeat_interleave(17)
-    for slots, stacked in ((few, False), (long, False), (torch.zeros(4, dtype=torch.long), False), (long[::2], True)):
-        assert (Stacks().pieces(*AdapterRows(slots).by_slot) is not None) == stacked
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_when_all_adapters_go_through_one_product(tokens: int) -> None:
+    one, many = torch.full((tokens,), 3), torch.arange(1, 5).repeat_interleave(tokens)
+    assert isinstance(AdapterRows(one).through(Stacks()), OneByOne)
+    assert isinstance(AdapterRows(many).through(Stacks()), Together if tokens == 4 else OneByOne)
+    assert AdapterRows(torch.zeros(tokens, dtype=torch.long)).through(Stacks()) is None
 
 
 def test_through_the_tables() -> None:

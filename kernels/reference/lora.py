@@ -10,12 +10,13 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stoker.kernels.reference.lora_stacks import Pieces, Stack, Stacks, adapt, apply_stack, stack
+from stoker.kernels.reference.lora_stacks import Pieces, Stacks, change
 
 
 class LoraWeights(NamedTuple):
@@ -111,7 +112,7 @@ class AdapterRows:
     """The adapter slot of each of T tokens, for one window of steps, in which no adapter changes."""
 
     slots: Tensor  # int64 [T]
-    _pieces: dict[Stacks, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _pieces: dict[Stacks, tuple[int, Pieces]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -124,32 +125,27 @@ class AdapterRows:
         Slots are in the order of their first tokens, so that what lies slot by slot stays as it is. Reads the slots, so it is
         for a CPU.
         """
-        present, inverse, counts = torch.unique(self.slots, return_inverse=True, return_counts=True)
-        places = torch.arange(len(inverse))
-        firsts = torch.full_like(present, len(inverse)).scatter_reduce_(0, inverse, places, "amin")
-        firsts[present == 0] = -1
-        order, by_first = firsts[inverse].argsort(stable=True), firsts.argsort()
-        present, counts = present[by_first], counts[by_first]
-        ends = counts.cumsum(0).tolist()
-        spans = [(s, end - n, end) for s, end, n in zip(present.tolist(), ends, counts.tolist(), strict=True)]
-        without = spans[0][2] if spans and spans[0][0] == 0 else 0
-        tokens: slice | Tensor = order[without:]
-        if len(order) > without and bool((order[without:].diff() == 1).all()):
-            tokens = slice(int(order[without]), int(order[-1]) + 1)
-        return tokens, [(s, start - without, end - without) for s, start, end in spans if s]
+        found: dict[int, list[int]] = {}
+        for token, slot in enumerate(self.slots.tolist()):
+            if slot:
+                found.setdefault(slot, []).append(token)
+        ends = list(accumulate(map(len, found.values())))
+        spans = [(slot, end - len(mine), end) for (slot, mine), end in zip(found.items(), ends, strict=True)]
+        order = list(chain.from_iterable(found.values()))
+        first = order[0] if order else 0
+        as_they_lie = order == list(range(first, first + len(order)))
+        return slice(first, first + len(order)) if as_they_lie else torch.tensor(order), spans
 
-    def stack(self, table: LoraTable) -> tuple[Stack | None, Pieces] | None:
-        """How these tokens go through a table's stack. None where one product for each adapter is better. For a CPU."""
-        stacks = table.stacks
-        if stacks not in self._pieces:  # it is the same for all tables of a step, and for all steps of a window
-            self._pieces[stacks] = stacks.pieces(*self.by_slot)
-        found = self._pieces[stacks]
-        if found is None:
-            return None
-        pieces, slots, made = found
-        if table not in made:
-            made[table] = stack(table, slots)
-        return made[table], pieces
+    def through(self, stacks: Stacks) -> Pieces | None:
+        """How these tokens go through stacks, which is the same for all tables of a step and all steps of a window.
+
+        None where no token has an adapter. For a CPU.
+        """
+        version, pieces = self._pieces.get(stacks, (None, None))
+        if version != stacks.version and self.by_slot[1]:
+            pieces = stacks.pieces(*self.by_slot, len(self.slots))
+            self._pieces[stacks] = stacks.version, pieces
+        return pieces
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
@@ -284,10 +280,10 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
-    if table.experts == 1 and (found := rows.stack(table)) is not None:
-        matrices, pieces = found
-        if matrices is not None:
-            apply_stack(x, out, table.biases, matrices, pieces)
+    if table.experts == 1:
+        pieces = rows.through(table.stacks)
+        if pieces is not None and (stack := table.stacks.of(table)).parts:
+            pieces.apply(x, out, stack)
         return out
     return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
 
@@ -314,7 +310,8 @@ def _apply(
         for weights, start, end in found:
             if weights is not None:
                 _, b, scale, gain, shift = weights
-                adapt(shrink(mine[start:end], weights.a), before[start:end], bias, b.T, scale, gain, shift)
+                here = before[start:end]
+                here.add_(change(shrink(mine[start:end], weights.a) @ b.T * scale, here, bias, gain, shift))
         if not isinstance(tokens, slice):
             part[tokens] = before
     return out

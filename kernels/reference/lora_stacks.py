@@ -1,170 +1,335 @@
-"""Matrices of many adapters side by side, so that a few tokens of each go through one product, not one for each adapter."""
+"""The matrices of the adapters that run, copied side by side, so that a step takes few products for all of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from stoker.kernels.reference.lora import LoraTable
+    from stoker.kernels.reference.lora import LoraTable, LoraWeights
 
-# Up to so many tokens of an adapter, and from so many adapters on, one product over a stack beats one for each adapter.
-_TOKENS = 16
-_SLOTS = 3
-
-
-class Pieces(NamedTuple):
-    """Tokens that have an adapter, in P pieces of W tokens of one slot each. What a piece lacks is filled with any token."""
-
-    tokens: slice | Tensor  # int64 [t]
-    gather: Tensor | None  # int64 [P * W], tokens; None where that is ``tokens``, a slice
-    places: Tensor | None  # int64 [t], where ``gather`` has each of ``tokens``; None where it is ``tokens``
+# Up to so many tokens of an adapter one product over all pieces beats one for each adapter.
+_TOKENS = 32
+# Up to so many numbers of a piece, zeros among them cost less than a product for each linear.
+_BLOCK_DIAGONAL = 16384
 
 
-class Stack(NamedTuple):
-    """What each of P pieces does to those linears of a table that any of them changes; zeros fill ranks up to one r."""
+class Part:
+    """What the pieces of a stack do to one linear, or to all linears of the table at once."""
 
-    a: Tensor  # [P, D, L * r]
-    widths: list[int]  # of all linears of the table
-    # Of each: its number in the table, b [P, r, N] scaled, gain and shift [P, 1, N].
-    linears: list[tuple[int, Tensor, Tensor | None, Tensor | None]]
+    def __init__(self, ranks: slice | None, columns: slice | None, b: Tensor) -> None:
+        self.ranks = ranks  # columns of what the shrink gives; None: all of them
+        self.columns = columns  # of the output; None: all of them
+        self.b = b  # [P, r, N], scaled; of several linears block-diagonal
+        self.gain: Tensor | None = None  # [P, 1, N]
+        self.shift: Tensor | None = None  # [P, 1, N]
+        self.bias: Tensor | None = None  # [N], of the base; there where there is a gain
+
+    def of(self, place: int) -> Part:
+        one = Part(self.ranks, self.columns, self.b[place])
+        one.gain, one.shift = (None if t is None else t[place] for t in (self.gain, self.shift))
+        one.bias = self.bias
+        return one
+
+    @property
+    def plain(self) -> bool:
+        return self.gain is None and self.shift is None
+
+    def change(self, delta: Tensor, out: Tensor | None) -> Tensor:
+        """As ``change``, of what the matrices make of the input. out: [..., t, N], needed where there is a gain."""
+        return delta if self.plain else change(delta, out, self.bias, self.gain, self.shift)
+
+
+class Stack:
+    """What each of P pieces does to the linears of one table: copies, in memory that stays for those of later pieces."""
+
+    def __init__(self) -> None:
+        self.version = -1  # of ``Stacks``, that this holds
+        self.parts: list[Part] = []  # none where no piece changes anything
+        self.a: Tensor  # [P, D, r of all linears]
+        self._pieces: dict[int, tuple[Tensor, list[Part]]] = {}  # by place, those that were asked for
+        self._held: Sequence[int] = ()  # the slot of each place that is right
+        self._generation = -1
+        self._layout: object = None
+
+    def bring(self, table: LoraTable, slots: Sequence[int], generation: int) -> None:
+        """Hold the matrices of these slots, one a place, and copy those that are not there."""
+        known = [weights for by_slot in table.weights for slot in set(slots) if (weights := by_slot.get(slot))]
+        linears = [n for n, by_slot in enumerate(table.weights) if not by_slot.keys().isdisjoint(slots)]
+        rank = max((weights.rank for weights in known), default=0)
+        layout = linears, rank, table.dtype
+        if not known:
+            self.parts, self._layout = [], None
+            return
+        if layout != self._layout or len(slots) > len(self._a):
+            self._allocate(table, linears, rank, len(slots), max(known, key=lambda w: w.rank))
+            self._layout, self._held = layout, ()
+        elif generation != self._generation:
+            self._held = ()
+        self._generation = generation
+        for places in _runs(p for p, s in enumerate(slots) if p >= len(self._held) or self._held[p] != s):
+            for index, linear in enumerate(linears):
+                entries = [table.weights[linear].get(slot) for slot in slots[places]]
+                ranks = slice(index * rank, (index + 1) * rank)
+                b = self._b[0][places, ranks, _columns(table, linear)] if self._whole else self._b[index][places]
+                _write(self._a[places, :, ranks], b, entries)
+        self._held = slots
+        self._view(table, slots, linears, rank)
+
+    def _allocate(self, table: LoraTable, linears: Sequence[int], rank: int, count: int, like: LoraWeights) -> None:
+        count = 1 << (count - 1).bit_length()  # twice as much when there is not enough
+        total, depth = sum(table.widths), like.a.shape[1]
+        self._whole = len(table.widths) * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
+
+        def zeros(*shape: int) -> Tensor:
+            with torch.inference_mode(False):  # or they could not be written to outside of the caller's
+                return torch.zeros(count, *shape, dtype=table.dtype, device=like.a.device)
+
+        # Few rows by a matrix that lies as it is read are several times as fast as by a transposed one.
+        self._a = zeros(depth, len(linears) * rank)
+        widths = [total] if self._whole else [table.widths[linear] for linear in linears]
+        self._b = [zeros(rank * (len(linears) if self._whole else 1), width) for width in widths]
+
+    def _view(self, table: LoraTable, slots: Sequence[int], linears: Sequence[int], rank: int) -> None:
+        count = len(slots)
+        self.a = self._a[:count]
+        if self._whole:
+            self.parts = [Part(None, None, self._b[0][:count])]
+            members: list[Sequence[int]] = [range(len(table.widths))]
+        else:
+            self.parts, members = [], [[linear] for linear in linears]
+            for index, (linear, b) in enumerate(zip(linears, self._b, strict=True)):
+                ranks = None if len(linears) == 1 else slice(index * rank, (index + 1) * rank)
+                self.parts.append(Part(ranks, _columns(table, linear), b[:count]))
+        for part, group in zip(self.parts, members, strict=True):
+            part.gain = _vectors(table, group, slots, "gain", torch.ones)
+            part.shift = _vectors(table, group, slots, "shift", torch.zeros)
+            if part.gain is not None and any(table.biases[n] is not None for n in group):
+                zeros = [torch.zeros(table.widths[n]) if table.biases[n] is None else table.biases[n] for n in group]
+                part.bias = torch.cat(zeros)  # type: ignore[arg-type]
+        self._pieces = {}
+
+    def piece(self, place: int) -> tuple[Tensor, list[Part]]:
+        """Of one of the pieces, a [D, r of all linears] and its parts."""
+        if place not in self._pieces:
+            self._pieces[place] = self.a[place], [part.of(place) for part in self.parts]
+        return self._pieces[place]
+
+
+def _columns(table: LoraTable, linear: int) -> slice:
+    start = sum(table.widths[:linear])
+    return slice(start, start + table.widths[linear])
+
+
+def _runs(places: Iterable[int]) -> Iterator[slice]:
+    """What stands side by side."""
+    start = end = 0
+    for place in places:
+        if place != end and end > start:
+            yield slice(start, end)
+        start, end = start if place == end and end > start else place, place + 1
+    if end > start:
+        yield slice(start, end)
+
+
+def _write(a: Tensor, b: Tensor, entries: Sequence[LoraWeights | None]) -> None:
+    """What some slots do to one linear. a: [P, D, r]; b: [P, r, N]. Zeros fill what an adapter has not."""
+    _, depth, rank = a.shape
+    nothing = a.new_zeros(rank, depth), b.new_zeros(b.shape[2], rank)
+    matrices = [nothing if w is None else _padded(w.a, w.b, rank - w.rank) for w in entries]
+    for target, sources in zip((a, b), zip(*matrices, strict=True), strict=True):
+        target.copy_(torch.stack(sources).mT)
+    b *= torch.tensor([1.0 if w is None else w.scale for w in entries], dtype=b.dtype)[:, None, None]
+
+
+def _padded(a: Tensor, b: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    return (F.pad(a, (0, 0, 0, ranks)), F.pad(b, (0, ranks))) if ranks else (a, b)
+
+
+def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kind: str, neutral: Any) -> Tensor | None:
+    """The gains or shifts of some linears side by side, [P, 1, N]; None where there are none."""
+    if all(getattr(w, kind) is None for n in linears for w in table.weights[n].values()):
+        return None
+    found = [[getattr(table.weights[n].get(slot), kind, None) for n in linears] for slot in slots]
+    rows = [
+        torch.cat([neutral(table.widths[n]) if v is None else v for n, v in zip(linears, vectors, strict=True)])
+        for vectors in found
+    ]
+    return torch.stack(rows)[:, None]
+
+
+class Pieces(Protocol):
+    """How the tokens of a step go through the stacks."""
+
+    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
+        """x: [T, D]; out: [T, N], changed in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """In P pieces of as many tokens of one slot each, in one product. What a piece lacks is filled with any token."""
+
+    count: int  # P
+    rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
+    gather: Tensor | None = None  # int64 [P * W], tokens
+    places: Tensor | None = None  # int64 [T], where ``gather`` has each token
+    nothing: int | None = None  # the place of tokens without an adapter
+
+    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
+        if self.gather is not None:
+            x = x.index_select(0, self.gather)
+        elif self.rows is not None:
+            x, out = x[self.rows], out[self.rows]
+        a = stack.a
+        hidden = torch.bmm(x.to(a.dtype).view(self.count, -1, a.shape[1]), a)
+        for part in stack.parts:
+            mine = hidden if part.ranks is None else hidden[..., part.ranks]
+            target = out if part.columns is None else out[:, part.columns]
+            if self.gather is None and part.columns is None and part.plain and part.b.dtype == out.dtype:
+                target.view(self.count, -1, target.shape[1]).baddbmm_(mine, part.b)
+            else:  # columns of a wider matrix among them, for which baddbmm_ runs piece by piece
+                before = None if part.gain is None else self._forth(target)
+                target.add_(self._back(part.change(torch.bmm(mine, part.b), before)))
+
+    def _forth(self, out: Tensor) -> Tensor:
+        out = out if self.gather is None else out.index_select(0, self.gather)
+        return out.view(self.count, -1, out.shape[1])
+
+    def _back(self, delta: Tensor) -> Tensor:
+        delta = delta.flatten(0, 1)
+        if self.places is None:
+            return delta
+        if self.nothing is not None:
+            delta[self.nothing].zero_()
+        return delta.index_select(0, self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """The tokens of one slot after those of another."""
+
+    tokens: slice | Tensor | None  # int64 [t], side by side by slot; None: all as they lie
+    places: Sequence[int]  # of each slot in the stacks
+    counts: Sequence[int]  # of its tokens
+
+    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
+        before = out
+        if self.tokens is not None:
+            x, before = x[self.tokens], out[self.tokens]  # views where they lie side by side
+        each = zip(self.places, x.split_with_sizes(self.counts), before.split_with_sizes(self.counts), strict=True)
+        for place, mine, target in each:
+            a, parts = stack.piece(place)
+            hidden = torch.mm(mine.to(a.dtype), a)
+            for part in parts:
+                shrunk = hidden if part.ranks is None else hidden[:, part.ranks]
+                changed = target if part.columns is None else target[:, part.columns]
+                if part.plain and part.b.dtype == out.dtype:
+                    changed.addmm_(shrunk, part.b)
+                else:
+                    changed.add_(part.change(torch.mm(shrunk, part.b), changed))
+        if isinstance(self.tokens, Tensor):
+            out.index_copy_(0, self.tokens, before)
 
 
 class Stacks:
     """Copies of the matrices of the adapters that run, for all tables of a model; right until an adapter changes.
 
-    They stay while the same adapters run, and are made anew where there are others, or where most of them are gone.
+    They stay while the same adapters run. Those of others are copied beside them, or in their places where most of them
+    are gone.
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.version = 0
+        self.release()
 
     def forget(self) -> None:
-        """Whoever is using them goes on with what there was."""
+        """What is held may be wrong: it is copied again before it is used."""
+        self.version += 1
+        self._generation = self.version
         self._slots: tuple[int, ...] = ()  # of each piece
-        self._made: dict[LoraTable, Stack | None] = {}
 
-    def pieces(
-        self, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> tuple[Pieces, tuple[int, ...], dict[LoraTable, Stack | None]] | None:
-        """How tokens go through the stacks, with the slots and the stacks of those pieces.
+    def release(self) -> None:
+        """Give the memory back."""
+        self.forget()
+        self._made: dict[LoraTable, Stack] = {}
 
-        tokens, spans: ``AdapterRows.by_slot``. None where there are too few adapters, or too many tokens of each.
+    def of(self, table: LoraTable) -> Stack:
+        stack = self._made.get(table)
+        if stack is None:
+            stack = self._made[table] = Stack()
+        if stack.version != self.version:
+            stack.bring(table, self._slots, self._generation)
+            stack.version = self.version
+        return stack
+
+    def pieces(self, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], total: int) -> Pieces:
+        """How tokens go through the stacks, as long as these have this version.
+
+        tokens, spans: ``AdapterRows.by_slot``; total: of all tokens, T.
         """
         counts = {slot: end - start for slot, start, end in spans}
-        total = sum(counts.values())
-        if len(spans) < _SLOTS or total > _TOKENS * len(spans):
-            return None
-        width = -(-total // len(spans))  # of the mean, so that there are less than twice as many pieces as slots
-        slots = tuple(chain.from_iterable([s] * -(-n // width) for s, n in counts.items()))
-        known, made = self._slots, self._made
-        among = Counter(known)
-        if counts.keys() <= among.keys():
-            wider = max(-(-n // among[s]) for s, n in counts.items())
-            if len(known) <= 2 * len(slots) and len(known) * wider <= 2 * len(slots) * width:
-                return _pieces(known, wider, tokens, spans), known, made
-        self._slots, self._made = slots, {}
-        return _pieces(slots, width, tokens, spans), slots, self._made
+        adapted = sum(counts.values())
+        if len(counts) == 1 or adapted > _TOKENS * len(counts):
+            self._hold(Counter(self._slots) | Counter(counts.keys()))
+            as_they_lie = isinstance(tokens, slice) and adapted == total
+            places = [self._slots.index(slot) for slot in counts]
+            return OneByOne(None if as_they_lie else tokens, places, list(counts.values()))
+        width = -(-adapted // len(counts))  # of the mean, so that there are less than twice as many pieces as slots
+        wanted = Counter({slot: -(-n // width) for slot, n in counts.items()})
+        held, size = Counter(self._slots), wanted.total()
+        if counts.keys() <= held.keys():
+            wider = max(-(-n // held[slot]) for slot, n in counts.items())
+            if len(self._slots) <= 2 * size and len(self._slots) * wider <= 2 * size * width:
+                return _together(self._slots, wider, tokens, spans, total)
+        self._hold(wanted)
+        return _together(self._slots, width, tokens, spans, total)
+
+    def _hold(self, wanted: Mapping[int, int]) -> None:
+        """Have so many pieces of each slot. Those that stay keep their places, as far as these are still there."""
+        left = Counter(wanted)
+        if left == Counter(self._slots):
+            return
+        places: list[int | None] = [None] * left.total()
+        for place, slot in enumerate(self._slots[: len(places)]):
+            if left[slot] > 0:
+                places[place] = slot
+                left[slot] -= 1
+        missing = left.elements()
+        self._slots = tuple(next(missing) if slot is None else slot for slot in places)
+        self.version += 1
 
 
-def _pieces(
-    slots: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]]
-) -> Pieces:
-    size = width * len(slots)
-    in_order = [s for s, start, end in spans for _ in range(start, end, width)] == list(slots)
-    if in_order and spans[-1][2] == size:
-        return Pieces(tokens, None if isinstance(tokens, slice) else tokens, None)
-    tokens = torch.arange(tokens.start, tokens.stop) if isinstance(tokens, slice) else tokens
+def _together(
+    slots: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], total: int
+) -> Together:
+    adapted = spans[-1][2]
+    full = adapted == width * len(slots)
+    in_order = slots == tuple(slot for slot, start, end in spans for _ in range(start, end, width))
+    if full and in_order and isinstance(tokens, slice):
+        return Together(len(slots), None if adapted == total else tokens)
+    if full and adapted < total:
+        width += 1  # a place is needed that is of no token
     free: dict[int, list[int]] = {}
     for place, slot in enumerate(slots):
         free.setdefault(slot, []).extend(range(place * width, (place + 1) * width))
-    places = torch.tensor([p for s, start, end in spans for p in free[s][: end - start]])
-    gather = tokens[:1].repeat(size).index_copy_(0, places, tokens)
-    return Pieces(tokens, gather, places)
+    numbers = list(range(tokens.start, tokens.stop)) if isinstance(tokens, slice) else tokens.tolist()
+    taken = [place for slot, start, end in spans for place in free[slot][: end - start]]
+    nothing = None if adapted == total else min(set(range(width * len(slots))).difference(taken))
+    gather, places = numbers[:1] * (width * len(slots)), [nothing or 0] * total
+    for token, place in zip(numbers, taken, strict=True):
+        gather[place], places[token] = token, place
+    return Together(len(slots), None, torch.tensor(gather), torch.tensor(places), nothing)
 
 
-def stack(table: LoraTable, slots: Sequence[int]) -> Stack | None:
-    """None where no slot changes anything."""
-    found = [[by_slot.get(slot) for slot in slots] for by_slot in table.weights]
-    known = [weights for entries in found for weights in entries if weights is not None]
-    if not known:
-        return None
-    rank, dtype = max(weights.rank for weights in known), table.dtype
-    shrinks, linears = [], []
-    for linear, (width, entries) in enumerate(zip(table.widths, found, strict=True)):
-        if all(weights is None for weights in entries):
-            continue
-        nothing = known[0]._replace(
-            a=known[0].a[:0], b=known[0].b.new_empty(width, 0), scale=1.0, gain=None, shift=None
-        )
-        each = [weights or nothing for weights in entries]
-        shrinks.append([_padded(w.a, (0, 0, 0, rank - w.rank), dtype) for w in each])
-        b = torch.stack([_padded(w.b, (0, rank - w.rank), dtype) for w in each])
-        b *= torch.tensor([w.scale for w in each], dtype=dtype)[:, None, None]
-        gain = _vectors([w.gain for w in each], torch.ones(width))
-        shift = _vectors([w.shift for w in each], torch.zeros(width))
-        linears.append((linear, b.mT.contiguous(), gain, shift))
-    a = torch.stack([a for of_piece in zip(*shrinks, strict=True) for a in of_piece])
-    # Few rows by a matrix that lies as it is read are several times as fast as by a transposed one.
-    return Stack(a.view(len(slots), -1, a.shape[-1]).mT.contiguous(), list(table.widths), linears)
-
-
-def _padded(matrix: Tensor, sides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return F.pad(matrix, sides).to(dtype) if any(sides) else matrix
-
-
-def _vectors(vectors: Sequence[Tensor | None], neutral: Tensor) -> Tensor | None:
-    if all(v is None for v in vectors):
-        return None
-    return torch.stack([neutral if v is None else v for v in vectors])[:, None]
-
-
-def apply_stack(x: Tensor, out: Tensor, biases: Sequence[Tensor | None], stack: Stack, pieces: Pieces) -> None:
-    """x: [T, D]; out: [T, N], changed in place; biases: of each linear."""
-    count, depth, _ = stack.a.shape
-    if pieces.gather is not None:
-        x, before = x.index_select(0, pieces.gather), out.index_select(0, pieces.gather)
-    elif pieces.tokens == slice(0, len(x)):
-        before = out
-    else:
-        x, before = x[pieces.tokens], out[pieces.tokens]
-    before = before.view(count, -1, before.shape[1])
-    hidden = torch.bmm(x.to(stack.a.dtype).view(count, -1, depth), stack.a)
-    shrunk, parts = hidden.chunk(len(stack.linears), -1), before.split_with_sizes(stack.widths, -1)
-    for mine, (linear, b, gain, shift) in zip(shrunk, stack.linears, strict=True):
-        adapt(mine, parts[linear], biases[linear], b, 1.0, gain, shift)
-    if isinstance(pieces.tokens, Tensor):
-        after = before.flatten(0, 1)
-        out.index_copy_(0, pieces.tokens, after if pieces.places is None else after.index_select(0, pieces.places))
-
-
-def adapt(
-    hidden: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    b: Tensor,
-    scale: float,
-    gain: Tensor | None,
-    shift: Tensor | None,
-) -> None:
-    """One adapter over one linear, in place, or each of a stack. hidden: [..., t, r], the input times ``a``; b: [..., r, N]."""
-    if gain is None and shift is None and b.dtype == out.dtype:
-        if out.dim() == 2:
-            out.addmm_(hidden, b, alpha=scale)
-        elif out.is_contiguous():
-            out.baddbmm_(hidden, b, alpha=scale)
-        else:  # columns of a wider matrix, for which baddbmm_ runs piece by piece
-            out.add_(torch.bmm(hidden, b), alpha=scale)
-        return
-    delta = hidden @ b * scale
+def change(delta: Tensor, out: Tensor | None, bias: Tensor | None, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    """What an adapter adds to the output. delta: what its matrices make of the input; the rest as in ``LoraWeights``."""
     if gain is not None:
+        assert out is not None
         delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
-    if shift is not None:
-        delta = delta + shift
-    out.copy_(out + delta)
+    return delta if shift is None else delta + shift
