@@ -171,8 +171,15 @@ MIXED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", MIXED)
-def test_few_tokens_of_many_adapters(case: str, dtype: torch.dtype) -> None:
-    """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes."""
+@pytest.mark.parametrize("largest", [0, 1 << 20])
+def test_few_tokens_of_many_adapters(
+    largest: int, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes.
+
+    largest: block-diagonal matrix.
+    """
+    monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
     slots, as_they_lie = MIXED[case]
     rows = AdapterRows(torch.tensor(slots))
     found = rows.through(Stacks())
@@ -241,6 +248,19 @@ def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -
         check(REFERENCE.lora, table, 16, torch.tensor(slots), torch.float32)
         assert copied == expected, (slots, copied, table.stacks._slots)
         copied.clear()
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 20])
+@pytest.mark.parametrize("slots", [[1] * 5, [0, 2, 2, 2, 0], [3, 0, 3, 0], [1] * 40 + [0] + [2] * 50])
+def test_tokens_of_few_adapters(slots: list[int], largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for each of them."""
+    monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
+    rows = AdapterRows(torch.tensor(slots))
+    assert isinstance(rows.through(Stacks()), OneByOne)
+    for options in ({}, {"biased": True, "gains": (1, 2), "shifts": (2, 3)}):
+        table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 3: 1, 4: 2}, torch.float32, **options)
+        table.put(1, 2, None)
+        check(REFERENCE.lora, table, 33, rows.slots, torch.float32)
 
 
 @pytest.mark.parametrize("tokens", [4, 40])

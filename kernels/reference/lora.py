@@ -112,7 +112,13 @@ class AdapterRows:
     """The adapter slot of each of T tokens, for one window of steps, in which no adapter changes."""
 
     slots: Tensor  # int64 [T]
-    _pieces: dict[Stacks, tuple[int, Pieces]] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _pieces: dict[Stacks, tuple[int, Pieces | None]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    # By table, as of which version of its stacks, what changes an output.
+    _ready: dict[LoraTable, tuple[int, Callable[[Tensor, Tensor], None] | None]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -142,10 +148,21 @@ class AdapterRows:
         None where no token has an adapter. For a CPU.
         """
         version, pieces = self._pieces.get(stacks, (None, None))
-        if version != stacks.version and self.by_slot[1]:
-            pieces = stacks.pieces(*self.by_slot, len(self.slots))
+        if version != stacks.version:
+            pieces = stacks.pieces(*self.by_slot, len(self.slots)) if self.by_slot[1] else None
             self._pieces[stacks] = stacks.version, pieces
         return pieces
+
+    def adapt(self, x: Tensor, out: Tensor, table: LoraTable) -> None:
+        """As ``lora``. What can be known of a table is looked up once, not at every step. For a CPU."""
+        version, change = self._ready.get(table, (None, None))
+        if version != table.stacks.version:
+            pieces = self.through(table.stacks)
+            stack = table.stacks.of(table)
+            change = None if pieces is None or not stack.parts else pieces.through(stack)
+            self._ready[table] = table.stacks.version, change
+        if change is not None:
+            change(x, out)
 
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
@@ -281,9 +298,7 @@ def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
     """
     if table.experts == 1:
-        pieces = rows.through(table.stacks)
-        if pieces is not None and (stack := table.stacks.of(table)).parts:
-            pieces.apply(x, out, stack)
+        rows.adapt(x, out, table)
         return out
     return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
 

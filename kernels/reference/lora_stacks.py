@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,34 +17,38 @@ if TYPE_CHECKING:
 
 # Up to so many tokens of an adapter one product over all pieces beats one for each adapter.
 _TOKENS = 32
-# Up to so many numbers of a piece, zeros among them cost less than a product for each linear.
-_BLOCK_DIAGONAL = 16384
+# Up to so many numbers, zeros among them cost less than a product for each linear.
+_BLOCK_DIAGONAL = 65536
+
+_VECTORS = (("gain", torch.ones), ("shift", torch.zeros))  # and what does nothing
 
 
 class Part:
     """What the pieces of a stack do to one linear, or to all linears of the table at once."""
 
-    def __init__(self, ranks: slice | None, columns: slice | None, b: Tensor) -> None:
+    def __init__(
+        self,
+        ranks: slice | None,
+        columns: slice | None,
+        b: Tensor,
+        gain: Tensor | None,
+        shift: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:
         self.ranks = ranks  # columns of what the shrink gives; None: all of them
         self.columns = columns  # of the output; None: all of them
         self.b = b  # [P, r, N], scaled; of several linears block-diagonal
-        self.gain: Tensor | None = None  # [P, 1, N]
-        self.shift: Tensor | None = None  # [P, 1, N]
-        self.bias: Tensor | None = None  # [N], of the base; there where there is a gain
+        self.gain, self.shift = gain, shift  # [P, 1, N]
+        self.bias = bias  # [N], of the base; there where there is a gain
+        self.plain = gain is None and shift is None
 
     def of(self, place: int) -> Part:
-        one = Part(self.ranks, self.columns, self.b[place])
-        one.gain, one.shift = (None if t is None else t[place] for t in (self.gain, self.shift))
-        one.bias = self.bias
-        return one
-
-    @property
-    def plain(self) -> bool:
-        return self.gain is None and self.shift is None
+        gain, shift = (None if t is None else t[place] for t in (self.gain, self.shift))
+        return Part(self.ranks, self.columns, self.b[place], gain, shift, self.bias)
 
     def change(self, delta: Tensor, out: Tensor | None) -> Tensor:
         """As ``change``, of what the matrices make of the input. out: [..., t, N], needed where there is a gain."""
-        return delta if self.plain else change(delta, out, self.bias, self.gain, self.shift)
+        return change(delta, out, self.bias, self.gain, self.shift)
 
 
 class Stack:
@@ -85,7 +90,7 @@ class Stack:
     def _allocate(self, table: LoraTable, linears: Sequence[int], rank: int, count: int, like: LoraWeights) -> None:
         count = 1 << (count - 1).bit_length()  # twice as much when there is not enough
         total, depth = sum(table.widths), like.a.shape[1]
-        self._whole = len(table.widths) * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
+        self._whole = count * len(linears) * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # or they could not be written to outside of the caller's
@@ -99,20 +104,17 @@ class Stack:
     def _view(self, table: LoraTable, slots: Sequence[int], linears: Sequence[int], rank: int) -> None:
         count = len(slots)
         self.a = self._a[:count]
-        if self._whole:
-            self.parts = [Part(None, None, self._b[0][:count])]
-            members: list[Sequence[int]] = [range(len(table.widths))]
-        else:
-            self.parts, members = [], [[linear] for linear in linears]
-            for index, (linear, b) in enumerate(zip(linears, self._b, strict=True)):
-                ranks = None if len(linears) == 1 else slice(index * rank, (index + 1) * rank)
-                self.parts.append(Part(ranks, _columns(table, linear), b[:count]))
-        for part, group in zip(self.parts, members, strict=True):
-            part.gain = _vectors(table, group, slots, "gain", torch.ones)
-            part.shift = _vectors(table, group, slots, "shift", torch.zeros)
-            if part.gain is not None and any(table.biases[n] is not None for n in group):
-                zeros = [torch.zeros(table.widths[n]) if table.biases[n] is None else table.biases[n] for n in group]
-                part.bias = torch.cat(zeros)  # type: ignore[arg-type]
+        self.parts = []
+        for index, b in enumerate(self._b):
+            ranks = None if len(self._b) == 1 else slice(index * rank, (index + 1) * rank)
+            columns = None if self._whole else _columns(table, linears[index])
+            members = range(len(table.widths)) if self._whole else linears[index : index + 1]
+            gain, shift = (_vectors(table, members, slots, *kind) for kind in _VECTORS)
+            bias = None
+            if gain is not None and any(table.biases[n] is not None for n in members):
+                biases = [(table.biases[n], table.widths[n]) for n in members]
+                bias = torch.cat([torch.zeros(width) if b is None else b for b, width in biases])
+            self.parts.append(Part(ranks, columns, b[:count], gain, shift, bias))
         self._pieces = {}
 
     def piece(self, place: int) -> tuple[Tensor, list[Part]]:
@@ -167,8 +169,8 @@ def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kin
 class Pieces(Protocol):
     """How the tokens of a step go through the stacks."""
 
-    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
-        """x: [T, D]; out: [T, N], changed in place."""
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        """What changes an output in place, of an input: (x [T, D], out [T, N])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +183,16 @@ class Together:
     places: Tensor | None = None  # int64 [T], where ``gather`` has each token
     nothing: int | None = None  # the place of tokens without an adapter
 
-    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        return partial(self._change, stack.a, stack.parts)
+
+    def _change(self, a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
         if self.gather is not None:
             x = x.index_select(0, self.gather)
         elif self.rows is not None:
             x, out = x[self.rows], out[self.rows]
-        a = stack.a
         hidden = torch.bmm(x.to(a.dtype).view(self.count, -1, a.shape[1]), a)
-        for part in stack.parts:
+        for part in parts:
             mine = hidden if part.ranks is None else hidden[..., part.ranks]
             target = out if part.columns is None else out[:, part.columns]
             if self.gather is None and part.columns is None and part.plain and part.b.dtype == out.dtype:
@@ -218,23 +222,33 @@ class OneByOne:
     places: Sequence[int]  # of each slot in the stacks
     counts: Sequence[int]  # of its tokens
 
-    def apply(self, x: Tensor, out: Tensor, stack: Stack) -> None:
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        pieces = [stack.piece(place) for place in self.places]
+        if self.tokens is None and len(pieces) == 1:
+            return partial(_change, *pieces[0])
+        return partial(self._change_each, pieces)
+
+    def _change_each(self, pieces: Sequence[tuple[Tensor, Sequence[Part]]], x: Tensor, out: Tensor) -> None:
         before = out
         if self.tokens is not None:
             x, before = x[self.tokens], out[self.tokens]  # views where they lie side by side
-        each = zip(self.places, x.split_with_sizes(self.counts), before.split_with_sizes(self.counts), strict=True)
-        for place, mine, target in each:
-            a, parts = stack.piece(place)
-            hidden = torch.mm(mine.to(a.dtype), a)
-            for part in parts:
-                shrunk = hidden if part.ranks is None else hidden[:, part.ranks]
-                changed = target if part.columns is None else target[:, part.columns]
-                if part.plain and part.b.dtype == out.dtype:
-                    changed.addmm_(shrunk, part.b)
-                else:
-                    changed.add_(part.change(torch.mm(shrunk, part.b), changed))
+        each = zip(pieces, x.split_with_sizes(self.counts), before.split_with_sizes(self.counts), strict=True)
+        for piece, mine, target in each:
+            _change(*piece, mine, target)
         if isinstance(self.tokens, Tensor):
             out.index_copy_(0, self.tokens, before)
+
+
+def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
+    """One piece alone. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
+    hidden = torch.mm(x.to(a.dtype), a)
+    for part in parts:
+        mine = hidden if part.ranks is None else hidden[:, part.ranks]
+        target = out if part.columns is None else out[:, part.columns]
+        if part.plain and part.b.dtype == out.dtype:
+            target.addmm_(mine, part.b)
+        else:
+            target.add_(part.change(torch.mm(mine, part.b), target))
 
 
 class Stacks:
