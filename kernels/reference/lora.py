@@ -140,7 +140,7 @@ class AdapterRows:
         order = list(chain.from_iterable(found.values()))
         first = order[0] if order else 0
         as_they_lie = order == list(range(first, first + len(order)))
-        return slice(first, first + len(order)) if as_they_lie else torch.tensor(order), spans
+        return slice(first, first + len(order)) if as_they_lie else torch.tensor(order, device=self.slots.device), spans
 
     def through(self, stacks: Stacks) -> Pieces | None:
         """How these tokens go through stacks, which is the same for all tables of a step and all steps of a window.
@@ -149,7 +149,7 @@ class AdapterRows:
         """
         version, pieces = self._pieces.get(stacks, (None, None))
         if version != stacks.version:
-            pieces = stacks.pieces(*self.by_slot, len(self.slots)) if self.by_slot[1] else None
+            pieces = stacks.pieces(self.slots, *self.by_slot) if self.by_slot[1] else None
             self._pieces[stacks] = stacks.version, pieces
         return pieces
 

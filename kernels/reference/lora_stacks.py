@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _TOKENS = 32
 # Up to so many numbers, zeros among them cost less than a product for each linear.
 _BLOCK_DIAGONAL = 65536
 
-_VECTORS = (("gain", torch.ones), ("shift", torch.zeros))  # and what does nothing
+_VECTORS = {"gain": 1.0, "shift": 0.0}  # and what does nothing
 
 
 class Part:
@@ -109,11 +110,11 @@ class Stack:
             ranks = None if len(self._b) == 1 else slice(index * rank, (index + 1) * rank)
             columns = None if self._whole else _columns(table, linears[index])
             members = range(len(table.widths)) if self._whole else linears[index : index + 1]
-            gain, shift = (_vectors(table, members, slots, *kind) for kind in _VECTORS)
+            gain, shift = (_vectors(table, members, slots, kind) for kind in _VECTORS)
             bias = None
             if gain is not None and any(table.biases[n] is not None for n in members):
                 biases = [(table.biases[n], table.widths[n]) for n in members]
-                bias = torch.cat([torch.zeros(width) if b is None else b for b, width in biases])
+                bias = torch.cat([gain.new_zeros(width) if b is None else b for b, width in biases])
             self.parts.append(Part(ranks, columns, b[:count], gain, shift, bias))
         self._pieces = {}
 
@@ -147,23 +148,27 @@ def _write(a: Tensor, b: Tensor, entries: Sequence[LoraWeights | None]) -> None:
     matrices = [nothing if w is None else _padded(w.a, w.b, rank - w.rank) for w in entries]
     for target, sources in zip((a, b), zip(*matrices, strict=True), strict=True):
         target.copy_(torch.stack(sources).mT)
-    b *= torch.tensor([1.0 if w is None else w.scale for w in entries], dtype=b.dtype)[:, None, None]
+    b *= torch.tensor([1.0 if w is None else w.scale for w in entries], dtype=b.dtype, device=b.device)[:, None, None]
 
 
 def _padded(a: Tensor, b: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     return (F.pad(a, (0, 0, 0, ranks)), F.pad(b, (0, ranks))) if ranks else (a, b)
 
 
-def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kind: str, neutral: Any) -> Tensor | None:
+def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kind: str) -> Tensor | None:
     """The gains or shifts of some linears side by side, [P, 1, N]; None where there are none."""
-    if all(getattr(w, kind) is None for n in linears for w in table.weights[n].values()):
+    found = (getattr(table.weights[n].get(slot), kind, None) for n in linears for slot in slots)
+    like = next((vector for vector in found if vector is not None), None)
+    if like is None:
         return None
-    found = [[getattr(table.weights[n].get(slot), kind, None) for n in linears] for slot in slots]
-    rows = [
-        torch.cat([neutral(table.widths[n]) if v is None else v for n, v in zip(linears, vectors, strict=True)])
-        for vectors in found
-    ]
-    return torch.stack(rows)[:, None]
+    offsets = [0, *accumulate(table.widths[n] for n in linears)]
+    vectors: Tensor = like.new_full((len(slots), 1, offsets[-1]), _VECTORS[kind])
+    for row, slot in zip(vectors, slots, strict=True):
+        for linear, start, end in zip(linears, offsets, offsets[1:], strict=False):
+            vector = getattr(table.weights[linear].get(slot), kind, None)
+            if vector is not None:
+                row[0, start:end] = vector
+    return vectors
 
 
 class Pieces(Protocol):
@@ -282,16 +287,13 @@ class Stacks:
             stack.version = self.version
         return stack
 
-    def pieces(self, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], total: int) -> Pieces:
-        """How tokens go through the stacks, as long as these have this version.
-
-        tokens, spans: ``AdapterRows.by_slot``; total: of all tokens, T.
-        """
+    def pieces(self, slots: Tensor, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]]) -> Pieces:
+        """How tokens go through the stacks, as long as these have this version. Of ``AdapterRows``: slots, by_slot."""
         counts = {slot: end - start for slot, start, end in spans}
         adapted = sum(counts.values())
         if len(counts) == 1 or adapted > _TOKENS * len(counts):
             self._hold(Counter(self._slots) | Counter(counts.keys()))
-            as_they_lie = isinstance(tokens, slice) and adapted == total
+            as_they_lie = isinstance(tokens, slice) and adapted == len(slots)
             places = [self._slots.index(slot) for slot in counts]
             return OneByOne(None if as_they_lie else tokens, places, list(counts.values()))
         width = -(-adapted // len(counts))  # of the mean, so that there are less than twice as many pieces as slots
@@ -300,9 +302,9 @@ class Stacks:
         if counts.keys() <= held.keys():
             wider = max(-(-n // held[slot]) for slot, n in counts.items())
             if len(self._slots) <= 2 * size and len(self._slots) * wider <= 2 * size * width:
-                return _together(self._slots, wider, tokens, spans, total)
+                return _together(self._slots, wider, tokens, spans, slots)
         self._hold(wanted)
-        return _together(self._slots, width, tokens, spans, total)
+        return _together(self._slots, width, tokens, spans, slots)
 
     def _hold(self, wanted: Mapping[int, int]) -> None:
         """Have so many pieces of each slot. Those that stay keep their places, as far as these are still there."""
@@ -320,25 +322,27 @@ class Stacks:
 
 
 def _together(
-    slots: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], total: int
+    pieces: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], slots: Tensor
 ) -> Together:
-    adapted = spans[-1][2]
-    full = adapted == width * len(slots)
-    in_order = slots == tuple(slot for slot, start, end in spans for _ in range(start, end, width))
+    """pieces: the slot of each; width: of them, in tokens."""
+    adapted, total, size = spans[-1][2], len(slots), width * len(pieces)
+    full = adapted == size
+    in_order = pieces == tuple(slot for slot, start, end in spans for _ in range(start, end, width))
     if full and in_order and isinstance(tokens, slice):
-        return Together(len(slots), None if adapted == total else tokens)
+        return Together(len(pieces), None if adapted == total else tokens)
     if full and adapted < total:
-        width += 1  # a place is needed that is of no token
+        width, size = width + 1, size + len(pieces)  # a place is needed that is of no token
     free: dict[int, list[int]] = {}
-    for place, slot in enumerate(slots):
+    for place, slot in enumerate(pieces):
         free.setdefault(slot, []).extend(range(place * width, (place + 1) * width))
     numbers = list(range(tokens.start, tokens.stop)) if isinstance(tokens, slice) else tokens.tolist()
     taken = [place for slot, start, end in spans for place in free[slot][: end - start]]
-    nothing = None if adapted == total else min(set(range(width * len(slots))).difference(taken))
-    gather, places = numbers[:1] * (width * len(slots)), [nothing or 0] * total
+    nothing = None if adapted == total else min(set(range(size)).difference(taken))
+    gather, places = numbers[:1] * size, [nothing or 0] * total
     for token, place in zip(numbers, taken, strict=True):
         gather[place], places[token] = token, place
-    return Together(len(slots), None, torch.tensor(gather), torch.tensor(places), nothing)
+    of_pieces, of_tokens = (torch.tensor(values, device=slots.device) for values in (gather, places))
+    return Together(len(pieces), None, of_pieces, of_tokens, nothing)
 
 
 def change(delta: Tensor, out: Tensor | None, bias: Tensor | None, gain: Tensor | None, shift: Tensor | None) -> Tensor:
