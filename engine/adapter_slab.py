@@ -74,6 +74,10 @@ class Slab:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        return len(self._memory)
+
     def fill(self, packed: Packed) -> AdapterWeights:
         """The adapter in the slab, in place of what was there: one copy. Adapters of one layout are at the same addresses."""
         size = len(packed.memory)

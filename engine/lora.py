@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -287,8 +288,11 @@ class LoraLayers:
         if self.rows is None:
             return out
         for slot, state in by_slot.items():
+            own = {
+                n: t.to(attrgetter(n)(module).dtype) for n, t in state.items()
+            }  # a mirror has another than the trainer
             # The forward itself: the hooks would run this again.
-            other = functional_call(_Bare(module), {f"module.{n}": t for n, t in state.items()}, args)
+            other = functional_call(_Bare(module), {f"module.{n}": t for n, t in own.items()}, args)
             if isinstance(out, tuple):  # of a router
                 out = tuple(
                     torch.where(self._rows_of(slot, one), mine, one) for one, mine in zip(out, other, strict=True)

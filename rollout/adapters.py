@@ -46,6 +46,7 @@ class Adapters:
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
         self._slabs: dict[int, Slab] = {}
         self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
+        self.given_back = 0  # bytes of copies on the device, until they are there again
 
     @property
     def names(self) -> list[str]:
@@ -131,6 +132,19 @@ class Adapters:
             here = slab.fill(packed or pack(weights, runtime_for(device)))
         shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
+
+    def give_back(self) -> None:
+        """Free the copies on the device. Adapters keep their slots; what is aliased stays where it lies."""
+        self.given_back += sum(slab.nbytes for slab in self._slabs.values())
+        for slot in self._slabs:
+            self._binding.shell.lora.put(slot, None)
+            self._placed.pop(slot, None)
+        self._slabs.clear()
+
+    def take_again(self) -> None:
+        for adapter in self.slots:
+            self.place(adapter)
+        self.given_back = 0
 
     def _is_aliased(self, name: str, weights: AdapterWeights) -> bool:
         """Whether slots read its tensors where they are; asked once of tensors at the same places."""

@@ -67,7 +67,7 @@ class RolloutEngine:
         self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
         self._loop = Loop(self.core)
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
-        self._memory = EngineMemory(self.core, self._kv, self._binding)
+        self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
         self._requests = RequestMaker(
             tokenizer=tokenizer,
             vocab=self._binding.shell.vocab,
@@ -348,8 +348,8 @@ class RolloutEngine:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
         level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
-        weights of the engine's own, kept in host memory (weights that are the trainer's stay); 3 drops those weights,
-        and ``update_weights`` has to follow ``wake_up``. tags: instead of a level, any of "kv_cache", "weights",
+        weights of the engine's own, kept in host memory (weights that are the trainer's stay), and copies of adapters
+        that lie elsewhere; 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a level, any of "kv_cache", "weights",
         "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)

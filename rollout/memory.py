@@ -9,6 +9,7 @@ import torch
 from stoker.engine.core import EngineCore
 from stoker.engine.kv_cache import KVCache
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
@@ -38,13 +39,14 @@ class EngineMemory:
     That last one goes whenever no graph is left that remembers where it is.
     """
 
-    def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding) -> None:
-        self.core, self.kv, self.binding = core, kv, binding
+    def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding, adapters: Adapters) -> None:
+        self.core, self.kv, self.binding, self.adapters = core, kv, binding, adapters
 
     @property
     def asleep(self) -> list[str]:
         """What has to be woken before anything can run; graphs wake by themselves."""
-        states = {"weights": self.binding.source.resident, "kv_cache": bool(self.kv.layers)}
+        weights = self.binding.source.resident and not self.adapters.given_back
+        states = {"weights": weights, "kv_cache": bool(self.kv.layers)}
         return [tag for tag, awake in states.items() if not awake]
 
     def sleep(self, tags: Iterable[str], *, drop_weights: bool) -> None:
@@ -63,14 +65,17 @@ class EngineMemory:
             runner.sampler.penalties = None
             self.kv.release()
         if "weights" in tags:
+            self.adapters.give_back()
             self.binding.source.give_back(drop=drop_weights)
         self.kv.runtime.release_memory()  # last: also what the weights have left in torch's allocator
 
     def wake(self, tags: Iterable[str]) -> None:
         """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
         tags = set(tags)
-        if "weights" in tags and "weights" in self.asleep:
+        if "weights" in tags and not self.binding.source.resident:
             self._take("weights", self.binding.source.nbytes, self.binding.source.take_again)
+        if "weights" in tags and self.adapters.given_back:
+            self._take("adapters", self.adapters.given_back, self.adapters.take_again)
         if "kv_cache" in tags and "kv_cache" in self.asleep:
             shapes = self.kv.block_bytes(self.kv.shapes, self.kv.block_size)
             self._take("KV cache", self.kv.num_blocks * shapes, self.kv.allocate)

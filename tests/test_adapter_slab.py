@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.engine.adapter_slab import Slab, pack
 from stoker.engine.device import runtime_for
+from stoker.kernels.errors import EngineStateError
 from stoker.kernels.reference.lora import AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
 from stoker.rollout import EngineConfig, RolloutEngine, adapters, binding
 
@@ -224,3 +227,34 @@ def test_a_swap_in_an_engine_is_one_copy() -> None:
                 engine._adapters.place(engine._adapters._known["a"])
             counts.append(copies.count)
     assert counts == [1, 1]
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_copies_sleep_with_the_weights(dtype: str) -> None:
+    """Nothing refers to them while they do; a request that was paused goes on with its adapter, its KV kept or not."""
+    model, other = peft_model(), peft_model(seed=7, use_dora=True, modules_to_save=["lm_head"])
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype, decode_window=1)) as engine:
+        engine.load_adapter("other", (state_dict(other), other.peft_config["default"]))
+        wanted = {name: tokens(engine, adapter=name) for name in ("default", "other", None)}
+        assert len({str(t) for t in wanted.values()}) == 3
+        for change in (1, 2, ["weights"]):
+            running = {name: engine.submit(PROMPTS[0], GREEDY, adapter=name) for name in wanted}
+            for _ in range(3):
+                engine.core.step()
+            engine.pause()
+            copies = [weakref.ref(slab._memory) for slab in engine._adapters._slabs.values()]
+            assert len(copies) == 2
+            engine.sleep(change) if isinstance(change, int) else engine.sleep(tags=change)
+            assert all((copy() is None) == (change != 1) for copy in copies)
+            assert engine.is_sleeping
+            if change == 2:
+                engine.wake_up(["kv_cache"])
+                with pytest.raises(EngineStateError, match=r"asleep \(weights\)"):
+                    engine.generate_batch(PROMPTS, GREEDY)
+            engine.wake_up()
+            assert not engine.is_sleeping
+            engine.resume()
+            for name, handle in running.items():
+                assert [handle.result().completions[0].token_ids] == wanted[name][:1]
+            assert {name: tokens(engine, adapter=name) for name in wanted} == wanted

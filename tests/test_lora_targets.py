@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,26 @@ def test_updates_in_place_are_seen_and_nothing_is_written(family: str, options: 
         assert tokens(engine, adapter="other") == expected_tokens(other) != before[1]
         assert engine.update_weights() == engine.weight_version and lora_layers.layout == layout
         assert all(torch.equal(t, copy) for (_, t), copy in zip(both, copies, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"modules_to_save": ["lm_head"], "lora_bias": True}),
+        ("qwen3", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": [*EXPERTS[:1], "mlp.gate.weight"]}),
+    ],
+    ids=str,
+)
+def test_over_a_mirror_in_bfloat16(family: str, options: dict[str, Any]) -> None:
+    """Adapters stay in the trainer's dtype."""
+    model = peft_model(family, **options)
+    with RolloutEngine(model, config=replace(CONFIG, dtype="bfloat16")) as engine:
+        adapted, base = (engine.score(PROMPTS[:3], adapter=name) for name in ("default", None))
+    expected = torch.cat([oracle.logprobs(model, p[:1], p[1:]).float() for p in PROMPTS[:3]])
+    found, without = (torch.cat([score.logprobs for score in scores]) for scores in (adapted, base))
+    error = (found - expected).abs().median()
+    assert error < 0.1 and 3 * error < (without - expected).abs().median()
 
 
 def test_other_tokens_and_another_embedding_are_seen() -> None:
