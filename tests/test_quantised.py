@@ -189,9 +189,9 @@ def test_a_merged_adapter_is_refused(folder: Path) -> None:
         RolloutEngine(model)
 
 
-@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize(("ran_before", "in_place"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_that_changed_in_place_are_seen(folder: Path, kind: str, ran_before: bool) -> None:
+def test_scales_that_changed_are_seen(folder: Path, kind: str, ran_before: bool, in_place: bool) -> None:
     """Unannounced, and though the weights themselves are as they were: no prompt's KV of before is read again."""
     model = quantised(folder, kind)
     if ran_before:  # in 8 bits that is when scales go from the weight to its module
@@ -201,10 +201,14 @@ def test_scales_that_changed_in_place_are_seen(folder: Path, kind: str, ran_befo
         assert engine.generate_batch(PROMPTS, GREEDY)[2].cached_tokens > 0 and engine.weight_version == 0
         layer = model.model.layers[0].mlp.up_proj
         if kind == "int8":
-            layer.state.SCB.mul_(3)
+            state, name = layer.state, "SCB"
         else:
-            state = layer.weight.quant_state
-            (state.absmax if state.state2 is None else state.state2.absmax).mul_(3)
+            state, name = layer.weight.quant_state, "absmax"
+            state = state.state2 or state
+        if in_place:
+            getattr(state, name).mul_(3)
+        else:
+            setattr(state, name, getattr(state, name) * 3)
         after = engine.generate_batch(PROMPTS, GREEDY)
         check(model, after)
         assert engine.weight_version == 1 and engine.verify_weights().ok

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -36,6 +36,7 @@ class AliasedSource:
         self._check_finite = check_finite
         self._rehomed: list[tuple[nn.Parameter, int]] = []  # with the address it was given
         self._bound: list[_Place] = []
+        self._scaled: list[tuple[nn.Module, Any]] = []  # modules with quantised weights, and these
         self._sums: list[int] | None = None
         sizes: dict[torch.dtype, int] = {}
         for parameter in self.module.parameters():
@@ -85,6 +86,8 @@ class AliasedSource:
     def bind(self) -> None:
         """Remember where every tensor lies now, so that ``moved`` can tell."""
         self._bound = list(self._places())
+        pairs = ((m, weight) for m in self.module.modules() for weight in m._parameters.values())
+        self._scaled = [(m, weight) for m, weight in pairs if any(True for _ in _scales_of(m, weight))]
 
     def _places(self) -> Iterator[_Place]:
         for path, module in self.module.named_modules():
@@ -140,7 +143,8 @@ class AliasedSource:
         Autograd's version counters would cost nothing, and miss fused optimizers and whatever writes through
         ``.data`` or a flat buffer. This reads the weights once, as one decode step does, and at the same speed.
         """
-        tensors = {id(t): t for _, t, _ in self._bound if t.numel()}
+        scales = (t for m, weight in self._scaled for t in _scales_of(m, weight))  # of now: no registry has them
+        tensors = {id(t): t for t in chain((t for _, t, _ in self._bound), scales) if t.numel()}
         return checksums(tensors.values(), self.device)
 
     def check(self) -> None:
@@ -172,7 +176,7 @@ class AliasedSource:
         for parameter, address in self._rehomed:
             if parameter.data_ptr() == address:
                 parameter.data = parameter.detach().clone()
-        self._rehomed, self._bound = [], []
+        self._rehomed, self._bound, self._scaled = [], [], []
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
