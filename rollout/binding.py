@@ -58,6 +58,7 @@ class ModelBinding:
         device: Any = "auto",
         *,
         check_finite: bool = False,
+        gather_bytes: int,
         deterministic: bool = False,
         max_loras: int,
         max_lora_rank: int,
@@ -66,7 +67,7 @@ class ModelBinding:
         self.deterministic = deterministic
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
-        self._check_finite = check_finite
+        self._check_finite, self._gather_bytes = check_finite, gather_bytes
         self.source: WeightSource = self._source()
         check_supported(self.source.module)
         self.max_model_len = 0
@@ -316,7 +317,8 @@ class ModelBinding:
         self.source.release()
 
     def _source(self) -> WeightSource:
-        return source_for(self.model, *self._options, check_finite=self._check_finite)
+        dtype, device = self._options
+        return source_for(self.model, dtype, device, check_finite=self._check_finite, gather_bytes=self._gather_bytes)
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
