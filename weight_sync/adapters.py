@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -99,30 +100,38 @@ def check_adapters(model: nn.Module) -> None:
                 )
 
 
+_EVERY = attrgetter("_disable_adapters", "_active_adapter")
+_TOKENS = attrgetter("merged_adapters", "token_indices")
+_LORA = attrgetter("merged_adapters", "scaling", "lora_variant")
+
+
+def _copy(value: object) -> object:
+    """Of what a module says; a variant has to be the same object."""
+    if isinstance(value, dict):
+        return {name: _copy(inner) for name, inner in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
 class Switches:
     """What PEFT's modules say besides their tensors, as it is now: scales, and which adapters are active, merged or off."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._wrapped = [(module, kind) for _, module, kind in _wrapped(model)]
-        self._state = self._read()
+        wrapped = [(module, kind) for _, module, kind in _wrapped(model)]
+        of_kinds = (
+            (_EVERY, [module for module, _ in wrapped]),
+            (_TOKENS, [module.token_adapter for module, kind in wrapped if kind == "tokens"]),
+            (_LORA, [module for module, kind in wrapped if kind not in ("tokens", "saved")]),
+        )
+        # Copies down to the lists of token ids; read in C, as there may be a thousand modules.
+        self._seen = [
+            (read, modules, [tuple(map(_copy, read(module))) for module in modules]) for read, modules in of_kinds
+        ]
 
     def same(self) -> bool:
         """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
         _check_configs(self._model)
-        return self._read() == self._state
-
-    def _read(self) -> list[object]:
-        state: list[object] = []
-        for module, kind in self._wrapped:
-            state += module.disable_adapters, tuple(module.active_adapters)
-            if kind == "tokens":
-                layer = module.token_adapter
-                state += tuple(layer.merged_adapters), {n: tuple(ids) for n, ids in layer.token_indices.items()}
-            elif kind != "saved":
-                variants = tuple(map(type, module.lora_variant.values()))
-                state += tuple(module.merged_adapters), dict(module.scaling), variants
-        return state
+        return all(list(map(read, modules)) == state for read, modules, state in self._seen)
 
 
 def _check_configs(model: nn.Module) -> None:
