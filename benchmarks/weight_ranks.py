@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from stoker.benchmarks import ceilings
-from stoker.benchmarks.footprint import Peak
+from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import ModelSpec
 from stoker.rollout import EngineConfig, RolloutEngine
@@ -74,12 +74,12 @@ def hold_shards(
     store: str,
     threads: int,
     repeats: int,
-    bucket_bytes: int,
+    gather_memory: int,
     connection: Connection,
 ) -> None:
     """FSDP2 ranks of fp32 masters with an engine in the rollout's dtype on each; the first one tells what it measured."""
     torch.set_num_threads(threads)
-    gather.BUCKET_BYTES = bucket_bytes
+    keep_nothing()
     if device == "cuda":
         torch.cuda.set_device(0)
     join(store, rank, ranks, "nccl" if device == "cuda" else "gloo")
@@ -88,10 +88,10 @@ def hold_shards(
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    config = replace(CONFIG, dtype=torch.bfloat16) if device == "cuda" else CONFIG
+    config = replace(CONFIG, gather_memory=gather_memory, dtype=torch.bfloat16 if device == "cuda" else "auto")
     with RolloutEngine(model, config=config) as engine:
         seconds, extra, moved = [], 0, 0
-        for repeat in range(-1, repeats):
+        for repeat in range(-2, repeats):  # what is made once, then memory, then time
             train(model)
             dist.barrier()
             peak = Peak(device)
@@ -101,10 +101,15 @@ def hold_shards(
             ceilings.synchronize(device)
             if repeat >= 0:
                 seconds.append(time.perf_counter() - start)
-                extra, moved = max(extra, peak.extra()), engine.stats().last_update_bytes
+                moved = engine.stats().last_update_bytes
+            elif repeat == -1:
+                extra = peak.extra()
+                keep_nothing(2**25)
         if not engine.verify_weights().ok:
             raise GateError(f"rank {rank} does not hold what the trainer holds")
-        share = torch.ones(max(1, bucket_bytes // (2 * (ranks + 1))), dtype=torch.uint8, device=device)
+        assert dist.group.WORLD is not None
+        length = gather.share_bytes(dist.group.WORLD, gather_memory, torch.device(device))
+        share = torch.ones(length, dtype=torch.uint8, device=device)
         whole = share.new_empty(ranks * share.numel())
         rounds = []
         for _ in range(5):

@@ -36,12 +36,12 @@ from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer
 class Scenario:
     spec: ModelSpec
     repeats: int
-    gather_bucket: int = gather.BUCKET_BYTES
+    gather_memory: int = gather.MEMORY_BYTES
 
 
 SCENARIOS = {
-    ("cpu", False): [Scenario(spec=s, repeats=3, gather_bucket=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
-    ("cpu", True): [Scenario(spec=s, repeats=1, gather_bucket=2**20) for s in (TOY, SMALL)],
+    ("cpu", False): [Scenario(spec=s, repeats=3, gather_memory=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
+    ("cpu", True): [Scenario(spec=s, repeats=1, gather_memory=2**20) for s in (TOY, SMALL)],
     ("cuda", False): [Scenario(spec=s, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
     ("cuda", True): [Scenario(spec=LLAMA_1B, repeats=3)],
 }
@@ -210,14 +210,14 @@ def of_shards(scenario: Scenario, device: str, folder: Path) -> dict[str, Any]:
     arguments = (ranks, scenario.spec, device, str(folder / "ranks"), torch.get_num_threads(), scenario.repeats)
     with ExitStack() as stack:
         connections = [
-            stack.enter_context(process(weight_ranks.hold_shards, rank, *arguments, scenario.gather_bucket))
+            stack.enter_context(process(weight_ranks.hold_shards, rank, *arguments, scenario.gather_memory))
             for rank in range(ranks)
         ]
         found = connections[0].recv()
     rate = found["bytes"] / statistics.median(found["seconds"])
     return entry(found["seconds"], found["bytes"], extra_bytes=found["extra"]) | {
         "ranks": ranks,
-        "promised_extra_bytes": scenario.gather_bucket,
+        "promised_extra_bytes": scenario.gather_memory,
         "of_collective": rate / found["collective"],
     }
 

@@ -58,6 +58,7 @@ class ModelBinding:
         device: Any = "auto",
         *,
         check_finite: bool = False,
+        gather_bytes: int,
         deterministic: bool = False,
         max_loras: int,
         max_lora_rank: int,
@@ -66,7 +67,7 @@ class ModelBinding:
         self.deterministic = deterministic
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
-        self._check_finite = check_finite
+        self._check_finite, self._gather_bytes = check_finite, gather_bytes
         self.source: WeightSource = self._source()
         check_supported(self.source.module)
         self.max_model_len = 0
@@ -115,13 +116,14 @@ class ModelBinding:
             self.source.release()
             raise
 
-    def refresh(self) -> int:
+    def refresh(self, *, layouts: bool = True) -> int:
         """Take the weights as they are now; returns the bytes that were written.
 
+        layouts: as of ``Tree.same``, for which a large model takes as long as for all else; ``notice`` looks at them anyway.
         Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
         shell, and goes on failing.
         """
-        same = self._is_as_seen()
+        same = self._is_as_seen(layouts=layouts)
         if same or not self.moved():
             self._look_at_adapters(self.shell, same=same)
             return self._written(self.source.pull())
@@ -160,9 +162,12 @@ class ModelBinding:
             self._written(0)
         return moved or adapted or caught_up
 
-    def _is_as_seen(self) -> bool:
+    def _is_as_seen(self, *, layouts: bool = True) -> bool:
         """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
-        return self._seen is not None and all(seen.same() for seen in self._seen)
+        if self._seen is None:
+            return False
+        tree, switches = self._seen
+        return tree.same(layouts=layouts) and switches.same()
 
     def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True, same: bool = False) -> bool:
         """Take the live model's adapters as they are now; returns whether they changed since the last look.
@@ -256,7 +261,7 @@ class ModelBinding:
 
     def active_adapter(self) -> str | None:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
-        active = self._active if self._is_as_seen() else active_adapters(unwrap(self.model))
+        active = self._active if self._is_as_seen(layouts=False) else active_adapters(unwrap(self.model))
         return "+".join(active) or None
 
     def receive(self, weights: NewWeights) -> Staging:
@@ -316,7 +321,8 @@ class ModelBinding:
         self.source.release()
 
     def _source(self) -> WeightSource:
-        return source_for(self.model, *self._options, check_finite=self._check_finite)
+        dtype, device = self._options
+        return source_for(self.model, dtype, device, check_finite=self._check_finite, gather_bytes=self._gather_bytes)
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)

@@ -34,6 +34,8 @@ class EngineConfig:
     - score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this
       many times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
     - check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
+    - gather_memory: the most that gathering the weights of a sharded trainer takes on each rank besides the engine's copy,
+      as ``kv_cache_memory``: buckets of which two are under way, with the memory Gloo needs for them.
     - max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
     - seed: where requests without a seed of their own draw theirs from.
 
@@ -53,6 +55,7 @@ class EngineConfig:
     deterministic: bool = False
     score_chunk_tokens: int = 512
     check_finite_weights: bool = False
+    gather_memory: int | str = "256MiB"
     max_loras: int = 8
     max_lora_rank: int = 64
     seed: int = 0
@@ -76,8 +79,9 @@ class EngineConfig:
                 object.__setattr__(self, "device", torch.device(self.device))
             except (RuntimeError, TypeError) as error:
                 raise InvalidConfigError(f"device={self.device!r} is no torch device: use 'cuda', say") from error
-        if self.kv_cache_memory != "auto":
-            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        for name in ("kv_cache_memory", "gather_memory"):
+            if name != "kv_cache_memory" or self.kv_cache_memory != "auto":
+                object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
 
     def _at_least_one(self, name: str) -> None:
         value = getattr(self, name)
@@ -85,7 +89,7 @@ class EngineConfig:
             raise InvalidConfigError(f"{name}={value!r}: it has to be a positive integer")
 
 
-def parse_bytes(amount: int | str) -> int:
+def parse_bytes(amount: int | str, name: str) -> int:
     """Bytes from an int or from text such as ``"4GiB"``, ``"512 MB"``."""
     if isinstance(amount, str):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?i?B?)\s*", amount, re.IGNORECASE)
@@ -94,5 +98,6 @@ def parse_bytes(amount: int | str) -> int:
         if match and unit in _UNITS:
             amount = int(float(match.group(1)) * _UNITS[unit])
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
-        raise InvalidConfigError(f"kv_cache_memory={amount!r}: give positive bytes, text such as '4GiB', or 'auto'")
+        auto = ", or 'auto'" if name == "kv_cache_memory" else ""
+        raise InvalidConfigError(f"{name}={amount!r}: give positive bytes, or text such as '4GiB'{auto}")
     return amount

@@ -53,6 +53,7 @@ class RolloutEngine:
             self.config.dtype,
             self.config.device,
             check_finite=self.config.check_finite_weights,
+            gather_bytes=int(self.config.gather_memory),
             deterministic=self.config.deterministic,
             max_loras=self.config.max_loras,
             max_lora_rank=self.config.max_lora_rank,

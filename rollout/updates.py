@@ -35,7 +35,10 @@ class WeightUpdates:
         start = time.perf_counter()
         staged = None if weights is None else self._binding.receive(weights)
         with uninterrupted():
-            self.last_bytes = self._binding.refresh() if staged is None else self._binding.put_in_service(staged)
+            if staged is None:  # whatever starts afterwards calls ``notice`` first
+                self.last_bytes = self._binding.refresh(layouts=self._core.has_work)
+            else:
+                self.last_bytes = self._binding.put_in_service(staged)
             self._take(self.version + 1 if version is None else version, recompute=False)
         self.last_seconds = time.perf_counter() - start
 

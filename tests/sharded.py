@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,6 @@ from stoker.rollout import (
     RolloutEngine,
     SamplingParams,
 )
-from stoker.weight_sync import gather
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
 PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
@@ -138,14 +138,13 @@ def follow_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def follow_training(rank: int, wrap: Any, family: str, bucket_bytes: int) -> dict[str, Any]:
+def follow_training(rank: int, wrap: Any, family: str, gather_memory: int) -> dict[str, Any]:
     """After every optimizer step the engine is the full model, which a twin without any wrapper is trained to be."""
-    gather.BUCKET_BYTES = bucket_bytes
     twin = make_model(family, num_hidden_layers=2)
     model = wrap(make_model(family, num_hidden_layers=2))
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
     sharded = wrap is not by_ddp
-    with RolloutEngine(model, config=CONFIG) as engine:
+    with RolloutEngine(model, config=replace(CONFIG, gather_memory=gather_memory)) as engine:
         assert set(assert_matches(engine, twin)) == {0}
         plain = engine._binding.shell.module
         assert type(plain) is type(twin)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
 from stoker.rollout import (
     EngineStateError,
@@ -45,9 +43,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def lose_a_rank(rank: int, how: str) -> str | None:
     """The last rank dies before an update or inside of its gather, or stays away; what the others are told."""
-    gather.BUCKET_BYTES, gather.GRACE_S = 2**14, 1.5
+    gather.GRACE_S = 1.5
     model = by_fsdp2(small())
-    engine = RolloutEngine(model, config=CONFIG)
+    engine = RolloutEngine(model, config=replace(CONFIG, gather_memory="16KiB"))
     train(model, sgd(model), 1)
     if rank == dist.get_world_size() - 1:
         if how == "absent":
@@ -120,9 +118,10 @@ def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
 
 def copies_that_differ(rank: int) -> None:
     """Tensors that only some groups of a mesh see changed do not bring the others' gathers out of step."""
-    gather.BUCKET_BYTES = 2**20  # so large that tensors before and after those of one mesh dimension share one
     model = by_two_meshes(small())
-    with RolloutEngine(model, config=CONFIG) as engine:
+    with RolloutEngine(
+        model, config=CONFIG
+    ) as engine:  # tensors before and after those of one mesh dimension share buckets
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             over_one_dimension = "layernorm" in name or name.endswith(("o_proj.bias", "down_proj.bias"))
@@ -132,52 +131,33 @@ def copies_that_differ(rank: int) -> None:
         assert engine.verify_weights().ok
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of storages that were made under it and are alive. peak: the most there were at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        result = func(*args, **kwargs)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in old | self._known:
-                    self._known.add(storage._cdata)
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.now -= nbytes
-
-
-def take_little(rank: int, bucket_bytes: int) -> tuple[int, int, int]:
-    """(peak bytes a gather takes besides the mirror, what a whole pull takes, bytes of the mirror)."""
-    checksum._LOT_BYTES = 2**13  # as small as the model is
-    gather.BUCKET_BYTES = bucket_bytes
-    model = by_fsdp2(small())
-    source = source_for(model)
-    assert isinstance(source, MirroredSource)
+def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
+    """(what an update takes at the most besides the mirror, bytes of the mirror): all that the system sees, Gloo's own too."""
+    keep_nothing()
+    checksum._LOT_BYTES = 2**13
+    model = nn.Sequential(*(nn.Linear(256, 1000) for _ in range(6)))
+    model.experts = nn.Parameter(torch.randn(3, 800, 512))  # three rows for two ranks, of more than a bucket each
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    source = source_for(model, gather_bytes=memory_bytes)
     source.tensors()
-    source.pull()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    with Live() as live:
-        source.pull()
-    assert source.mirror is not None
-    buckets = gather.plan(source._read().shards, source._dtypes, bucket_bytes)
-    with Live() as alone:
-        gather.gather(buckets, source.mirror.tensors, source.device)
-    return alone.peak, live.peak, source.nbytes
+    collective = dist.all_gather_into_tensor
+
+    def in_place(whole: torch.Tensor, share: torch.Tensor, **fields: Any) -> Any:
+        assert share.data_ptr() == whole.data_ptr() + rank * share.nbytes, (
+            "NCCL wants it there, or elsewhere altogether"
+        )
+        return collective(whole, share, **fields)
+
+    dist.all_gather_into_tensor = in_place
+    for value in (1.0, 2.0):  # at first some things are made that stay
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        peak = Peak("cpu")
+        assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
+        took = peak.extra()
+        assert all((t == value).all() for t in source.tensors().values())
+    return took, source.nbytes
 
 
 def pieces_of_zero3(rank: int) -> None:

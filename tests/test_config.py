@@ -74,8 +74,9 @@ def test_device():
     ],
 )
 def test_amounts_of_bytes(text, amount):
-    assert parse_bytes(text) == amount
-    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == amount
+    assert parse_bytes(text, "") == amount
+    config = EngineConfig(kv_cache_memory=text, gather_memory=text)
+    assert config.kv_cache_memory == config.gather_memory == amount
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ def test_a_bad_amount_is_refused(value):
     with pytest.raises(InvalidConfigError, match=r"kv_cache_memory=.*'4GiB', or 'auto'") as error:
         EngineConfig(kv_cache_memory=value)
     assert isinstance(error.value, StokerError) and isinstance(error.value, ValueError)
+    with pytest.raises(InvalidConfigError, match=r"gather_memory=.*'4GiB'$"):
+        EngineConfig(gather_memory=value)
 
 
 def test_auto_memory_stays_auto():

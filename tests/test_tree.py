@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from families import make_model
@@ -114,6 +115,9 @@ CHANGES: list[Callable[[Any], None]] = [
 ]  # fmt: skip
 
 
+LAYOUTS = [other_strides, square, shortened]
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -> None:
@@ -121,10 +125,30 @@ def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -
     inner.model.layers[0].square = nn.Linear(8, 8, dtype=torch.float16)
     model = nn.parallel.DataParallel(inner) if wrapped else inner
     tree = Tree(model)
-    assert tree.same()
+    assert tree.same() and tree.same(layouts=False)
     change(inner)
     assert not tree.same()
+    assert tree.same(layouts=False) == (change in LAYOUTS)
     assert Tree(model).same(), "and once only"
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> None:
+    """By the update itself where requests wait to go on, else by what starts next."""
+    model: Any = make_model("llama", hidden_size=64)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        prompt, params = [5, 4, 3], SamplingParams(max_tokens=4, seed=1)
+        handle = engine.submit(prompt, params) if under_way else None
+        engine.pause()
+        weight = model.model.layers[1].self_attn.q_proj.weight
+        assert weight.shape[0] == weight.shape[1]
+        weight.data = weight.data.t()
+        assert engine.update_weights() == 1
+        engine.resume(recompute=True)
+        (completion,) = (handle.result() if handle else engine.generate_batch([prompt], params)[0]).completions
+        assert set(completion.weight_versions) == {1 if under_way else 2}
+        expected = oracle.logprobs(model, prompt, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
 def test_a_tensor_that_went_to_the_next_module_under_its_name_is_noticed() -> None:

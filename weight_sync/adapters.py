@@ -100,6 +100,18 @@ def check_adapters(model: nn.Module) -> None:
                 )
 
 
+_EVERY = attrgetter("_disable_adapters", "_active_adapter")
+_TOKENS = attrgetter("merged_adapters", "token_indices")
+_LORA = attrgetter("merged_adapters", "scaling", "lora_variant")
+
+
+def _copy(value: object) -> object:
+    """Of what a module says; a variant has to be the same object."""
+    if isinstance(value, dict):
+        return {name: _copy(inner) for name, inner in value.items()}
+    return list(value) if isinstance(value, list) else value
+
+
 class Switches:
     """What PEFT's modules say besides their tensors, as it is now: scales, and which adapters are active, merged or off.
 
@@ -109,26 +121,20 @@ class Switches:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         wrapped = [(module, kind) for _, module, kind in _wrapped(model)]
-        layers = [module for module, kind in wrapped if kind not in ("tokens", "saved")]
-        rows = [module.token_adapter for module, kind in wrapped if kind == "tokens"]
-        read = (
-            (attrgetter("disable_adapters", "active_adapter"), [module for module, _ in wrapped]),
-            (attrgetter("merged_adapters", "scaling", "lora_variant"), layers),
-            (attrgetter("merged_adapters", "token_indices"), rows),
+        of_kinds = (
+            (_EVERY, [module for module, _ in wrapped]),
+            (_TOKENS, [module.token_adapter for module, kind in wrapped if kind == "tokens"]),
+            (_LORA, [module for module, kind in wrapped if kind not in ("tokens", "saved")]),
         )
-        self._state = [(get, modules, _copied(list(map(get, modules)))) for get, modules in read]
+        # Copies down to the lists of token ids; read in C, as there may be a thousand modules.
+        self._seen = [
+            (read, modules, [tuple(map(_copy, read(module))) for module in modules]) for read, modules in of_kinds
+        ]
 
     def same(self) -> bool:
         """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
         _check_configs(self._model)
-        return all(list(map(get, modules)) == state for get, modules, state in self._state)
-
-
-def _copied(value: Any) -> Any:
-    """Lists and dictionaries, and those in them, that do not change with what they are copied from."""
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
+        return all(list(map(read, modules)) == state for read, modules, state in self._seen)
 
 
 def _check_configs(model: nn.Module) -> None:

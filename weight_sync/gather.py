@@ -16,9 +16,8 @@ from torch import Tensor
 from stoker.kernels.errors import WeightTransferError
 from stoker.weight_sync.shards import Piece, Shards
 
-# All the memory a gather takes besides the mirror: two buffers, each what a rank sends and what all of them send.
-# Collectives reach their bandwidth from some 10 MB a rank on; a larger bucket only takes memory.
-BUCKET_BYTES = 256 * 2**20
+# Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
+MEMORY_BYTES = 256 * 2**20
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
@@ -74,15 +73,17 @@ class _Bucket:
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def plan(shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], bucket_bytes: int) -> list[_Bucket]:
-    """The same buckets on every rank. A tensor that does not fit is split by rows.
+def plan(
+    shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], memory_bytes: int, device: torch.device
+) -> list[_Bucket]:
+    """The same buckets on every rank. A tensor that does not fit is split by rows, and a row is the least that is sent.
 
-    dtypes: of the tensors in the engine; a part whose tensors all have one is cast before it is sent.
+    dtypes: of the tensors in the engine; a part whose tensors all have one is cast before it is sent. memory_bytes: all
+    that ``gather`` may take, with what Gloo takes for it.
     """
     buckets: list[_Bucket] = []
     for one in shards:
-        ranks = one.group.size()
-        limit = max(_ALIGNMENT, bucket_bytes // 2 // (ranks + 1) // _ALIGNMENT * _ALIGNMENT)
+        limit = max(_ALIGNMENT, share_bytes(one.group, memory_bytes, device) // _ALIGNMENT * _ALIGNMENT)
         wanted = {dtypes[name] for name in one.names}
         dtype = wanted.pop() if len(wanted) == 1 else one.local.dtype
         row = max(1, one.row_numel * dtype.itemsize)
@@ -97,17 +98,24 @@ def plan(shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], bucket_byt
     return buckets
 
 
+def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.device) -> int:
+    """The most that each rank can send at a time, two of which are under way."""
+    copies = 2 if group._get_backend(device).name() == "gloo" else 1  # Gloo gathers into memory of its own
+    return memory_bytes // (2 * copies * group.size())
+
+
 def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> None:
     """Fill ``tensors`` with the full contents. Every rank calls it with the same plan.
+
+    Takes two buffers of the largest bucket, in which this rank's share lies where it is gathered to.
 
     Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of in the time its
     process group allows; ``tensors`` then are part old, part new.
     """
     if not buckets:
         return
-    shares = max(b.share for b in buckets)
     largest = max(b.share * b.group.size() for b in buckets)
-    sent, received = (torch.empty(2, n, dtype=torch.uint8, device=device) for n in (shares, largest))
+    buffers = torch.empty(2, largest, dtype=torch.uint8, device=device)
 
     def put_in_place(bucket: _Bucket, work: Any, gathered: Tensor) -> None:
         try:
@@ -119,15 +127,16 @@ def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: to
 
     under_way: list[tuple[_Bucket, Any, Tensor]] = []
     for index, bucket in enumerate(buckets):
-        share = sent[index % 2, : bucket.share]
+        flat = buffers[index % 2, : bucket.share * bucket.group.size()]
+        gathered = flat.view(bucket.group.size(), -1)
+        share = gathered[bucket.group.rank()]
         for part in bucket.parts:
             part.pack(share)
-        gathered = received[index % 2, : bucket.share * bucket.group.size()]
         try:
-            work = dist.all_gather_into_tensor(gathered, share, group=bucket.group, async_op=True)
+            work = dist.all_gather_into_tensor(flat, share, group=bucket.group, async_op=True)
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
-        under_way.append((bucket, work, gathered.view(bucket.group.size(), -1)))
+        under_way.append((bucket, work, gathered))
         if len(under_way) == 2:
             put_in_place(*under_way.pop(0))
     for rest in under_way:

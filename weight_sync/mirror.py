@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
-from stoker.weight_sync import gather as gathering
 from stoker.weight_sync.checksum import checksums, unfit
-from stoker.weight_sync.gather import agree, gather, plan
+from stoker.weight_sync.gather import MEMORY_BYTES, agree, gather, plan
 from stoker.weight_sync.naming import engine_dtypes, unwrap
 from stoker.weight_sync.shards import Held, Shards, read
 
@@ -127,10 +126,12 @@ class MirroredSource:
     """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
 
     A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
-    new. Shards are gathered bucket by bucket straight into the mirror, with ``gather.BUCKET_BYTES`` of memory besides it; ranks
-    that find other tensors changed take part in each other's gathers. All that can be refused is refused before the first
-    byte is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is False until a pull
-    succeeds. (A second mirror would keep the old version, and double what this one takes.)
+    new. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
+    place. Both take at most ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded
+    along another dimension than its first goes at least one row at a time); checksums are made before that, on a CPU with
+    some 5 MiB. Ranks that find other tensors changed take part in each other's gathers. All that can be refused is refused
+    before the first byte is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is
+    False until a pull succeeds. (A second mirror would keep the old version, and double what this one takes.)
     """
 
     kind = "mirror"
@@ -142,8 +143,10 @@ class MirroredSource:
         device: torch.device | None,
         *,
         check_finite: bool = False,
+        gather_bytes: int = MEMORY_BYTES,
     ) -> None:
         self.model = model
+        self._gather_bytes = gather_bytes
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._wanted = dtype
         self._check_finite = check_finite
@@ -265,7 +268,7 @@ class MirroredSource:
         mirror.complete = False
         _copy([mirror.tensors[name] for name in full], [held.full[name] for name in full])
         try:
-            gather(plan(shards, self._dtypes, gathering.BUCKET_BYTES), mirror.tensors, self.device)
+            gather(plan(shards, self._dtypes, self._gather_bytes, self.device), mirror.tensors, self.device)
         except WeightTransferError as error:
             raise WeightTransferError(
                 f"{error}. The weights are now in parts old and new: the engine refuses to generate until an update succeeds"

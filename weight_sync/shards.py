@@ -166,10 +166,13 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[...
     index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[index].flatten().tolist())
     group = mesh.get_group(sharded[0]) if len(sharded) == 1 else group_of(ranks)
-    pieces = []
-    for rank in dist.get_process_group_ranks(group):
-        where = (mesh.mesh == rank).nonzero()[0].tolist()
-        pieces.append((Piece(name, 0, _box(tensor.shape, sizes, placements, where), flat=False),))
+    places = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
+    boxes = [_box(tensor.shape, sizes, placements, where) for where in places]
+    by_rows = all(box[1:] == boxes[0][1:] for box in boxes)
+    if by_rows:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
+        row = math.prod(tensor.shape[1:])
+        boxes, local = [((low * row, high * row),) for (low, high), *_ in boxes], local.reshape(-1)
+    pieces = [(Piece(name, 0, box, flat=by_rows),) for box in boxes]
     kind = mesh.device_type
     device = (
         local.device

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.gather import MEMORY_BYTES
 from stoker.weight_sync.mirror import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
 from stoker.weight_sync.shards import is_shard, is_unit
@@ -104,12 +105,13 @@ def source_for(
     device: torch.device | None = None,
     *,
     check_finite: bool = False,
+    gather_bytes: int = MEMORY_BYTES,
 ) -> WeightSource:
     """The source for a live model. Resolve it anew whenever the trainer may have wrapped or replaced its model.
 
     Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the
     engine's; None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite:
-    refuse NaN and Inf at each ``pull``.
+    refuse NaN and Inf at each ``pull``. gather_bytes: the most memory that gathering shards takes besides the mirror.
 
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """
@@ -120,7 +122,7 @@ def source_for(
             raise UnsupportedModelError(
                 f"{type(unwrap(model)).__name__} is quantised and sharded, which is not supported: keep it whole on each rank"
             )
-        return MirroredSource(model, dtype, device, check_finite=check_finite)
+        return MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
     parameters = {name: t for name, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)}
     own = {name: t.dtype for name, t in parameters.items()}
     devices = {t.device for t in parameters.values()}
@@ -136,7 +138,7 @@ def source_for(
                 f"{type(unwrap(model)).__name__} is quantised, and runs where it is as it is: leave dtype and device of "
                 "EngineConfig on 'auto'"
             )
-        return MirroredSource(model, dtype, device, check_finite=check_finite)
+        return MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
     return AliasedSource(model, check_finite=check_finite)
 
 
