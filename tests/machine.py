@@ -129,6 +129,7 @@ class Machine:
         self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
         self.tokens_computed = 0
         self.copies = 0
+        self._admitted: list[Request] = []  # by the last plan
 
     def step(self) -> list[Request]:
         """A plan is launched and the oldest one read, the books proved at every stage; returns what finished, proved too.
@@ -166,6 +167,7 @@ class Machine:
 
     def run(self, plan: Plan) -> Sampled:
         self._copy(plan.copies)
+        self._admitted = plan.admitted
         for request in plan.admitted:
             self.tables[request.slot] = []
             if request.adapter is not None:
@@ -212,8 +214,11 @@ class Machine:
         before = self.memory[self._at(request, position - 1)] if position else start
         assert before is not None, "reads what nobody wrote"
         new, at = mark(before, token), self._at(request, position)
-        if self.scheduler.pool.refs(at // self.size) > 1:
-            assert self.memory[at] == new, "writes to a block that others read"
+        block = at // self.size
+        if self.scheduler.pool.refs(block) > 1 and self.memory[at] != new:
+            # Who was admitted behind it by this very plan reads what it writes.
+            others = [r for r in self.scheduler.running if block in r.block_ids and r is not request]
+            assert all(r in self._admitted and r.id > request.id for r in others), "writes to a block that others read"
         self.memory[at] = new
         return new
 
@@ -233,8 +238,9 @@ class Machine:
             assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
-        held = [block for r in plan.requests for block in r.block_ids]
-        assert all(held.count(target) == 1 for target in targets), "a copy is not its request's own"
+        for target in targets:  # which may fill up in this very plan, and serve who comes behind
+            others = [r for r in plan.requests if target in r.block_ids][1:]
+            assert all(r in plan.admitted for r in others), "a copy is not its request's own"
         used = {r.adapter for r in s.running if r.adapter is not None}
         assert len(used) <= s.adapter_slots.count and {a.slot for a in used} <= set(range(1, s.adapter_slots.count + 1))
         # Only a sample whose prompt is being computed is overtaken, and who waits for an adapter's slot.

@@ -160,6 +160,38 @@ def test_a_prompt_that_the_cache_holds_whole_costs_one_token() -> None:
     assert scheduler.counters.prefix_hit_tokens == 2 * (len(prompt) - 1)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(
+    ("length", "budget", "cached"), [(11, 64, 8), (12, 64, 8), (13, 64, 12), (13, 7, 12), (3, 64, 0)]
+)
+def test_equal_prompts_that_are_no_group_compute_their_full_blocks_once(
+    length: int, budget: int, cached: int, ahead: int
+) -> None:
+    """Also within the plan that computes them, where no block can be copied that it writes."""
+    scheduler = make_scheduler(max_num_batched_tokens=budget)
+    machine = Machine(scheduler, ahead)
+    prompt = [i % VOCAB for i in range(length)]
+    requests = [make_group(i, prompt, [make_spec(seed=i, max_tokens=3)])[0] for i in range(6)]
+    (other,) = make_group(6, [*prompt[:8], 4, 4], [make_spec(seed=9, max_tokens=3)])
+    scheduler.add([*requests, other])
+    assert len(machine.drain()) == 7
+    assert [r.cached_tokens for r in requests[1:]] == [cached] * 5 and other.cached_tokens == min(cached, 8)
+    assert machine.tokens_computed == length + 5 * (length - cached) + other.num_prompt - other.cached_tokens + 7 * 2
+    assert machine.copies == 0
+
+
+def test_what_a_plan_computes_serves_no_other_weights_or_adapter() -> None:
+    scheduler = make_scheduler()
+    machine = Machine(scheduler)
+    adapters = [None, Adapter("a", 0), Adapter("b", 1), None]
+    requests = [make_group(i, [1] * 9, [make_spec(seed=i)])[0] for i in range(4)]
+    for request, adapter in zip(requests, adapters, strict=True):
+        request.adapter = adapter
+    scheduler.add(requests)
+    machine.drain()
+    assert [r.cached_tokens for r in requests] == [0, 0, 0, 8]
+
+
 def test_prefixes_are_shared_up_to_where_prompts_part() -> None:
     scheduler = make_scheduler()
     machine = Machine(scheduler)
