@@ -182,11 +182,17 @@ class Machine:
             for r, c, n in zip(plan.requests, plan.starts, plan.num_new, strict=True)
         ]
         drawn = [[draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)]]
+        over: set[Request] = set()
         for step in range(1, plan.num_steps):
-            # Whoever is past its length sits the rest of the window out.
+            # Whoever is past its length, or has sampled a stop id, sits the rest of the window out. Plans launched ahead
+            # go on all the same, on what nobody has written.
+            for r, c, n, (token, _) in zip(plan.requests, plan.starts, plan.num_samples, drawn[-1], strict=True):
+                stops = token in r.spec.stop_ids and c + step >= r.num_prompt + r.spec.min_tokens
+                if step >= n or (stops and not self.ahead):
+                    over.add(r)
             last = [
-                self._write(r, c + step, token) if step < n else mark(0, token)
-                for r, c, n, (token, _) in zip(plan.requests, plan.starts, plan.num_samples, drawn[-1], strict=True)
+                mark(0, token) if r in over else self._write(r, c + step, token)
+                for r, c, (token, _) in zip(plan.requests, plan.starts, drawn[-1], strict=True)
             ]
             drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
         for request, (token, _) in zip(plan.requests, drawn[-1], strict=True):

@@ -227,6 +227,24 @@ def test_a_copy_of_a_block_that_is_itself_still_to_be_copied() -> None:
     assert older.output == twins[0].output == twins[1].output
 
 
+def test_no_copy_of_what_another_sample_has_from_the_plan_being_made() -> None:
+    scheduler = make_scheduler()
+    machine = Machine(scheduler)
+    greedy = make_spec(temperature=0.0, max_tokens=12)
+    twins = make_group(1, [1, 2, 3, 0, 1, 2], [greedy] * 2)
+    scheduler.add(twins)
+    until(lambda: twins[1].total == 9, machine.step)
+    scheduler.preempt_all()
+    scheduler.set_weight_version(1)
+    # It computes both blocks that the first twin then finds; the other one wants half of the second.
+    (older,) = make_group(0, twins[0].tokens[:8], [greedy])
+    scheduler.waiting.appendleft(older)
+    machine.step()
+    assert [(r.status, r.cached_tokens) for r in (older, *twins)] == [(Status.RUNNING, 0)] * 3
+    assert machine.copies == 1, "of before"
+    machine.drain()
+
+
 def test_new_weights_forget_every_prefix() -> None:
     scheduler = make_scheduler()
     machine = Machine(scheduler)
@@ -450,6 +468,30 @@ def test_a_stop_within_a_window_drops_what_was_sampled_behind_it() -> None:
     Machine(scheduler).drain()
     assert (short.output, short.finish_reason, short.stop_reason) == (long.output[:first], "stop", stop)
     assert scheduler.counters.generated_tokens == first
+
+
+def test_the_token_that_a_window_stopped_at_is_not_computed() -> None:
+    scheduler = make_scheduler(decode_window=8)
+    machine = Machine(scheduler)
+    first, second = 0, 0
+    for seed in range(20):  # one whose first two tokens differ, so that the second can be what stops it
+        (request,) = make_group(seed, [1, 2], [make_spec(seed=seed, max_tokens=8)])
+        scheduler.add([request])
+        machine.drain()
+        first, second = request.output[:2]
+        if first != second:
+            break
+    assert first != second
+    scheduler.set_weight_version(0)  # forgets prefixes
+    spec = make_spec(seed=seed, max_tokens=8, stop_ids=frozenset({second}))
+    (stopped,) = make_group(20, [1, 2], [spec])
+    scheduler.add([stopped])
+    machine.drain()
+    assert stopped.tokens == [1, 2, first, second] and stopped.finish_reason == "stop"
+    (turn,) = make_group(21, [*stopped.tokens, 0], [spec])
+    scheduler.add([turn])
+    machine.drain()
+    assert turn.cached_tokens == 0
 
 
 def test_a_nan_fails_its_request_and_no_other() -> None:
