@@ -51,12 +51,14 @@ class PrefixCache:
                 blocks.append(block)
         return blocks
 
-    def insert(self, key: bytes, block: int) -> None:
-        """Offer a full, held block. The first block offered under a key serves it."""
-        if self.enabled and key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
-            self.pool.retain(block)
+    def insert(self, key: bytes, block: int) -> bool:
+        """Offer a full, held block; False where another one serves that key, or it another key."""
+        if not self.enabled or key in self._block_of or block in self._key_of:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self.pool.retain(block)
+        return True
 
     def keep_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
         """Keep a sequence's complete scores with the blocks of it that are cached. keys: of its blocks, in order."""

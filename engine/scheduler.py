@@ -73,6 +73,7 @@ class Scheduler:
     pool: BlockPool = field(init=False)
     prefix_cache: PrefixCache = field(init=False)
     _free_slots: list[int] = field(init=False)
+    _unwritten: dict[int, int] = field(default_factory=dict)  # blocks cached by the plan being made: tokens before it
 
     def __post_init__(self) -> None:
         self._reset_blocks()
@@ -98,6 +99,7 @@ class Scheduler:
         copies: dict[int, int] = {}  # KV blocks by the block they are copied to
         budget = self.max_num_batched_tokens
         preempted = False
+        self._unwritten.clear()
 
         for request in list(self.running):
             if request.status is not Status.RUNNING or budget == 0 or request.launched:
@@ -111,6 +113,7 @@ class Scheduler:
             else:
                 work.append((request, num_new))
                 budget -= num_new
+                self._offer_ahead(request, num_new)
 
         if not preempted:
             for request in self._admissible():
@@ -121,6 +124,7 @@ class Scheduler:
                 admitted.append(request)
                 work.append((request, num_new))
                 budget -= num_new
+                self._offer_ahead(request, num_new)
 
         if not work:
             return None
@@ -168,7 +172,8 @@ class Scheduler:
             done = False
             if samples and not self._take_all(request, samples, sampled, row):
                 done = any(self._take(request, sampled, step, row) for step in range(samples))
-            self._offer_to_prefix_cache(request)
+            # The key and value of the last token are computed with the next one, of which nothing is known yet.
+            self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
             if sampled.scores is not None and (scores := sampled.scores[row]) is not None:
                 done = self._take_scores(request, scores) or done
             if done:
@@ -344,22 +349,30 @@ class Scheduler:
                 cache.take_scores(request.block_keys[: len(blocks)], scoring)
             computed, from_cache = len(blocks) * self.block_size, True
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
+        part = computed % self.block_size
+        if part and computed > self._unwritten.get(blocks[computed // self.block_size], computed):
+            computed -= part  # a copy would come before what the plan writes
         return blocks[: -(-computed // self.block_size)], computed, from_cache
 
     def _root(self, request: Request) -> bytes:
         return self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
 
-    def _offer_to_prefix_cache(self, request: Request) -> None:
-        # The key and value of the last token are computed with the next one, of which nothing is known yet.
-        known = min(request.computed, len(request.tokens) - 1)
-        full = known // self.block_size
-        if not self.prefix_cache.enabled or full <= request.offered_blocks or request.older_kv:
-            return
-        cache = self.prefix_cache
+    def _offer_ahead(self, request: Request, num_new: int) -> None:
+        """Have what a plan computes of a prompt serve those that the same plan admits: layers write before they read."""
+        if num_new > 1:
+            known = min(request.computed + num_new, len(request.tokens))
+            self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
+
+    def _offer_to_prefix_cache(self, request: Request, known: int) -> list[int]:
+        """Have the full blocks of the first ``known`` tokens serve other requests; returns those that now do."""
+        full, cache = known // self.block_size, self.prefix_cache
+        if not cache.enabled or full <= request.offered_blocks or request.older_kv:
+            return []
         cache.extend(request.block_keys, self._root(request), request.tokens, known)
-        for index in range(request.offered_blocks, full):
-            cache.insert(request.block_keys[index], request.block_ids[index])
+        new = slice(request.offered_blocks, full)
         request.offered_blocks = full
+        offers = zip(request.block_keys[new], request.block_ids[new], strict=True)
+        return [block for key, block in offers if cache.insert(key, block)]
 
     # -- what a user may do in between ---------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class AcceleratedEngine:
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise InvalidConfigError(f"accelerator is a {type(accelerator).__name__}: give the loop's Accelerator")
+        if not isinstance(model, nn.Module):
+            raise InvalidConfigError(f"model is a {type(model).__name__}: give what accelerator.prepare(model) returns")
         device = next(model.parameters()).device
         if device.type != accelerator.device.type:
             raise InvalidConfigError(

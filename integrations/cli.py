@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in _PROGRAMS:
             return _run_program(*arguments)
         args = parser.parse_args(arguments)
-        args.config = _config(args, parser)
+        args.config = _config(args)
         return int(args.run(args))
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, device, operations and why", epilog=EPILOG)
     info.add_argument("model", nargs="?", help="also load this model (folder or hub id) and say how it will run")
     _add_engine_flags(info)
-    info.set_defaults(run=_info)
+    info.set_defaults(run=_info, parser=info)
 
     generate = commands.add_parser(
         "generate",
@@ -99,22 +99,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_files(generate)
     generate.add_argument("--tokens", action="store_true", help="write token ids and log-probabilities too")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (%(default)s)")
     sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("--n", type=int, default=1, help="completions of each prompt")
-    sampling.add_argument("--max-tokens", type=int, default=256, help="of a completion (%(default)s)")
-    sampling.add_argument("--min-tokens", type=int, default=0)
-    sampling.add_argument("--temperature", type=float, default=1.0, help="0 takes the most likely token (%(default)s)")
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--top-k", type=int, default=0, help="0: all tokens (%(default)s)")
-    sampling.add_argument("--min-p", type=float, default=0.0)
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0)
+    sampling.add_argument("--n", type=int, default=1, metavar="N", help="completions of each prompt (%(default)s)")
+    sampling.add_argument("--max-tokens", type=int, default=256, metavar="N", help="of a completion (%(default)s)")
+    sampling.add_argument("--min-tokens", type=int, default=0, metavar="N", help="before it may end (%(default)s)")
+    for flag, default, what in (
+        ("--temperature", 1.0, "0 takes the most likely token (%(default)s)"),
+        ("--top-p", 1.0, "only the most likely tokens that have this probability together (%(default)s: all)"),
+        ("--min-p", 0.0, "only tokens with this share of the likeliest one's probability (%(default)s: all)"),
+        ("--repetition-penalty", 1.0, "above 1 makes tokens that were there less likely (%(default)s)"),
+    ):
+        sampling.add_argument(flag, type=float, default=default, metavar="X", help=what)
+    sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="only so many tokens (%(default)s: all)")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeat for more"
     )
-    sampling.add_argument("--ignore-eos", action="store_true")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     _add_engine_flags(generate)
-    generate.set_defaults(run=lambda args: _generate(args, generate))
+    generate.set_defaults(run=_generate, parser=generate)
 
     score = commands.add_parser(
         "score",
@@ -124,13 +127,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_files(score)
-    score.add_argument("--temperature", type=float, default=1.0, help="logits are divided by it (%(default)s)")
+    score.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="logits are divided by it (%(default)s)"
+    )
     score.add_argument("--entropy", action="store_true", help='also "entropies", of the distribution at each position')
     _add_engine_flags(score)
-    score.set_defaults(run=lambda args: _score(args, score))
+    score.set_defaults(run=_score, parser=score)
 
     commands.add_parser("bench", help=f"a benchmark: {', '.join(_BENCHMARKS)} (bench NAME --help)")
-    commands.add_parser("demo", help="GRPO on the engine, from nothing, in minutes (demo --help)")
+    demos = ", ".join(_PROGRAMS["demo"][1])
+    commands.add_parser("demo", help=f"a model made on the spot and trained, in minutes: {demos} (demo NAME --help)")
     return parser
 
 
@@ -165,11 +171,15 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
-    engine.add_argument("--dtype", default="auto", help="bfloat16, float32, ... (that of the files)")
-    engine.add_argument("--max-num-seqs", type=int, default=256, help="sequences at a time (%(default)s)")
-    engine.add_argument("--max-model-len", type=int, help="tokens of prompt and completion together (the model's)")
-    engine.add_argument("--kv-cache-memory", default="auto", help="4GiB, say (what fits in part of the free memory)")
+    engine.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    engine.add_argument("--dtype", default="auto", metavar="X", help="bfloat16, float32, ... (that of the files)")
+    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="sequences at a time (%(default)s)")
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and completion together (the model's)"
+    )
+    engine.add_argument(
+        "--kv-cache-memory", default="auto", metavar="X", help="4GiB, say (what fits in part of the free memory)"
+    )
 
 
 # -- stoker info -------------------------------------------------------------------------------------------------------
@@ -221,11 +231,9 @@ def _info(args: argparse.Namespace) -> int:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _read(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, kinds: tuple[str, ...], results: tuple[str, ...]
-) -> list[Line]:
+def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
     if args.output.exists() and args.output.samefile(args.input):
-        parser.error("INPUT and OUTPUT are the same file")
+        args.parser.error("INPUT and OUTPUT are the same file")
     return read_lines(args.input, kinds=kinds, results=results)
 
 
@@ -261,7 +269,7 @@ def _write(
 # -- stoker generate ---------------------------------------------------------------------------------------------------
 
 
-def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _generate(args: argparse.Namespace) -> int:
     from stoker.rollout import SamplingParams
 
     try:
@@ -278,8 +286,8 @@ def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             ignore_eos=args.ignore_eos,
         )
     except InvalidRequestError as error:
-        parser.error(str(error))
-    lines = _read(args, parser, ("prompt", "messages", "token_ids"), ("completions", "error"))
+        args.parser.error(str(error))
+    lines = _read(args, ("prompt", "messages", "token_ids"), ("completions", "error"))
     return _write(args, lines, lambda engine, todo: _completions(engine, todo, params, args))
 
 
@@ -319,12 +327,12 @@ def _completion(completion: Any, tokens: bool) -> dict[str, Any]:
 # -- stoker score ------------------------------------------------------------------------------------------------------
 
 
-def _score(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _score(args: argparse.Namespace) -> int:
     from stoker.rollout.sampling_params import LARGEST, SMALLEST
 
     if not SMALLEST <= args.temperature <= LARGEST:
-        parser.error(f"--temperature {args.temperature}: it has to be from {SMALLEST} to {LARGEST:g}")
-    lines = _read(args, parser, ("text", "token_ids"), ("scored_token_ids", "logprobs", "entropies", "error"))
+        args.parser.error(f"--temperature {args.temperature}: it has to be from {SMALLEST} to {LARGEST:g}")
+    lines = _read(args, ("text", "token_ids"), ("scored_token_ids", "logprobs", "entropies", "error"))
     return _write(args, lines, lambda engine, todo: _scores(engine, todo, args))
 
 
@@ -373,7 +381,7 @@ def _of_one(error: StokerError, what: str) -> str:
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def _config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
+def _config(args: argparse.Namespace) -> Any:
     from stoker.rollout import EngineConfig
 
     try:
@@ -386,7 +394,7 @@ def _config(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Any:
             max_lora_rank=_MAX_RANK,
         )
     except InvalidConfigError as error:
-        parser.error(str(error))
+        args.parser.error(str(error))
 
 
 def _engine(args: argparse.Namespace) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout.messages import shown
 
 
 def gae(
@@ -53,7 +54,7 @@ def kl_penalty(
         return -log_ratio
     if kind == "k3":
         return torch.where(keep, log_ratio.expm1() - log_ratio, 0.0)
-    raise InvalidRequestError(f"kind={kind!r}: choose 'k1' or 'k3'")
+    raise InvalidRequestError(f"kind={shown(kind)}: choose 'k1' or 'k3'")
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coefficient: float) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -27,12 +28,17 @@ def generate_batch(
     """Completions of ``inputs``, prompts as token ids, under request ids ``"req_0"``, ``"req_1"``, ... in their order.
 
     generation_config: as ``SamplingParams.from_generation_config`` translates it. max_new_tokens: wins over the
-    configuration's. Of ``num_return_sequences`` completions of a prompt the last has the id of the prompt, those before
+    configuration's. What sets up transformers' own engine (``continuous_batching_config``, ``persistent_manager``,
+    ``warmup``, ``record_timestamps``) has no meaning here: leave it out. Of ``num_return_sequences`` completions of a prompt the last has the id of the prompt, those before
     it ``"req_0__child#0"`` and so on. As there, completions end at the configuration's ``eos_token_id`` and at no
     other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
     ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot be served is an
     ``InvalidRequestError`` before any work starts.
     """
+    if isinstance(engine, nn.Module) or generation_config is None:
+        raise InvalidRequestError(
+            "generate_batch takes an engine, prompts and a generation config: model.generation_config, say"
+        )
     if max_new_tokens is None and generation_config.max_new_tokens is None:
         raise InvalidRequestError("the generation config sets no max_new_tokens: set it, or pass max_new_tokens=")
     limit = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}

@@ -16,6 +16,7 @@ from stoker.engine.request import Adapter, Request
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
+from stoker.rollout.messages import shown
 
 
 class Live(Enum):
@@ -176,5 +177,5 @@ class Adapters:
             return None
         if not isinstance(choice, str) or choice not in self._known:
             known = ", ".join(map(repr, self.names)) or "none"
-            raise InvalidRequestError(f"adapter={choice!r} is not known: there are {known}; None is the bare base")
+            raise InvalidRequestError(f"adapter={shown(choice)} is not known: there are {known}; None is the bare base")
         return self._known[choice]

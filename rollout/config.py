@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from stoker.kernels.errors import InvalidConfigError
+from stoker.rollout.messages import shown
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -25,7 +26,7 @@ class EngineConfig:
     - kv_cache_memory: bytes of the KV cache, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
       ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
       (host memory on CPU, device memory on CUDA, where attention's workspace counts in).
-    - enable_prefix_caching: keep the blocks of finished requests for later prompts with the same beginning.
+    - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
     - decode_window: most decode steps run between two looks of the scheduler.
     - use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
     - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
@@ -68,25 +69,27 @@ class EngineConfig:
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise InvalidConfigError(f"seed={self.seed!r} is not an integer")
+            raise InvalidConfigError(f"seed={shown(self.seed)} is not an integer")
         if self.dtype != "auto":
             dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise InvalidConfigError(f"dtype={self.dtype!r} is no floating-point torch dtype: use 'bfloat16', say")
+                raise InvalidConfigError(
+                    f"dtype={shown(self.dtype)} is no floating-point torch dtype: use 'bfloat16', say"
+                )
             object.__setattr__(self, "dtype", dtype)
         if self.device != "auto":
             try:
                 object.__setattr__(self, "device", torch.device(self.device))
             except (RuntimeError, TypeError) as error:
-                raise InvalidConfigError(f"device={self.device!r} is no torch device: use 'cuda', say") from error
-        for name in ("kv_cache_memory", "gather_memory"):
-            if name != "kv_cache_memory" or self.kv_cache_memory != "auto":
-                object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+                raise InvalidConfigError(f"device={shown(self.device)} is no torch device: use 'cuda', say") from error
+        if self.kv_cache_memory != "auto":
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory, "kv_cache_memory"))
+        object.__setattr__(self, "gather_memory", parse_bytes(self.gather_memory, "gather_memory"))
 
     def _at_least_one(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidConfigError(f"{name}={value!r}: it has to be a positive integer")
+            raise InvalidConfigError(f"{name}={shown(value)}: it has to be a positive integer")
 
 
 def parse_bytes(amount: int | str, name: str) -> int:
@@ -99,5 +102,5 @@ def parse_bytes(amount: int | str, name: str) -> int:
             amount = int(float(match.group(1)) * _UNITS[unit])
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
         auto = ", or 'auto'" if name == "kv_cache_memory" else ""
-        raise InvalidConfigError(f"{name}={amount!r}: give positive bytes, or text such as '4GiB'{auto}")
+        raise InvalidConfigError(f"{name}={shown(amount)}: give positive bytes, or text such as '4GiB'{auto}")
     return amount

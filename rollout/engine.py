@@ -22,6 +22,7 @@ from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
+from stoker.rollout.messages import shown
 from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
@@ -45,6 +46,7 @@ class RolloutEngine:
 
     @torch.inference_mode(False)  # or the buffers made here could not be written to outside of the caller's
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
+        setup.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._closed = False
@@ -222,7 +224,7 @@ class RolloutEngine:
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
         (params,) = params_per_prompt(sampling_params, 1)
         self._requests.check_prompt(0, ids, params)
-        if not self.core.has_work:
+        if not self._loop.has_work("submit"):
             self._updates.notice()
         ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
         handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
@@ -234,10 +236,10 @@ class RolloutEngine:
     ) -> tuple[list[RolloutHandle], list[RolloutHandle]]:
         """Step until ``share`` of the handles (0 to 1) has finished, or ``timeout`` seconds are over.
 
-        Returns those that have, and those that have not; these keep their tokens and KV and go on at the next wait.
+        Returns those that have, and those that have not; these keep their tokens and KV and go on at the next wait. A
+        share of 0 is one step, and so is a ``timeout`` of 0. ``RolloutBatch([h.result() for h in finished])`` makes a
+        batch of them.
         """
-        if not 0 <= share <= 1:
-            raise InvalidRequestError(f"share={share!r} is not between 0 and 1")
         return wait(self._loop, handles, share, timeout)
 
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
@@ -248,7 +250,7 @@ class RolloutEngine:
         """
         self._check_open()
         if mode not in ("keep", "wait", "abort"):
-            raise InvalidRequestError(f"mode={mode!r}: give 'keep', 'wait' or 'abort'")
+            raise InvalidRequestError(f"mode={shown(mode)}: give 'keep', 'wait' or 'abort'")
         self._loop.pause(mode)
 
     def resume(self, *, recompute: bool = False) -> None:
@@ -326,7 +328,7 @@ class RolloutEngine:
         """
         self._check_open()
         if not isinstance(name, str) or not name:
-            raise InvalidRequestError(f"name={name!r}: give a name, which adapter= then takes")
+            raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
         self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self.core.under_way))
 
     def unload_adapter(self, name: str) -> None:

@@ -6,17 +6,20 @@ every request there is; nothing runs behind a trainer's back.
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import EngineStateError, RequestFailedError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutOutput
 
 _ENDED = RequestFailedError(
@@ -78,10 +81,13 @@ class Loop:
             self._abandoned.popleft()
             self._unsound = False
 
+    def has_work(self, action: str) -> bool:
+        """Whether a request is under way. Those whose handles were dropped are not."""
+        return self.do(action, lambda: self.core.has_work)
+
     def check_idle(self, action: str) -> None:
         """Raise ``EngineStateError`` where requests are under way and not paused."""
-        self._refuse_inside_a_step(action)
-        if self.core.has_work and not self.is_paused:
+        if self.has_work(action) and not self.is_paused:
             raise EngineStateError(
                 f"the engine cannot {action} while requests are under way: wait for them, abort them, or pause() first"
             )
@@ -193,6 +199,7 @@ class RolloutHandle:
         timeout: seconds; ``TimeoutError`` then, and the request goes on at the next call. A request that failed carries
         its error in the output. Raises ``EngineStateError`` where this thread has paused the engine.
         """
+        check_timeout(timeout)
         if not self.done and not self._loop.drive(lambda: self.done, timeout):
             raise TimeoutError(f"not finished after {timeout} s: call result() again, or abort()")
         return self._output()
@@ -229,12 +236,25 @@ class RolloutHandle:
                 return
 
 
+def check_timeout(timeout: Any) -> None:
+    """Raise ``InvalidRequestError`` for what is neither None nor a number of seconds."""
+    if timeout is not None and (not isinstance(timeout, numbers.Real) or math.isnan(timeout)):
+        raise InvalidRequestError(f"timeout={shown(timeout)}: give seconds, or None to wait until the end")
+
+
 def wait(
     loop: Loop, handles: Iterable[RolloutHandle], share: float, timeout: float | None
 ) -> tuple[list[RolloutHandle], list[RolloutHandle]]:
-    """Step until ``share`` of the handles is done. Returns those that are, and those that are not."""
-    all_handles = list(handles)
+    """As ``RolloutEngine.wait``."""
+    all_handles = [] if isinstance(handles, RolloutHandle) else list(handles)
+    if isinstance(handles, RolloutHandle) or not all(isinstance(h, RolloutHandle) for h in all_handles):
+        raise InvalidRequestError("wait takes a list of handles, as submit returns them")
+    if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
+        raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")
+    check_timeout(timeout)
     enough = share * len(all_handles)
+    if share == 0:  # a share that has always finished; one step, or whoever asks in a loop would ask for ever
+        enough, timeout = len(all_handles), 0.0
     if sum(h.done for h in all_handles) < enough:
         loop.drive(lambda: sum(h.done for h in all_handles) >= enough, timeout)
     return [h for h in all_handles if h.done], [h for h in all_handles if not h.done]

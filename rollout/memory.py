@@ -11,6 +11,7 @@ from stoker.engine.kv_cache import KVCache
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
+from stoker.rollout.messages import shown
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
@@ -20,7 +21,7 @@ def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
     """What to send to sleep. Raises ``InvalidRequestError`` for a level or a tag there is not."""
     if level not in _LEVELS:
         raise InvalidRequestError(
-            f"level={level!r}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
+            f"level={shown(level)}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
         )
     return list(_LEVELS[level]) if tags is None else check_tags(tags)
 

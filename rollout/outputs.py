@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
+from stoker.rollout.messages import shown
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -94,7 +95,7 @@ class RolloutTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutBatch(Sequence[RolloutOutput]):
-    """The outputs of one ``generate_batch`` call, in the order of its prompts."""
+    """The outputs of one ``generate_batch`` call, in the order of its prompts; or any list of outputs, as of handles."""
 
     outputs: list[RolloutOutput]
 
@@ -125,7 +126,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
         """
         if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
             raise InvalidRequestError(
-                f"pad_token_id={pad_token_id!r}: give an integer, for example tokenizer.pad_token_id or its EOS id"
+                f"pad_token_id={shown(pad_token_id)}: give an integer, for example tokenizer.pad_token_id or its EOS id"
             )
         if not self.outputs:
             raise InvalidRequestError("an empty batch has no tensors")

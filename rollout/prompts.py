@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout.messages import shown
 
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
 
@@ -26,6 +27,10 @@ def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, wh
         return _from_tensor(prompts, attention_mask, what)
     if isinstance(prompts, np.ndarray):
         prompts = list(prompts)
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        raise InvalidRequestError(
+            f"{what}s is one {type(prompts).__name__}: give its input_ids, and of tensors its attention_mask too"
+        )
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"{what}s is one {type(prompts).__name__}: give a list of {what}s")
     return [_one(f"{what} {row}", prompt, tokenizer) for row, prompt in enumerate(prompts)]
@@ -93,6 +98,11 @@ def check_ids(name: str, ids: list[int], vocab: int) -> None:
         raise InvalidRequestError(f"{name} is empty: give at least one token (a BOS token, say)")
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
         at, token = next((at, t) for at, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab)
+        if isinstance(token, Sequence):  # most often several prompts where one goes, as in ``submit``
+            raise InvalidRequestError(
+                f"{name} has a {type(token).__name__} of length {len(token)} at position {at}: give one flat list of "
+                f"token ids, integers from 0 to {vocab - 1}"
+            )
         raise InvalidRequestError(
-            f"{name} has {token!r} at position {at}: token ids are integers from 0 to {vocab - 1}"
+            f"{name} has {shown(token)} at position {at}: token ids are integers from 0 to {vocab - 1}"
         )

@@ -18,6 +18,7 @@ from stoker.engine.request import Adapter, Request, SamplingSpec
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
+from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
 from stoker.rollout.prompts import as_int, check_ids, to_token_ids
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
@@ -110,7 +111,7 @@ class RequestMaker:
             )
         if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start < length:
             raise InvalidRequestError(
-                f"{name}: start={start!r} and the sequence has {length} tokens: give the position of the first token "
+                f"{name}: start={shown(start)} and the sequence has {length} tokens: give the position of the first token "
                 f"to score, an integer from 1 to {length - 1}"
                 if length > 1
                 else f"{name} has one token, and the first token has no log-probability: leave it out"
@@ -125,11 +126,11 @@ class RequestMaker:
         ok = not isinstance(temperature, bool) and isinstance(temperature, numbers.Real)
         if not ok or not SMALLEST <= temperature <= LARGEST:
             raise InvalidRequestError(
-                f"temperature={temperature!r}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "
+                f"temperature={shown(temperature)}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "
                 "distribution)"
             )
         if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
-            raise InvalidRequestError(f"top_k={top_k!r}: it has to be an integer from 0 to {self.vocab}")
+            raise InvalidRequestError(f"top_k={shown(top_k)}: it has to be an integer from 0 to {self.vocab}")
         return Variant(float(temperature), int(top_k))
 
     # -- making ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout.messages import shown
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
@@ -61,10 +62,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._stops()
         self._whole("n", 1)
-        self._whole("top_k", 0)
+        self._whole("top_k", 0, "0 is off")
         self._whole("max_tokens", 1)
         self._whole("min_tokens", 0)
-        self._whole("logprobs", 0)
+        self._whole("logprobs", 0, "0 is the sampled token's alone")
         self._real("temperature", 0.0, LARGEST)
         if 0 < self.temperature < SMALLEST:
             raise InvalidRequestError(f"temperature={self.temperature}: give 0 (greedy), or at least {SMALLEST}")
@@ -80,23 +81,27 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             self._whole("prompt_logprobs", 0)
         if self.logprobs_mode not in _MODES:
-            raise InvalidRequestError(f"logprobs_mode={self.logprobs_mode!r}: choose one of {', '.join(_MODES)}")
+            raise InvalidRequestError(f"logprobs_mode={shown(self.logprobs_mode)}: choose one of {', '.join(_MODES)}")
 
     def _stops(self) -> None:
         strings = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
-            raise InvalidRequestError(f"stop={self.stop!r}: give a non-empty string, or a sequence of them")
+            raise InvalidRequestError(f"stop={shown(self.stop)}: give a non-empty string, or a sequence of them")
         ids = self.stop_token_ids
         if not isinstance(ids, Sequence) or any(not _is_whole(t) or t < 0 for t in ids):
-            raise InvalidRequestError(f"stop_token_ids={ids!r}: give a sequence of token ids, integers of at least 0")
+            raise InvalidRequestError(
+                f"stop_token_ids={shown(ids)}: give a sequence of token ids, integers of at least 0"
+            )
         object.__setattr__(self, "stop", tuple(strings))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
-    def _whole(self, name: str, low: float = -math.inf) -> None:
+    def _whole(self, name: str, low: float = -math.inf, hint: str = "") -> None:
         value = getattr(self, name)
         if not _is_whole(value) or value < low:
             bound = f" of at least {low}" if low > -math.inf else ""
-            raise InvalidRequestError(f"{name}={value!r}: it has to be an integer{bound}")
+            raise InvalidRequestError(
+                f"{name}={shown(value)}: it has to be an integer{bound}{f' ({hint})' if hint else ''}"
+            )
         object.__setattr__(self, name, int(value))
 
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
@@ -104,7 +109,7 @@ class SamplingParams:
         ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
         if not ok or value > high or value < low or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
-            raise InvalidRequestError(f"{name}={value!r}: it has to be a finite number {bounds}")
+            raise InvalidRequestError(f"{name}={shown(value)}: it has to be a finite number {bounds}")
         object.__setattr__(self, name, float(value))
 
     @classmethod
@@ -122,7 +127,7 @@ class SamplingParams:
             value = get(name)
             if value is not None and value not in neutral:
                 raise InvalidRequestError(
-                    f"generation config sets {name}={value!r}, which the engine does not do: unset it, or use "
+                    f"generation config sets {name}={shown(value)}, which the engine does not do: unset it, or use "
                     "model.generate for this batch"
                 )
         fields: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from torch import nn
 
 from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
@@ -16,7 +17,7 @@ from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import InvalidConfigError
+from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
@@ -48,6 +49,19 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
         has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
     return model.eval(), tokenizer
+
+
+def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"model is a {type(model).__name__}: give a transformers model, or RolloutEngine.from_pretrained(folder)"
+        )
+    if not isinstance(config, EngineConfig | None):
+        raise InvalidConfigError(f"config is a {type(config).__name__}: give EngineConfig(...)")
+    if tokenizer is not None and not callable(tokenizer):
+        raise InvalidConfigError(
+            f"tokenizer is a {type(tokenizer).__name__}: give one that is loaded, as by AutoTokenizer.from_pretrained"
+        )
 
 
 def check_device(config: EngineConfig, binding: ModelBinding) -> None:

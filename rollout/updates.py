@@ -10,6 +10,7 @@ from stoker.kernels.errors import InvalidRequestError, RequestFailedError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
+from stoker.rollout.messages import shown
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.version import uninterrupted
 
@@ -29,7 +30,7 @@ class WeightUpdates:
     def update(self, weights: NewWeights | None, version: int | None) -> None:
         """As ``RolloutEngine.update_weights``."""
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise InvalidRequestError(f"version={version!r} is not an integer")
+            raise InvalidRequestError(f"version={shown(version)} is not an integer")
         if version is not None and version <= self.version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
         start = time.perf_counter()

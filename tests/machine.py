@@ -129,6 +129,7 @@ class Machine:
         self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
         self.tokens_computed = 0
         self.copies = 0
+        self._admitted: list[Request] = []  # by the last plan
 
     def step(self) -> list[Request]:
         """A plan is launched and the oldest one read, the books proved at every stage; returns what finished, proved too.
@@ -166,6 +167,7 @@ class Machine:
 
     def run(self, plan: Plan) -> Sampled:
         self._copy(plan.copies)
+        self._admitted = plan.admitted
         for request in plan.admitted:
             self.tables[request.slot] = []
             if request.adapter is not None:
@@ -180,11 +182,17 @@ class Machine:
             for r, c, n in zip(plan.requests, plan.starts, plan.num_new, strict=True)
         ]
         drawn = [[draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)]]
+        over: set[Request] = set()
         for step in range(1, plan.num_steps):
-            # Whoever is past its length sits the rest of the window out.
+            # Whoever is past its length, or has sampled a stop id, sits the rest of the window out. Plans launched ahead
+            # go on all the same, on what nobody has written.
+            for r, c, n, (token, _) in zip(plan.requests, plan.starts, plan.num_samples, drawn[-1], strict=True):
+                stops = token in r.spec.stop_ids and c + step >= r.num_prompt + r.spec.min_tokens
+                if step >= n or (stops and not self.ahead):
+                    over.add(r)
             last = [
-                self._write(r, c + step, token) if step < n else mark(0, token)
-                for r, c, n, (token, _) in zip(plan.requests, plan.starts, plan.num_samples, drawn[-1], strict=True)
+                mark(0, token) if r in over else self._write(r, c + step, token)
+                for r, c, (token, _) in zip(plan.requests, plan.starts, drawn[-1], strict=True)
             ]
             drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
         for request, (token, _) in zip(plan.requests, drawn[-1], strict=True):
@@ -212,8 +220,11 @@ class Machine:
         before = self.memory[self._at(request, position - 1)] if position else start
         assert before is not None, "reads what nobody wrote"
         new, at = mark(before, token), self._at(request, position)
-        if self.scheduler.pool.refs(at // self.size) > 1:
-            assert self.memory[at] == new, "writes to a block that others read"
+        block = at // self.size
+        if self.scheduler.pool.refs(block) > 1 and self.memory[at] != new:
+            # Who was admitted behind it by this very plan reads what it writes.
+            others = [r for r in self.scheduler.running if block in r.block_ids and r is not request]
+            assert all(r in self._admitted and r.id > request.id for r in others), "writes to a block that others read"
         self.memory[at] = new
         return new
 
@@ -233,8 +244,9 @@ class Machine:
             assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
-        held = [block for r in plan.requests for block in r.block_ids]
-        assert all(held.count(target) == 1 for target in targets), "a copy is not its request's own"
+        for target in targets:  # which may fill up in this very plan, and serve who comes behind
+            others = [r for r in plan.requests if target in r.block_ids][1:]
+            assert all(r in plan.admitted for r in others), "a copy is not its request's own"
         used = {r.adapter for r in s.running if r.adapter is not None}
         assert len(used) <= s.adapter_slots.count and {a.slot for a in used} <= set(range(1, s.adapter_slots.count + 1))
         # Only a sample whose prompt is being computed is overtaken, and who waits for an adapter's slot.

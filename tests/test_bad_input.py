@@ -19,8 +19,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BatchEncoding,
     BertConfig,
     BertForMaskedLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaModel,
     PreTrainedModel,
@@ -82,6 +84,27 @@ def assert_usable(engine: RolloutEngine, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"model": "gpt2"},
+            UnsupportedModelError,
+            r"^model is a str: give a transformers model, or Rollout.*from_pretr",
+        ),
+        ({"config": {"seed": 1}}, InvalidConfigError, r"^config is a dict: give EngineConfig\(...\)$"),
+        (
+            {"tokenizer": "gpt2"},
+            InvalidConfigError,
+            r"^tokenizer is a str: give one that is loaded, as by AutoTokenizer",
+        ),
+    ],
+)
+def test_what_is_no_model_config_or_tokenizer(arguments, error, message):
+    with pytest.raises(error, match=message):
+        RolloutEngine(**({"model": llama(), "config": CONFIG} | arguments))
+
+
+@pytest.mark.parametrize(
     ("prompts", "message"),
     [
         ([[]], r"^prompt 0 is empty: give at least one token"),
@@ -94,12 +117,19 @@ def assert_usable(engine: RolloutEngine, model: PreTrainedModel) -> None:
         ([[True, 1]], r"^prompt 0 has True at position 0"),
         ([[None]], r"^prompt 0 has None at position 0"),
         ([[10**30]], r"^prompt 0 has 10{30} at position 0"),
-        ([["text in a list"]], r"^prompt 0 has 'text in a list' at position 0"),
-        ([[PROMPT]], r"^prompt 0 has \[3, 1, 4, 1, 5\] at position 0"),
+        (
+            [["text in a list"]],
+            r"^prompt 0 has a str of length 14 at position 0: give one flat list of token ids, integers from 0 to 127$",
+        ),
+        ([[PROMPT]], r"^prompt 0 has a list of length 5 at position 0: give one flat list of token ids"),
         ("a", r"^prompts is one str: give a list of prompts"),
         (None, r"^prompts is one NoneType: give a list"),
         (b"ab", r"^prompts is one bytes: give a list"),
-        ({"input_ids": [[1]]}, r"^prompts is one dict: give a list"),
+        ({"prompt": [[1]]}, r"^prompts is one dict: give a list"),
+        (
+            BatchEncoding({"input_ids": [[1]]}),
+            r"^prompts is one BatchEncoding: give its input_ids, and of tensors its at",
+        ),
         (PROMPT, r"^prompt 0 is a int: give text, a list of token ids"),
         ([b"ab"], r"^prompt 0 is a bytes: give text, a list of token ids"),
         ([None], r"^prompt 0 is a NoneType: give text"),
@@ -192,6 +222,26 @@ def test_masks(engine, prompts, mask, message):
 def test_parameters(engine, params, message):
     with pytest.raises(InvalidRequestError, match=message):
         engine.generate_batch([PROMPT, PROMPT], params)
+
+
+def test_a_message_shows_the_beginning_of_what_is_long(engine):
+    calls = [
+        lambda: engine.generate_batch([[["x" * 10**5] * 10**3] * 10**3], GREEDY),
+        lambda: engine.generate_batch([PROMPT], GREEDY, adapter="x" * 10**5),
+        lambda: engine.submit([[1] * 10**5, [2] * 10**5], GREEDY),
+        lambda: engine.score([[1, 2]], start="x" * 10**5),
+        lambda: engine.wait([], share=[1] * 10**5),
+        lambda: SamplingParams(stop=["x" * 10**5] * 10**3 + [""]),
+        lambda: SamplingParams(stop_token_ids=[-1] * 10**5),
+        lambda: SamplingParams(temperature=["x"] * 10**5),
+        lambda: SamplingParams.from_generation_config(GenerationConfig(bad_words_ids=[[1] * 10**5])),
+        lambda: engine.generate_batch([]).to_tensors(["x"] * 10**5),
+        lambda: EngineConfig(kv_cache_memory="x" * 10**5),
+    ]
+    for call in calls:
+        with pytest.raises(StokerError) as caught:
+            call()
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("temperature", [math.nan, -0.1, math.inf])

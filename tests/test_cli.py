@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -385,7 +386,8 @@ def test_wrong_flags_exit_with_2(
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["generate", folder, *files, *flags])
-    assert exit_.value.code == 2 and message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and message in said and said.startswith("usage: stoker generate")
     assert not Path(files[1]).exists()
 
 
@@ -421,6 +423,19 @@ def test_help_is_printed(arguments: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 0 and "stoker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["info", "generate", "score"])
+def test_every_argument_and_default_is_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    printed = capsys.readouterr().out.partition("positional arguments:")[2]
+    explained = re.findall(
+        r"^  (-{0,2}[\w-]+)(?:,.*?)?(?: [A-Z]+)?\s{2,}\S", re.sub(r"\n {10,}", "  ", printed), re.MULTILINE
+    )
+    there = re.findall(r"^  (-{0,2}[\w-]+)", printed, re.MULTILINE)
+    assert len(there) > 5 and explained == there
+    assert "%(" not in printed
 
 
 def test_no_command_is_a_usage_error() -> None:

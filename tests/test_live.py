@@ -18,9 +18,9 @@ from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingPara
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [5, 6, 7, 8, 9, 2, 2, 1], [40] * 13]
 
 
-def build(**fields: Any) -> RolloutEngine:
+def build(family: str = "llama", **fields: Any) -> RolloutEngine:
     settings = {"block_size": 4, "kv_cache_memory": "2MiB", "max_num_seqs": 8, "max_model_len": 128, "decode_window": 2}
-    return RolloutEngine(make_model("llama"), config=EngineConfig(**(settings | fields)))
+    return RolloutEngine(make_model(family), config=EngineConfig(**(settings | fields)))
 
 
 def long(seed: int = 1, **fields: Any) -> SamplingParams:
@@ -129,6 +129,28 @@ def test_a_handle_that_is_dropped_ends_its_request() -> None:
         at_rest(engine)
 
 
+def test_a_handle_that_was_dropped_stands_in_nobodys_way() -> None:
+    """As one that a tool's exception leaves behind."""
+    with build() as engine:
+
+        def drop() -> None:
+            with pytest.raises(ZeroDivisionError):
+                for _ in engine.submit(PROMPTS[3], long(max_tokens=100)):
+                    raise ZeroDivisionError
+
+        drop()
+        assert engine.update_weights() == 1
+        at_rest(engine)
+        drop()
+        engine.sleep()
+        engine.wake_up()
+        drop()
+        nudge(engine)
+        output = engine.submit(PROMPTS[3], long(3)).result()
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {2}
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_new_weights_on_the_way(recompute: bool) -> None:
     with build() as engine:
@@ -152,7 +174,7 @@ def test_new_weights_on_the_way(recompute: bool) -> None:
             agrees = (torch.tensor(completion.logprobs).double() - now)[seam:].abs().max() < 1e-4
             assert agrees == recompute, "the KV is of the weights it should be of"
         output = fresh.result()
-        assert output.cached_tokens == 0
+        assert (output.cached_tokens > 0) == recompute, "only KV of the new weights serves it"
         check_logprobs(engine, PROMPTS[0], output.completions[0])
         again = engine.generate_batch([PROMPTS[0] + output.completions[0].token_ids], long())[0]
         assert again.cached_tokens > 0
@@ -247,8 +269,34 @@ def test_a_share_of_a_batch_and_then_its_tail() -> None:
         assert engine.wait(handles) == (handles, [])
         assert same([h.result() for h in handles], expected)
         assert engine.wait([]) == ([], [])
-        with pytest.raises(InvalidRequestError, match="share=2 is not between 0 and 1"):
-            engine.wait(handles, share=2)
+
+
+def test_a_share_of_nothing_is_a_step() -> None:
+    with build() as engine:
+        left = [engine.submit(p, long(max_tokens=n)) for p, n in zip(PROMPTS, (2, 5, 9, 14), strict=True)]
+        counts = []
+        while left:
+            done, left = engine.wait(left, share=0)
+            counts.append(len(done))
+        assert sum(counts) == 4 and counts[0] == 0
+        at_rest(engine)
+
+
+def test_bad_waits() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        for share in (2, -0.1, "a", None, float("nan"), True):
+            with pytest.raises(InvalidRequestError, match=rf"^share={share!r} is not between 0 and 1$"):
+                engine.wait([handle], share=share)  # type: ignore[arg-type]
+        for timeout in ("1", float("nan"), [3]):
+            with pytest.raises(InvalidRequestError, match="^timeout=.*: give seconds, or None to wait until the end$"):
+                engine.wait([handle], timeout=timeout)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequestError, match="^timeout="):
+                handle.result(timeout)  # type: ignore[arg-type]
+        for handles in (handle, [handle, 1], [handle.result]):
+            with pytest.raises(InvalidRequestError, match="^wait takes a list of handles, as submit returns them$"):
+                engine.wait(handles)  # type: ignore[arg-type]
+        assert handle.status == "waiting"
 
 
 def test_a_next_turn_computes_what_is_new() -> None:
@@ -258,6 +306,19 @@ def test_a_next_turn_computes_what_is_new() -> None:
         second = engine.submit(turn, long()).result()
         assert len(turn) - second.cached_tokens <= 3 + 4 + 1  # what was appended, a block, and the token sampled last
         check_logprobs(engine, turn, second.completions[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v2"])  # fused layers, sinks and windows, latents
+def test_prompts_that_begin_alike_are_computed_once_though_submitted_apart(family: str) -> None:
+    """In one step: what reads a block runs beside what writes it."""
+    with build(family) as engine:
+        prompts = [[7] * 5 + [9] * 9, [7] * 5 + [9] * 7, [8] * 3, [7] * 5 + [9] * 9]
+        handles = [engine.submit(p, long(i)) for i, p in enumerate(prompts)]
+        outputs = [h.result() for h in handles]
+        assert [o.cached_tokens for o in outputs] == [0, 8, 0, 12]
+        for output in outputs:
+            check_logprobs(engine, output.prompt_token_ids, output.completions[0])
+        at_rest(engine)
 
 
 def test_threads_share_the_engine() -> None:

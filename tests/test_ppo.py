@@ -216,4 +216,12 @@ def test_what_cannot_be_served_is_refused_at_once(model: Any) -> None:
             generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, num_beams=2))
         with pytest.raises(InvalidRequestError, match="prompt 1 has 20 tokens"):
             generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2))
+        for call in (
+            lambda: generate_batch(model, PROMPTS, GenerationConfig(max_new_tokens=2)),
+            lambda: generate_batch(engine, PROMPTS, None),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(
+                InvalidRequestError, match="^generate_batch takes an engine, prompts and a generation con"
+            ):
+                call()
         assert generate_batch(engine, [], GenerationConfig(max_new_tokens=2)) == {}

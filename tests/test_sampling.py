@@ -1,0 +1,309 @@
+"""What is sampled and what is said of it, through the whole engine: log-probabilities, penalties, and where a completion ends."""
+
+import math
+import random
+
+import oracle
+import pytest
+import torch
+from families import VOCAB, make_model
+from small_engine import (
+    CROWD,
+    EOS,
+    GREEDY,
+    NEEDLE,
+    build,
+    draw,
+    encode,
+    llama,
+    only,
+    successor_model,
+    tokenizer,
+    tokens,
+)
+
+from stoker.rollout import Completion, SamplingParams
+from stoker.rollout.stop_strings import StopStringChecker, completion_text
+
+# -- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def test_logprobs_in_three_modes():
+    prompt, temperature, top_k, repetition, presence, frequency = draw(3, 12), 0.7, 20, 1.3, 0.2, 0.1
+    with build() as engine:
+        for mode in ("scaled", "raw", "processed"):
+            params = SamplingParams(
+                temperature=temperature,
+                top_k=top_k,
+                repetition_penalty=repetition,
+                presence_penalty=presence,
+                frequency_penalty=frequency,
+                max_tokens=20,
+                seed=2,
+                logprobs=3,
+                logprobs_mode=mode,
+            )
+            c = only(engine.generate_batch([prompt], params))
+            logits = oracle.logits(llama(), prompt, c.token_ids).double()
+            if mode == "scaled":
+                logits = logits / temperature
+            elif mode == "processed":
+                for at, row in enumerate(logits):
+                    seen = torch.bincount(torch.tensor(c.token_ids[:at], dtype=torch.long), minlength=VOCAB)
+                    either = (seen + torch.bincount(torch.tensor(prompt), minlength=VOCAB)) > 0
+                    row[either] = torch.where(row > 0, row / repetition, row * repetition)[either]
+                    row -= frequency * seen + presence * (seen > 0)
+                    row /= temperature
+                    row[row < row.topk(top_k).values[-1]] = -torch.inf
+            expected = logits.log_softmax(-1)
+            ours = torch.tensor(c.logprobs).double()
+            torch.testing.assert_close(
+                ours, expected.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], rtol=0, atol=1e-4
+            )
+            for at, top in enumerate(c.top_logprobs):
+                values, ids = expected[at].topk(3)
+                assert list(top) == ids.tolist()
+                torch.testing.assert_close(list(top.values()), values.tolist(), rtol=0, atol=1e-4)
+
+
+def test_every_bit_of_a_seed_counts():
+    seeds = [1, 1 + 2**31, 1 + 2**32, 1 + 2**48, 1 + 2**62]
+    with build() as engine:
+        batch = engine.generate_batch([NEEDLE] * 5, [SamplingParams(max_tokens=12, seed=seed) for seed in seeds])
+        assert len({tuple(o.completions[0].token_ids) for o in batch}) == 5
+
+
+def test_the_furthest_temperatures_and_penalties_give_numbers():
+    """The lowest temperature is greedy, the highest uniform, and no combination leaves fp32's range."""
+    far = [{"temperature": t, "seed": 1} for t in (1e-15, 1e15)]
+    far += [one | {"repetition_penalty": r, "top_k": k} for one in far for r in (1e-15, 1e15) for k in (0, 5)]
+    far += [one | {"presence_penalty": p, "frequency_penalty": p} for one in far for p in (-1e15, 1e15)]
+    with build() as engine:
+        batch = engine.generate_batch([NEEDLE] * len(far), [SamplingParams(max_tokens=6, **one) for one in far])
+        assert all(math.isfinite(sum(o.completions[0].logprobs)) and o.error is None for o in batch)
+        cold, hot = batch[0].completions[0], batch[1].completions[0]
+        assert cold.token_ids == only(engine.generate_batch([NEEDLE], GREEDY)).token_ids[:6]
+        assert cold.logprobs == [0.0] * 6 and hot.logprobs == pytest.approx([-math.log(VOCAB)] * 6)
+        for temperature, expected in ((1e-15, 0.0), (1e15, -math.log(VOCAB))):
+            (scores,) = engine.score([NEEDLE + cold.token_ids], start=len(NEEDLE), temperature=temperature)
+            assert scores.logprobs.tolist() == pytest.approx([expected] * 6)
+
+
+@pytest.mark.parametrize("mode", ["scaled", "raw", "processed"])
+def test_greedy_logprobs_are_those_of_temperature_one(mode):
+    with build() as engine:
+        c = only(engine.generate_batch([NEEDLE], SamplingParams(temperature=0, logprobs_mode=mode)))
+        expected = oracle.logprobs(llama(), NEEDLE, c.token_ids)
+        torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_top_logprobs_are_as_many_as_asked_for_whatever_the_neighbours_want():
+    params = [SamplingParams(logprobs=k, max_tokens=4, temperature=0) for k in (0, 1, 5, VOCAB)]
+    with build() as engine:
+        batch = engine.generate_batch([NEEDLE] * 4, params)
+        for output, p in zip(batch, params, strict=True):
+            (c,) = output.completions
+            if p.logprobs == 0:
+                assert c.top_logprobs is None
+            else:
+                assert [len(top) for top in c.top_logprobs] == [p.logprobs] * 4
+                assert [next(iter(top)) for top in c.top_logprobs] == c.token_ids
+                assert all(sorted(top.values(), reverse=True) == list(top.values()) for top in c.top_logprobs)
+
+
+def test_prefill_equals_decode():
+    """The engine's decode continues where its own prefill of prompt and completion would."""
+    with build(enable_prefix_caching=False, block_size=4) as engine:
+        long = only(engine.generate_batch([NEEDLE], SamplingParams(temperature=0, max_tokens=30)))
+        prompts = [NEEDLE + long.token_ids[:k] for k in range(30)]
+        batch = engine.generate_batch(prompts, SamplingParams(temperature=0, max_tokens=1))
+        assert [o.completions[0].token_ids[0] for o in batch] == long.token_ids
+        torch.testing.assert_close([o.completions[0].logprobs[0] for o in batch], long.logprobs, rtol=0, atol=1e-5)
+
+
+def test_top_k_one_is_greedy_and_tiny_top_p_too():
+    expected = oracle.greedy(llama(), NEEDLE, 12)
+    with build() as engine:
+        for p in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+            c = only(engine.generate_batch([NEEDLE], SamplingParams(max_tokens=12, temperature=1.5, seed=1, **p)))
+            assert c.token_ids == expected
+
+
+def test_repetition_penalty_is_that_of_generate():
+    ids = torch.tensor([NEEDLE])
+    out = llama().generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, repetition_penalty=1.7
+    )
+    expected = out[0, len(NEEDLE) :].tolist()
+    assert expected != oracle.greedy(llama(), NEEDLE, 24)
+    for config in ({}, {"decode_window": 1}, {"max_num_batched_tokens": 4, "block_size": 4}):
+        with build(**config) as engine:
+            params = SamplingParams(temperature=0, max_tokens=24, repetition_penalty=1.7)
+            batch = engine.generate_batch([NEEDLE, CROWD[0]], [params, GREEDY])
+            assert tokens(batch)[0] == [expected]
+
+
+def test_presence_and_frequency_penalties():
+    cycle = [5, 6, 7, 8]
+    with build(successor_model(cycle, vocab=32)) as engine:
+        assert only(engine.generate_batch([[5]], GREEDY)).token_ids == [6, 7, 8, 5] * 2
+        # Without penalty the cycle's next token has a lead of 2 * sqrt(32) over all others, which are equal.
+        for name in ("presence_penalty", "frequency_penalty"):
+            c = only(engine.generate_batch([[5]], SamplingParams(temperature=0, max_tokens=8, **{name: 12.0})))
+            assert c.token_ids[:4] == [6, 7, 8, 5] and c.token_ids[4] not in (6, 7, 8, 5), name
+        halves = SamplingParams(temperature=0, max_tokens=12, frequency_penalty=6.0)
+        assert only(engine.generate_batch([[5]], halves)).token_ids[:9] == [6, 7, 8, 5, 6, 7, 8, 5, 0]
+        never = SamplingParams(temperature=0, max_tokens=12, presence_penalty=6.0)
+        assert only(engine.generate_batch([[5]], never)).token_ids == [6, 7, 8, 5] * 3
+
+
+# -- where a completion ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_stop_ids_and_eos(window):
+    cycle = list(range(10, 20))
+    model = successor_model(cycle, vocab=64)
+    model.generation_config.eos_token_id = [15, 18]
+    with build(model, decode_window=window) as engine:
+
+        def run(**fields) -> Completion:
+            c = only(engine.generate_batch([[10]], SamplingParams(temperature=0, **{"max_tokens": 30} | fields)))
+            assert len(c.token_ids) == len(c.logprobs) == len(c.weight_versions)
+            return c
+
+        def ending(c: Completion) -> tuple:
+            return c.token_ids[-1], len(c.token_ids), c.finish_reason, c.stop_reason
+
+        assert ending(run()) == (15, 5, "stop", 15)
+        assert ending(run(stop_token_ids=(13,))) == (13, 3, "stop", 13)
+        assert ending(run(stop_token_ids=(11,))) == (11, 1, "stop", 11)
+        assert ending(run(ignore_eos=True)) == (10, 30, "length", None)
+        assert ending(run(ignore_eos=True, stop_token_ids=(18,))) == (18, 8, "stop", 18)
+        assert ending(run(max_tokens=5)) == (15, 5, "stop", 15)
+        assert ending(run(max_tokens=4)) == (14, 4, "length", None)
+
+
+def test_min_tokens_keeps_stop_ids_from_being_sampled():
+    stops = tuple(range(2, VOCAB, 2))
+    with build() as engine:
+        early = engine.generate_batch([NEEDLE], SamplingParams(n=16, seed=1, stop_token_ids=stops, max_tokens=20))
+        assert min(len(c.token_ids) for c in early[0].completions) < 3
+        params = SamplingParams(
+            n=16, seed=1, stop_token_ids=stops, max_tokens=20, min_tokens=6, logprobs_mode="processed"
+        )
+        late = engine.generate_batch([NEEDLE], params)
+        for c in late[0].completions:
+            assert len(c.token_ids) > 6 or c.finish_reason == "length"
+            assert not set(c.token_ids[:6]) & set(stops) and c.token_ids[-1] in stops
+        c = late[0].completions[0]
+        logits = oracle.logits(llama(), NEEDLE, c.token_ids)
+        logits[:6, list(stops)] = -torch.inf
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_eos_of_the_tokenizer_counts_and_one_outside_the_vocabulary_does_no_harm():
+    model = successor_model([*encode("abc"), EOS])
+    with build(model, tokenizer=tokenizer()) as engine:
+        assert only(engine.generate_batch(["a"], GREEDY)).token_ids == [*encode("bc"), EOS]
+    small = make_model("llama", vocab_size=200)  # the tokenizer's EOS is beyond it
+    with build(small, tokenizer=tokenizer()) as engine:
+        c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, min_tokens=3, max_tokens=8)))
+        assert c.token_ids == oracle.greedy(small, encode("a"), 8)
+
+
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize(
+    ("stop", "matched", "text", "said"),
+    [
+        ("d", "d", "bc", "bcd"),
+        ("cde", "cde", "b", "bcde"),
+        ("fg€", "fg€", "bcde", "bcdefg€"),
+        ("€", "€", "bcdefg", "bcdefg€"),
+        (("xyz", "ijk", "hi"), "hi", "bcdefg€", "bcdefg€hi"),
+        (("bcd", "d"), "bcd", "", "bcd"),
+        ("nothing", None, "bcdefg€hijkl", "bcdefg€hijkl"),
+    ],
+)
+def test_stop_strings(window, stop, matched, text, said):
+    model = successor_model([*encode("abcdefg€hijkl"), EOS])
+    with build(model, tokenizer=tokenizer(), decode_window=window) as engine:
+        c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=50, stop=stop)))
+        ended = EOS if matched is None else matched
+        assert (c.finish_reason, c.stop_reason, c.text) == ("stop", ended, text)
+        assert c.token_ids == encode(said) + [EOS] * (matched is None)
+        assert len(c.logprobs) == len(c.weight_versions) == len(c.token_ids)
+        engine.core.scheduler.check()
+
+
+def test_a_stop_string_may_be_a_special_token():
+    model = successor_model(encode("abc<bot>d"))
+    with build(model, tokenizer=tokenizer()) as engine:
+        c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=50, stop="<bot>")))
+        assert (c.text, c.stop_reason, c.token_ids) == ("bc", "<bot>", encode("bc<bot>"))
+
+
+def test_a_stop_string_in_a_token_that_begins_another_character():
+    """As in " 😀", whose first token ends in the first half of the character."""
+
+    class Bytes:
+        pieces = (b" \xf0\x9f", b"\x98\x80", b"a", b"\xff")
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+    def said(stop: str, ids: list[int]) -> list[str | None]:
+        check = StopStringChecker(Bytes(), [stop])
+        return [check(token) for token in ids]
+
+    assert said(" ", [2, 0, 1, 2, 0]) == [None, " ", None, None, " "]  # each once: before min_tokens it is passed over
+    assert said(" \N{GRINNING FACE}a", [0, 1, 2, 0, 1, 2]) == [None, None, " 😀a", None, None, " 😀a"]
+    assert said("a", [3, 2, 3, 3, 2]) == [None, "a", None, None, "a"]  # after bytes that are no character
+    assert said("a ", [3, 2, 0, 3, 1]) == [None, None, "a ", None, None]
+
+
+def test_stop_strings_before_min_tokens_are_part_of_the_text():
+    model = successor_model(encode("abcd"))
+    with build(model, tokenizer=tokenizer()) as engine:
+        for min_tokens, text in ((2, "b"), (3, "bcdab"), (6, "bcdab"), (7, "bcdabcdab")):
+            params = SamplingParams(
+                temperature=0, max_tokens=50, min_tokens=min_tokens, stop=("cd", "zzzzzzzzzzzz"), stop_token_ids=(0,)
+            )
+            c = only(engine.generate_batch(["a"], params))
+            assert (c.text, c.stop_reason, c.token_ids) == (text, "cd", encode(f"{text}cd")), min_tokens
+
+
+def test_the_checker_sees_what_the_whole_text_shows():
+    """Against a search in the text decoded from scratch after every token, over random bytes."""
+    rng = random.Random(0)
+    pieces = [*map(encode, ("a", "b", "ab", "é", "€", "😀", "\n", "b€")), [EOS]]
+    for _ in range(200):
+        ids = [t for _ in range(12) for t in rng.choice(pieces)]
+        stops = rng.sample(["ab", "aba", "€", "é€", "😀a", "b€a", "<eos>", "\n\n", "bb"], k=rng.randint(1, 3))
+        check = StopStringChecker(tokenizer(), stops)
+        for count, token in enumerate(ids, start=1):
+            text = tokenizer().decode(ids[:count])
+            whole = None if text.endswith("�") else min(((text.find(s), s) for s in stops if s in text), default=None)
+            found = check(token)
+            assert found == (whole[1] if whole else None), (ids[:count], stops)
+            if whole and "<eos>" not in text:
+                assert completion_text(tokenizer(), ids[:count], found) == text[: whole[0]]
+            if found:
+                break
+
+
+def test_the_end_of_max_model_len():
+    with build(max_model_len=32) as engine:
+        prompts = [draw(1, 31), draw(2, 20), draw(3, 5)]
+        batch = engine.generate_batch(prompts, SamplingParams(temperature=0, max_tokens=16))
+        assert [len(o.completions[0].token_ids) for o in batch] == [1, 12, 16]
+        assert {o.completions[0].finish_reason for o in batch} == {"length"}
+        assert tokens(batch) == [[oracle.greedy(llama(), p, n)] for p, n in zip(prompts, (1, 12, 16), strict=True)]
+
+
+def test_the_whole_of_the_models_positions():
+    with build() as engine:
+        c = only(engine.generate_batch([draw(1, 240)], SamplingParams(temperature=0, max_tokens=1000)))
+        assert len(c.token_ids) == 16 and c.finish_reason == "length"
+        assert c.token_ids == oracle.greedy(llama(), draw(1, 240), 16)
