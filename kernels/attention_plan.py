@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.kernels import launch
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.attention import Visibility
@@ -126,6 +127,7 @@ class Lanes:
             MAX_PARTS=self.buffers.max_parts,
             PARTS_BLOCK=triton.next_power_of_2(self.buffers.max_parts),
             BLOCK=max(16, triton.next_power_of_2(self.buffers.rows)),
+            **launch.options(self.lengths.device),
         )
 
 

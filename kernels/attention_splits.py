@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.launch import begin as begin_kernel
+
 
 @triton.jit
 def split_size(keys):
@@ -52,11 +54,13 @@ def work_list_kernel(
     MAX_PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a row (and list: 0 the rows' own splits, 1 those of shared beginnings): ``row * MAX_PARTS + split``.
 
     Every program counts the splits of all rows before its own, so the list is dense and in order without a second pass.
     """
+    begin_kernel(DEPENDENT)
     row = tl.program_id(0)
     which = tl.program_id(1)
     at = tl.arange(0, BLOCK)
