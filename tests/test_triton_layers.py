@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
+from stoker.kernels import launch, linear_invariant
 from stoker.kernels import linear as triton_linear
-from stoker.kernels import linear_invariant
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm, qk_norm_rotary
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -183,6 +183,39 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     TRITON.qk_norm_rotary_write(qkv, 8, 8, None, None, *caches, slots)
     for cache, first in zip(caches, (8, 16), strict=True):
         assert torch.equal(cache[-1, -1], qkv[0, first : first + 8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_kernels_that_come_up_early_see_all_that_was_written(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain gives the bits it gives where each kernel starts when the one before has ended, captured or not."""
+    norm = Norm(torch.ones(1024, dtype=torch.bfloat16, device=DEVICE), 1e-6)
+    first, second, third = (
+        randn(*size, dtype=torch.bfloat16) / 32 for size in ((3072, 1024), (6144, 1024), (1024, 3072))
+    )
+    caches = [torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    start, slots = randn(tokens, 1024, dtype=torch.bfloat16), torch.arange(tokens, device=DEVICE)
+
+    def chain() -> Tensor:
+        x = start
+        for _ in range(50):
+            qkv = TRITON.linear(x, first, norm=norm).view(tokens, 24, 128)
+            query = TRITON.qk_norm_rotary_write(qkv, 8, 8, None, None, *caches, slots)
+            keys = caches[0].flatten(0, 1)[:tokens].flatten(1)
+            x = TRITON.linear((query.flatten(1) + keys).repeat(1, 3), third, residual=x)
+            x = TRITON.linear(TRITON.linear(x, second, norm=norm, gated="silu"), third, residual=x)
+            x = TRITON.rms_norm(x, *norm)
+        return x
+
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
 
 
 def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
