@@ -16,10 +16,10 @@ def split_size(keys):
     Small enough to spread one short row over the chip, large enough that what a split writes for the merge (4 bytes
     a query head and value) is a few percent of what it reads.
     """
-    size = tl.where(keys > 1024, 256, 128)
-    for _ in tl.static_range(12):
-        size = tl.where(keys > 32 * size, 2 * size, size)
-    return size
+    # From 256 on, the power of two that makes no more than 32 splits: its exponent is that of a float below 2^24.
+    most = tl.maximum((keys - 1) // 32, 255)
+    exponent = (most.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    return tl.where(keys > 1024, 1 << exponent, 128)
 
 
 @triton.jit
