@@ -109,7 +109,7 @@ class PlainModel:
                 for kind, tables in self.kept.items()
             }
         for layer, kind in self.layers:
-            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context)
+            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context, in_place=True)
         return x[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

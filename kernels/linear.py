@@ -275,6 +275,7 @@ def linear(
     gated: Activation | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
     """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
     rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
@@ -285,8 +286,9 @@ def linear(
     if skinny:
         return _skinny(x, weight, bias, norm, gated, residual, scale)
     if residual is not None and bias is None and gated is None:
-        return torch.addmm(residual, x, weight.t(), alpha=scale)
+        # Out of place, torch (up to 2.13 at least) copies the residual first: a node more of every captured step.
+        return torch.addmm(residual, x, weight.t(), alpha=scale, out=residual if in_place else None)
     out = F.linear(x, weight, bias)
     if gated is not None:
         out = act_mul(out, gated)
-    return out if residual is None else torch.add(residual, out, alpha=scale)
+    return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)

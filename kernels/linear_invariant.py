@@ -212,8 +212,9 @@ def linear(
     gated: Activation | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
-    """As the reference's ``linear``. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
+    """As the reference's ``linear``, never in place. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
     config = matmul_config(weight.shape[0], weight.shape[1], x.dtype)
     return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, gated, residual, scale, config)
 

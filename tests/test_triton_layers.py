@@ -282,6 +282,19 @@ def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
 
 
+@tables
+@pytest.mark.parametrize(
+    ("case", "there"), [((1, 36, 80, "r"), False), ((9, 37, 60, "s"), True), ((7, 40, 33, "br"), True)]
+)
+def test_a_residual_that_nobody_reads_any_more_may_give_its_place(case: tuple, there: bool, ops: Ops) -> None:
+    arguments = make_linear(*case, torch.float32)
+    expected = expected_linear(**arguments)
+    out = ops.linear(**arguments, in_place=True)
+    assert_close(out, expected, torch.float32)
+    if ops is not DETERMINISTIC:
+        assert (out.data_ptr() == arguments["residual"].data_ptr()) == (there or ops is REFERENCE)
+
+
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("options", ["n", "bnrg", "bots"])
 def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
