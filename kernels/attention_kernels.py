@@ -11,7 +11,7 @@ import triton.language as tl
 
 from stoker.kernels.attention_splits import row_splits, split_size
 from stoker.kernels.attention_tiles import load_query, merge, store_output, store_partial, walk
-from stoker.kernels.launch import begin as begin_kernel
+from stoker.kernels.launch import await_turn
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "rows"])  # rows of one tensor, of any length
@@ -76,7 +76,7 @@ def decode_kernel(
     together take neighbouring ones.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    begin_kernel(DEPENDENT)
+    await_turn(DEPENDENT)
     work_items = tl.load(count) * (KV_HEADS * TILES)
     for work in range(tl.program_id(0), work_items, tl.num_programs(0)):
         kv_head = work % KV_HEADS

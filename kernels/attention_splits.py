@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.launch import begin as begin_kernel
+from stoker.kernels.launch import await_turn
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def work_list_kernel(
 
     Every program counts the splits of all rows before its own, so the list is dense and in order without a second pass.
     """
-    begin_kernel(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0)
     which = tl.program_id(1)
     at = tl.arange(0, BLOCK)

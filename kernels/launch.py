@@ -4,7 +4,7 @@ A step for few rows is a hundred kernels of some microseconds, and between two o
 one: the last programs end, others start, and their first loads are on their way. With this a kernel's programs take the
 places that become free, have weights on their way to L2, and then wait. Captured steps keep it.
 
-The rules, which make every kernel see all that was written before it: each calls ``begin`` before it reads or writes
+The rules, which make every kernel see all that was written before it: each calls ``await_turn`` before it reads or writes
 anything of the device's; all programs of one are there before any of the next; and a kernel's waiting for the one before
 is a wait for all before that one too, for it ended only after its own wait.
 """
@@ -25,13 +25,13 @@ _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 @cache
 def options(device: torch.device) -> dict[str, Any]:
-    """How a kernel that calls ``begin`` is launched."""
+    """How a kernel that calls ``await_turn`` is launched."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"DEPENDENT": able, "launch_pdl": able}
 
 
 @triton.jit
-def begin(DEPENDENT: tl.constexpr):
+def await_turn(DEPENDENT: tl.constexpr):
     """Wait for the kernel before to end, and let the one after come up."""
     if DEPENDENT:
         cuda.gdc_wait()
@@ -39,8 +39,8 @@ def begin(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def begin_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """``begin``, with the first COLUMNS of some rows of a weight [num_rows, depth] on their way to L2 meanwhile.
+def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``await_turn``, with the first COLUMNS of some rows of a weight [num_rows, depth] on their way to L2 meanwhile.
 
     Nothing is read: what a kernel before may still write to the weight is in L2, too.
     """
@@ -51,4 +51,4 @@ def begin_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constex
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)

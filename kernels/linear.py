@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import begin_with_weight
+from stoker.kernels.launch import await_turn_with_weight
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -105,7 +105,7 @@ def _single_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
-    begin_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
+    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[:, None] * weight_stride
     inside = (columns < full_width)[:, None]
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -172,7 +172,7 @@ def _skinny_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
-    begin_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
+    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
     inside = (columns < full_width)[None, :]
     rows = tl.arange(0, 16)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import begin
+from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.norm_rotary import Activation, QKNorm
 
 _ACT_BLOCK = 1024
@@ -53,7 +53,7 @@ def _rms_norm_kernel(
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < dim
@@ -115,7 +115,7 @@ def act_times(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 def _act_mul_kernel(
     gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -169,7 +169,7 @@ def _qk_norm_rotary_write_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One token and ``HEADS`` of its heads: queries come first, then keys, then values."""
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, DIM)[None, :]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import begin
+from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.sampling import SAMPLE_BLOCK
 
 # 8 blocks a program: one row of 152k logits makes 149 programs, one for each multiprocessor of a large GPU.
@@ -64,7 +64,7 @@ def _logsumexp(x, axis: tl.constexpr):
 
 @triton.jit
 def _noise_kernel(seed_ptr, position_ptr, sample_ptr, out_ptr, count, QUADS: tl.constexpr, DEPENDENT: tl.constexpr):
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     zero = tl.zeros([QUADS], tl.uint32)
@@ -105,7 +105,7 @@ def _sample_splits(
     top_id_ptr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = row * tl.num_programs(0) + split
     logits = _load_split(logits_ptr, stride, vocab, split, row, BLOCKS, BLOCK)
@@ -146,7 +146,7 @@ def _sample_rows(
     top_ptr, top_id_ptr, tokens_ptr, logprobs_ptr, splits, GREEDY: tl.constexpr, RANDOM: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(inverse_ptr + row)
     _, normaliser = _normaliser(masses_ptr, splits, row, SPLITS)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import begin
+from stoker.kernels.launch import await_turn
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def _advance_kernel(
     last_lens_ptr, stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    begin(DEPENDENT)
+    await_turn(DEPENDENT)
     row = tl.program_id(0)
     token = tl.load(tokens_ptr + row)
     at = tl.arange(0, STOPS)
