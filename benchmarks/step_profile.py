@@ -57,15 +57,19 @@ _WAIT_US = 20.0  # a longer gap is no gap between kernels of a graph: the device
 
 
 def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Microseconds by kind, and of gaps and waits, from (name, start, end) of work that does not overlap much."""
+    """Microseconds by kind, and of gaps and waits, from (name, start, end) of work.
+
+    A kernel that comes up while the one before still runs waits for that one's end, so its time begins there.
+    """
     total: Counter[str] = Counter()
     end_of_last: float | None = None
     for name, start, end in sorted(spans, key=lambda span: span[1]):
-        if end_of_last is not None and start > end_of_last:
-            gap = start - end_of_last
+        end_of_last = start if end_of_last is None else end_of_last
+        gap = start - end_of_last
+        if gap > 0:
             total["waits" if gap > _WAIT_US else "gaps"] += gap  # type: ignore[assignment]
-        total[kind_of(name)] += end - start  # type: ignore[assignment]
-        end_of_last = end if end_of_last is None else max(end, end_of_last)
+        total[kind_of(name)] += max(0.0, end - max(start, end_of_last))  # type: ignore[assignment]
+        end_of_last = max(end, end_of_last)
     return dict(total)
 
 

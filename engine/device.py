@@ -143,9 +143,9 @@ class CudaRuntime(Runtime):
         try:
             # Not torch.cuda.graph, which synchronises, collects garbage and empties the allocator's cache each time.
             with torch.cuda.stream(side):
-                with torch.inference_mode(False):  # of the first capture torch keeps tensors that later ones write to
-                    graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
                 try:
+                    with torch.inference_mode(False):  # torch keeps tensors of the first, which later ones write to
+                        graph.capture_begin(pool=self._pool[0], capture_error_mode="thread_local")
                     body()
                 except BaseException:
                     with suppress(RuntimeError):  # a capture that was invalidated cannot be ended in peace
@@ -164,9 +164,12 @@ class CudaRuntime(Runtime):
             graph.capture_end()
         except RuntimeError:
             # Up to torch 2.11 the allocator goes on as if this capture were under way, and emptying its cache is then a
-            # failed assertion (pytorch pull request 180395). Later ones know that it is over, and say so.
+            # failed assertion (pytorch pull request 180395); the graph never lets go of the pool either, which could then
+            # not be given back. Later ones know that the capture is over, and say so.
+            pool = torch.cuda.current_device(), self._pool[0]
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool[0])
+                torch._C._cuda_endAllocateToPool(*pool)
+                torch._C._cuda_releasePool(*pool)
             raise
 
     def allocate(self, nbytes: int) -> DeviceBuffer:

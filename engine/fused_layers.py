@@ -49,11 +49,13 @@ class _Linears:
         gated: Activation | None = None,
         residual: Tensor | None = None,
         scale: float = 1.0,
+        in_place: bool = False,
     ) -> Tensor:
         """As ``Ops.linear``; adapters come after the projection and before all else."""
         rows = self.lora.rows
         if self.weight is not None and rows is None:
-            return self.ops.linear(x, self.weight, self.bias, norm=norm, gated=gated, residual=residual, scale=scale)
+            options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
+            return self.ops.linear(x, self.weight, self.bias, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
         if self.weight is not None:
             out = self.ops.linear(x, self.weight, self.bias)
@@ -115,9 +117,10 @@ class FusedDecoderLayer(nn.Module):
         *,
         position_embeddings: tuple[Tensor, Tensor],
         stoker_context: Any,
+        in_place: bool = False,
         **_: Any,
     ) -> Tensor:
-        """hidden_states: [1, T, D]; position_embeddings: cos and sin, each [1, T, R]."""
+        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R]."""
         w, x = self.parts, hidden_states[0]
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = w.norms
         qkv = w.qkv(x, norm=attention_norm)
@@ -133,23 +136,25 @@ class FusedDecoderLayer(nn.Module):
             interleaved=self.interleaved,
             **self.attention_options,
         )
-        x = self._add(w.out, attended.flatten(1), attention_post_norm, x)
+        x = self._add(w.out, attended.flatten(1), attention_post_norm, x, in_place)
         if w.gate_up is not None and w.down is not None:
-            x = self._add(w.down, w.gate_up(x, norm=mlp_norm, gated=w.act), mlp_post_norm, x)
+            x = self._add(w.down, w.gate_up(x, norm=mlp_norm, gated=w.act), mlp_post_norm, x, True)
         else:
             normed = x if mlp_norm is None else self.ops.rms_norm(x, *mlp_norm)
-            x = self._add(self._own_mlp, normed, mlp_post_norm, x)
+            x = self._add(self._own_mlp, normed, mlp_post_norm, x, True)
         return x[None]
 
-    def _add(self, project: Callable[..., Tensor], x: Tensor, norm: Norm | None, residual: Tensor) -> Tensor:
+    def _add(
+        self, project: Callable[..., Tensor], x: Tensor, norm: Norm | None, residual: Tensor, in_place: bool
+    ) -> Tensor:
         if norm is None:
-            return project(x, residual=residual, scale=self.scale)
+            return project(x, residual=residual, scale=self.scale, in_place=in_place)
         return self.ops.rms_norm(project(x), *norm, residual=residual)
 
-    def _own_mlp(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def _own_mlp(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0, in_place: bool = False) -> Tensor:
         out = self.parts.mlp(x[None])
         out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
-        return out if residual is None else torch.add(residual, out, alpha=scale)
+        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
     def _normed(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> Tensor:
         """qkv: [T, (heads + 2 * kv_heads) * head_dim]"""

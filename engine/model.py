@@ -224,10 +224,16 @@ class ModelShell:
             )
         return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
 
-    def logits_of(self, hidden: Tensor, index: Tensor, adapters: AdapterRows | None) -> Tensor:
-        """Next-token logits of the tokens at ``index``, int64 [R], each with its adapter. hidden: [T, D]. Returns [R, V]."""
-        self.lora.rows = adapters.select(index) if adapters is not None and self.lora.has_hooks else None
-        return self.logits(hidden.index_select(0, index))
+    def logits_of(self, hidden: Tensor, index: Tensor | None, adapters: AdapterRows | None) -> Tensor:
+        """Next-token logits of the tokens at ``index``, each with its adapter. Returns [R, V].
+
+        hidden: [T, D]; index: int64 [R], or None for every token in order.
+        """
+        if index is not None:
+            hidden = hidden.index_select(0, index)
+            adapters = adapters.select(index) if adapters is not None and self.lora.has_hooks else None
+        self.lora.rows = adapters if self.lora.has_hooks else None
+        return self.logits(hidden)
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""

@@ -13,7 +13,8 @@ from stoker.engine.model import ModelShell
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
 from stoker.kernels.ops import Ops
 
-_KEPT_POSITIONS = 16384
+_KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
+_POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
 
 
@@ -35,7 +36,8 @@ def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str 
 class PlainModel:
     """Embedding, fused layers, norm, head: the forward of most decoders.
 
-    The rotary embeddings depend on their frequencies alone, so up to ``_KEPT_POSITIONS`` they are looked up, not computed.
+    The rotary embeddings depend on their frequencies alone, so up to ``_KEPT_BYTES`` they are looked up: computing them is
+    a dozen kernels of every step.
     """
 
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
@@ -49,7 +51,7 @@ class PlainModel:
         self.layers = list(zip(body.layers, rotary_kinds(shell), strict=True))
         self.kinds = {kind for _, kind in self.layers}
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
-        if shell.max_model_len <= _KEPT_POSITIONS:
+        if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
             self.kept, self.of = self._tables(), self._frequencies()
         self.head: nn.Linear = shell.module.get_output_embeddings()
         self.project = self._project if self._head_is_last() else shell.logits_through(self._project)
@@ -72,12 +74,21 @@ class PlainModel:
         expected, actual = self.shell.module_logits(x).float(), self.head(x).float()
         return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
 
-    def _tables(self) -> dict[str | None, tuple[Tensor, ...]]:
-        device = self.embed.weight.device
-        positions = torch.arange(max(self.shell.max_model_len, int(POSITIONS.max()) + 1), device=device)[None]
+    def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+        """cos and sin, [T, R] each. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
+        cos, sin = rotary_embedding(self.shell, x, positions[None], kind)
+        return cos[0], sin[0]
+
+    def _bytes(self, kind: str | None) -> int:
+        one = self._rotary(torch.zeros(1, dtype=torch.long, device=self.embed.weight.device), kind)
+        return self.shell.max_model_len * sum(t.nbytes for t in one)
+
+    def _tables(self) -> dict[str | None, tuple[Tensor, ...]]:
+        count = max(self.shell.max_model_len, int(POSITIONS.max()) + 1)
+        pieces = torch.split(torch.arange(count, device=self.embed.weight.device), _POSITIONS)
         return {
-            kind: tuple(t[0].contiguous() for t in rotary_embedding(self.shell, x, positions, kind))
+            kind: tuple(torch.cat(parts) for parts in zip(*(self._rotary(p, kind) for p in pieces), strict=True))
             for kind in self.kinds
         }
 
@@ -109,7 +120,7 @@ class PlainModel:
                 for kind, tables in self.kept.items()
             }
         for layer, kind in self.layers:
-            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context)
+            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context, in_place=True)
         return x[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

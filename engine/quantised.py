@@ -38,6 +38,12 @@ class QuantisedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self._trainer[0].bias  # type: ignore[no-any-return]
 
+    @property
+    def finds_outliers(self) -> bool:
+        """Whether it looks for inputs that 8 bits do not hold, for which bitsandbytes waits for the device at every call."""
+        (layer,) = self._trainer
+        return type(layer).__name__ == "Linear8bitLt" and layer.state.threshold > 0
+
     def forward(self, x: Tensor) -> Tensor:
         (layer,) = self._trainer
         if type(layer).__name__ == "Linear8bitLt":
@@ -65,6 +71,11 @@ class QuantisedLinear(nn.Module):
             adapted = columns.T + scale * (b.float() @ a[:, first : first + count].float())
             squares += adapted.square().sum(1)
         return squares.sqrt()
+
+
+def finds_outliers(shell: nn.Module) -> bool:
+    """Whether a layer of the shell does, so that no step of it can be captured."""
+    return any(module.finds_outliers for module in shell.modules() if isinstance(module, QuantisedLinear))
 
 
 def take_over_quantised(shell: nn.Module, modules: Mapping[str, nn.Module]) -> None:

@@ -121,7 +121,8 @@ class EagerStep:
         return self.model.hidden(batch.token_ids, batch.positions, context)
 
     def _sample(self, batch: Batch, hidden: Tensor, noise: Tensor | None) -> SamplerOutput:
-        logits = self.model.logits_of(hidden, batch.last_token, batch.adapters)
+        last = None if batch.decode else batch.last_token
+        logits = self.model.logits_of(hidden, last, batch.adapters)
         out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
         batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
         return out

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.engine.device import Runtime
 from stoker.kernels.ops import Ops
 
 LOGPROBS_MODES = ("scaled", "raw", "processed")
@@ -63,7 +65,9 @@ class PenaltyState:
         self.counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
-        self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        # Not index_put_, which sorts: the spare slot alone comes more than once, and integers add up in any order.
+        places = slots * self.counts.shape[1] + tokens
+        self.counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens, dtype=torch.int32))
 
     def apply(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         counts = self.counts.index_select(0, rows.slots)
@@ -77,16 +81,16 @@ class PenaltyState:
 class Sampler:
     """Stateless but for the penalties' token counts."""
 
-    def __init__(self, ops: Ops, num_slots: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, ops: Ops, runtime: Runtime, num_slots: int, vocab: int) -> None:
         self.ops = ops
-        self._shape = (num_slots, vocab, device)
+        self.runtime = runtime
+        self._shape = (num_slots, vocab, runtime.device)
         self.penalties: PenaltyState | None = None
 
     def start_penalties(self, slot: int, prompt: list[int], output: list[int]) -> None:
         self.penalties = self.penalties or PenaltyState(*self._shape)
-        device = self._shape[2]
-        ids = (torch.tensor(t, dtype=torch.long, device="cpu") for t in (prompt, output))
-        self.penalties.start(slot, *(t.to(device, non_blocking=True) for t in ids))
+        ids = (np.array(tokens, dtype=np.int64) for tokens in (prompt, output))
+        self.penalties.start(slot, *self.runtime.upload(*ids))
 
     def noise(self, rows: SamplingRows, positions: Tensor, num_steps: int) -> list[Tensor | None]:
         """The random numbers of each step of a window, which nothing sampled in it can change.
@@ -95,7 +99,9 @@ class Sampler:
         """
         if not rows.any_random:
             return [None] * num_steps
-        at = positions + torch.arange(num_steps, device=positions.device)[:, None]
+        at = positions[None]
+        if num_steps > 1:
+            at = at + torch.arange(num_steps, device=positions.device)[:, None]
         seed, sample_index = rows.seed.expand_as(at), rows.sample_index.expand_as(at)
         drawn = self.ops.gumbel_noise(seed.flatten(), at.flatten(), sample_index.flatten(), self._shape[1])
         return list(drawn.view(num_steps, len(positions), -1))
@@ -105,7 +111,8 @@ class Sampler:
         if rows.any_penalised or rows.any_min_tokens or rows.any_truncated or rows.top_logprobs:
             logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
-        one = torch.ones_like(inverse)
+        # Each is a kernel of every step, however small, so what no row asks for is not made.
+        one = torch.ones_like(inverse) if rows.any_truncated or rows.modes != (0,) else inverse
         processed, processed_inverse = logits, inverse
         if rows.any_penalised:
             assert self.penalties is not None

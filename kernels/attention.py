@@ -23,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.kernels import launch
 from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel
 from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention, workspace_bytes
 from stoker.kernels.attention_write import write_kernel
@@ -162,14 +163,14 @@ def attend(
     """
     query = _rows(query)
     tokens, heads, value_dim = *query.shape[:2], value_cache.shape[-1]
-    launch = _Launch(query, key_cache, value_cache, plan, scale, visibility, softcap, sinks)
+    layer = _Launch(query, key_cache, value_cache, plan, scale, visibility, softcap, sinks)
     make = torch.empty if plan.decode else torch.zeros  # every lane writes its token
     out = make(tokens, heads, value_dim, dtype=query.dtype, device=query.device)
     lse = make(tokens, heads, dtype=torch.float32, device=query.device) if with_lse else None
     for lanes in plan.lanes:
-        launch.decode(lanes, out, lse)
+        layer.decode(lanes, out, lse)
     if plan.chunks is not None:
-        launch.prefill(out, lse)
+        layer.prefill(out, lse)
     return out, lse
 
 
@@ -276,6 +277,7 @@ class _Launch:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             maxnreg=config.registers,
+            **launch.options(out.device),
         )
 
     def prefill(self, out: Tensor, lse: Tensor | None) -> None:

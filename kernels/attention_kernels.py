@@ -11,6 +11,7 @@ import triton.language as tl
 
 from stoker.kernels.attention_splits import row_splits, split_size
 from stoker.kernels.attention_tiles import load_query, merge, store_output, store_partial, walk
+from stoker.kernels.launch import await_turn
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "rows"])  # rows of one tensor, of any length
@@ -66,6 +67,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Work through a list: one piece of one row's own keys, or, if PREFIX, of those a unit of rows shares.
@@ -74,6 +76,7 @@ def decode_kernel(
     together take neighbouring ones.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    await_turn(DEPENDENT)
     work_items = tl.load(count) * (KV_HEADS * TILES)
     for work in range(tl.program_id(0), work_items, tl.num_programs(0)):
         kv_head = work % KV_HEADS

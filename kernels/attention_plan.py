@@ -21,7 +21,9 @@ import torch
 import triton
 from torch import Tensor
 
+from stoker.kernels import launch
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
+from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.attention import Visibility
 
 UNIT_ROWS = 16  # rows of a unit at most
@@ -125,6 +127,7 @@ class Lanes:
             MAX_PARTS=self.buffers.max_parts,
             PARTS_BLOCK=triton.next_power_of_2(self.buffers.max_parts),
             BLOCK=max(16, triton.next_power_of_2(self.buffers.rows)),
+            **launch.options(self.lengths.device),
         )
 
 
@@ -145,7 +148,7 @@ class Chunks:
                 for done in range(0, count, queries)
             ]
             pieces.sort(key=lambda piece: -piece[3])  # what takes longest first
-            self._tiles[queries] = _to_device(pieces, torch.int32, self.device)
+            self._tiles[queries] = to_device(torch.tensor(pieces, dtype=torch.int32, device="cpu"), self.device)
         return self._tiles[queries]
 
 
@@ -189,11 +192,6 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
     parts = _max_parts(rows, block_tables.stride(0), block_size)
     common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
     return Buffers(rows, parts, common, prefix, unit_rows)
-
-
-def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=dtype, device="cpu")
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @cache
@@ -259,7 +257,7 @@ def plan_attention(
         token += queries
     lanes: list[Lanes] = []
     if single:  # one copy for all; a list holds as many lanes as there are rows
-        where = _to_device(tuple(zip(*single, strict=True)), torch.int64, device)
+        where = to_device(torch.tensor(tuple(zip(*single, strict=True)), device="cpu"), device)
         for begin in range(0, len(single), buffers.rows):
             tokens, rows, lengths = where[:, begin : begin + buffers.rows]
             lanes.append(Lanes(buffers, lengths, tokens, rows, False, {}))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.launch import await_turn
+
 
 @triton.jit
 def split_size(keys):
@@ -14,10 +16,10 @@ def split_size(keys):
     Small enough to spread one short row over the chip, large enough that what a split writes for the merge (4 bytes
     a query head and value) is a few percent of what it reads.
     """
-    size = tl.where(keys > 1024, 256, 128)
-    for _ in tl.static_range(12):
-        size = tl.where(keys > 32 * size, 2 * size, size)
-    return size
+    # From 256 on, the power of two that makes no more than 32 splits: its exponent is that of a float below 2^24.
+    most = tl.maximum((keys - 1) // 32, 255)
+    exponent = (most.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+    return tl.where(keys > 1024, 1 << exponent, 128)
 
 
 @triton.jit
@@ -52,11 +54,13 @@ def work_list_kernel(
     MAX_PARTS: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program a row (and list: 0 the rows' own splits, 1 those of shared beginnings): ``row * MAX_PARTS + split``.
 
     Every program counts the splits of all rows before its own, so the list is dense and in order without a second pass.
     """
+    await_turn(DEPENDENT)
     row = tl.program_id(0)
     which = tl.program_id(1)
     at = tl.arange(0, BLOCK)

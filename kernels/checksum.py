@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 
 # A program reads 127 rows of so many words, side by side, eight rows at a time: 128 bytes a thread are on their way, and
@@ -89,7 +90,7 @@ def _plan(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Te
     ends = counts.cumsum(0)
     table = torch.cat([torch.tensor(places, device="cpu"), (ends - counts)[:, None]], 1)
     owners = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32, device="cpu"), counts)
-    return owners.to(device), table.to(device)
+    return to_device(owners, device), to_device(table, device)
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Large pieces of a CPU's memory."""
+"""A CPU's memory: large pieces of it, and the way from it to a device."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def host_memory(nbytes: int) -> Tensor:
     with suppress(OSError):  # a system built without them
         pages.madvise(advice)
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A CPU's tensor on a device, itself if that is the CPU. The host waits for nothing, which from unpinned memory it would."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

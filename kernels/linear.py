@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn_with_weight
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -92,6 +94,7 @@ def _single_kernel(
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -100,8 +103,11 @@ def _single_kernel(
     The inverse rms is a factor of the whole sum, so its squares are added up in the same loop and nothing waits for it.
     """
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[:, None] * weight_stride
-    inside = (columns < (2 * width if GATED is not None else width))[:, None]
+    full_width = 2 * width if GATED is not None else width
+    weight_at = weight_rows(columns, width, GATED)
+    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
+    weight_tile = weight_ptr + weight_at.to(tl.int64)[:, None] * weight_stride
+    inside = (columns < full_width)[:, None]
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in range(0, depth, BLOCK_K):
@@ -158,13 +164,17 @@ def _skinny_kernel(
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """As ``_single_kernel`` for up to 16 tokens, the rows of one tensor-core product; the weight comes in stages."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
-    inside = (columns < (2 * width if GATED is not None else width))[None, :]
+    full_width = 2 * width if GATED is not None else width
+    weight_at = weight_rows(columns, width, GATED)
+    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
+    weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
+    inside = (columns < full_width)[None, :]
     rows = tl.arange(0, 16)
     real = (rows < tokens)[:, None]
     total = tl.zeros((16, BLOCK_N), tl.float32)
@@ -251,6 +261,7 @@ def _skinny(
         BLOCK_K=columns,
         num_warps=4,
         num_stages=stages,
+        **launch.options(x.device),
     )
     return out
 
@@ -264,6 +275,7 @@ def linear(
     gated: Activation | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
     """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
     rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
@@ -274,8 +286,9 @@ def linear(
     if skinny:
         return _skinny(x, weight, bias, norm, gated, residual, scale)
     if residual is not None and bias is None and gated is None:
-        return torch.addmm(residual, x, weight.t(), alpha=scale)
+        # Out of place, torch (up to 2.13 at least) copies the residual first: a node more of every captured step.
+        return torch.addmm(residual, x, weight.t(), alpha=scale, out=residual if in_place else None)
     out = F.linear(x, weight, bias)
     if gated is not None:
         out = act_mul(out, gated)
-    return out if residual is None else torch.add(residual, out, alpha=scale)
+    return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)

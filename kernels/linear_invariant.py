@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import store_outputs, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -93,8 +95,10 @@ def _matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One tile of the result, or with ``PARALLEL`` one segment of one, which goes to ``partial`` [SEGMENTS, T, N]."""
+    await_turn(DEPENDENT)
     full_width = 2 * width if GATED is not None else width
     tiles_m = tl.cdiv(tokens, BLOCK_M)
     tiles_n = tl.cdiv(full_width, BLOCK_N)
@@ -174,9 +178,11 @@ def _add_segments_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One token and ``BLOCK_N`` columns: the segments in order, as a program that does them all would add them."""
+    await_turn(DEPENDENT)
     full_width = 2 * width if GATED is not None else width
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -212,8 +218,9 @@ def linear(
     gated: Activation | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
-    """As the reference's ``linear``. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
+    """As the reference's ``linear``, never in place. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
     config = matmul_config(weight.shape[0], weight.shape[1], x.dtype)
     return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, gated, residual, scale, config)
 
@@ -235,7 +242,7 @@ def _matmul(
     tiles = triton.cdiv(tokens, c.block_m) * triton.cdiv(full_width, c.block_n)
     parallel = c.segments > 1 and tiles < _FILLED
     partial = torch.empty(c.segments, tokens, full_width, device=x.device) if parallel else out
-    epilogue = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
+    settings = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated} | launch.options(x.device)
     bias_or_x, residual_or_x = x if bias is None else bias, x if residual is None else residual
     residual_stride = 0 if residual is None else residual.stride(0)
     _matmul_kernel[(tiles, c.segments if parallel else 1)](
@@ -255,7 +262,7 @@ def _matmul(
         scale,
         SEGMENTS=c.segments,
         PARALLEL=parallel,
-        **epilogue,
+        **settings,
         BLOCK_M=c.block_m,
         BLOCK_N=c.block_n,
         BLOCK_K=c.block_k,
@@ -275,7 +282,7 @@ def _matmul(
             width,
             scale,
             SEGMENTS=c.segments,
-            **epilogue,
+            **settings,
             BLOCK_N=block,
             num_warps=4,
         )

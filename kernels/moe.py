@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora import lora
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
@@ -22,8 +24,9 @@ _INVARIANT_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr):
+def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Counting sort by one program an expert: where its pairs start, and which they are, in their own order."""
+    await_turn(DEPENDENT)
     expert = tl.program_id(0)
     below = 0
     for start in range(0, pairs, BLOCK):
@@ -75,12 +78,14 @@ def _grouped_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A tile of one expert's pairs by columns of its weight.
 
     GATED: rows of ``x`` are tokens, those of the result pairs in order, [S, width], of a weight twice as wide. Else
     rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with IN_ORDER.
     """
+    await_turn(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
     # Which expert this tile of pairs is of: each has as many tiles as its pairs fill.
     numbers = tl.arange(0, EXPERTS)
@@ -137,8 +142,16 @@ def _grouped_kernel(
 
 @triton.jit
 def _weighted_sum_kernel(
-    pairs_ptr, weights_ptr, out_ptr, weights_stride, width, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
+    pairs_ptr,
+    weights_ptr,
+    out_ptr,
+    weights_stride,
+    width,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    await_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -219,7 +232,8 @@ def _experts(
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
     block = min(max(triton.next_power_of_2(pairs), 16), _MAX_SCAN)
-    _order_kernel[(num_experts + 1,)](expert_ids, order, starts, pairs, BLOCK=block, num_warps=4)
+    options = {"num_warps": 4} | launch.options(x.device)
+    _order_kernel[(num_experts + 1,)](expert_ids, order, starts, pairs, BLOCK=block, **options)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, in_order: bool = False) -> Tensor:
         full_width, depth = weight.shape[1:]
@@ -250,8 +264,8 @@ def _experts(
             BLOCK_M=rows,
             BLOCK_N=columns,
             BLOCK_K=(256 if rows < 64 else 128) // x.dtype.itemsize,
-            num_warps=8 if rows == 128 else 4,
             num_stages=3 if rows == 128 else 4,
+            **(options | {"num_warps": 8 if rows == 128 else 4}),
         )
         return out
 
@@ -268,6 +282,6 @@ def _experts(
         chosen = torch.empty_like(hidden).index_copy_(0, order.long(), hidden)
     out = torch.empty_like(x)
     _weighted_sum_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
-        chosen, expert_weights, out, expert_weights.stride(0), x.shape[1], PER_TOKEN=per_token, BLOCK=1024, num_warps=4
+        chosen, expert_weights, out, expert_weights.stride(0), x.shape[1], PER_TOKEN=per_token, BLOCK=1024, **options
     )
     return out

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.norm_rotary import Activation, QKNorm
 
 _ACT_BLOCK = 1024
@@ -48,8 +50,10 @@ def _rms_norm_kernel(
     eps,
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < dim
@@ -82,6 +86,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residu
         RESIDUAL=residual is not None,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=_warps(dim),
+        **launch.options(x.device),
     )
     return out
 
@@ -107,7 +112,10 @@ def act_times(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def _act_mul_kernel(gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(
+    gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -123,7 +131,7 @@ def act_mul(gate_up: Tensor, act: Activation) -> Tensor:
     size = gate_up.shape[1] // 2
     out = torch.empty(gate_up.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
     _act_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _ACT_BLOCK))](
-        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=_ACT_BLOCK, num_warps=4
+        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=_ACT_BLOCK, num_warps=4, **launch.options(out.device)
     )
     return out
 
@@ -158,8 +166,10 @@ def _qk_norm_rotary_write_kernel(
     OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One token and ``HEADS`` of its heads: queries come first, then keys, then values."""
+    await_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, DIM)[None, :]
@@ -266,5 +276,6 @@ def qk_norm_rotary_write(
         ROTARY=cos_sin is not None,
         INTERLEAVED=interleaved,
         num_warps=4,
+        **launch.options(qkv.device),
     )
     return query

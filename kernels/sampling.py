@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.sampling import SAMPLE_BLOCK
 
 # 8 blocks a program: one row of 152k logits makes 149 programs, one for each multiprocessor of a large GPU.
@@ -61,7 +63,8 @@ def _logsumexp(x, axis: tl.constexpr):
 
 
 @triton.jit
-def _noise_kernel(seed_ptr, position_ptr, sample_ptr, out_ptr, count, QUADS: tl.constexpr):
+def _noise_kernel(seed_ptr, position_ptr, sample_ptr, out_ptr, count, QUADS: tl.constexpr, DEPENDENT: tl.constexpr):
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
     zero = tl.zeros([QUADS], tl.uint32)
@@ -83,7 +86,8 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: in
     out = torch.empty(rows, count, dtype=torch.float32, device=seed.device)
     columns = (t.contiguous() for t in (seed, position, sample_index))
     # Rows first, where a grid has 2^31 programs: 8192 rows of a window of 8 are more than the 65,535 of the other dimensions.
-    _noise_kernel[rows, triton.cdiv(count, 4 * _QUADS)](*columns, out, count, QUADS=_QUADS, **_LAUNCH)
+    grid = rows, triton.cdiv(count, 4 * _QUADS)
+    _noise_kernel[grid](*columns, out, count, QUADS=_QUADS, **_LAUNCH, **launch.options(out.device))
     return out
 
 
@@ -99,7 +103,9 @@ def _load_split(logits_ptr, stride, vocab, split, row, BLOCKS: tl.constexpr, BLO
 def _sample_splits(
     logits_ptr, stride, vocab, inverse_ptr, noise_ptr, noise_stride, masses_ptr, best_ptr, best_id_ptr, top_ptr,
     top_id_ptr, GREEDY: tl.constexpr, RANDOM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    await_turn(DEPENDENT)
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = row * tl.num_programs(0) + split
     logits = _load_split(logits_ptr, stride, vocab, split, row, BLOCKS, BLOCK)
@@ -138,8 +144,9 @@ def _normaliser(masses_ptr, splits, row, SPLITS: tl.constexpr):
 def _sample_rows(
     logits_ptr, stride, vocab, inverse_ptr, greedy_ptr, noise_ptr, noise_stride, masses_ptr, best_ptr, best_id_ptr,
     top_ptr, top_id_ptr, tokens_ptr, logprobs_ptr, splits, GREEDY: tl.constexpr, RANDOM: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(inverse_ptr + row)
     _, normaliser = _normaliser(masses_ptr, splits, row, SPLITS)
@@ -177,6 +184,7 @@ def sample(
     inverse = inverse_temperature.contiguous()
     random = noise is not None
     modes = {"GREEDY": greedy is not None or not random, "RANDOM": random, "BLOCK": SAMPLE_BLOCK}
+    modes |= launch.options(logits.device)
     draws, draws_stride = (noise, noise.stride(0)) if noise is not None else (floats, 0)
     work = (floats[0], floats[1], ids[0], floats[2], ids[1])
     _sample_splits[splits, rows](

@@ -7,12 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
+
 
 @triton.jit
 def _advance_kernel(
     tokens_ptr, stop_ids_ptr, first_stop_ptr, table_ptr, token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,
     last_lens_ptr, stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    await_turn(DEPENDENT)
     row = tl.program_id(0)
     token = tl.load(tokens_ptr + row)
     at = tl.arange(0, STOPS)
@@ -61,4 +66,5 @@ def advance(
         BLOCK_SIZE=block_size,
         STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
+        **launch.options(tokens.device),
     )

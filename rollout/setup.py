@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -12,6 +13,7 @@ from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
+from stoker.engine.quantised import finds_outliers
 from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
@@ -23,6 +25,7 @@ from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.loading import UNREADABLE, whole_models
 
+_log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
 
 
@@ -150,10 +153,16 @@ def core(
         token_bytes=max(shape.token_bytes for shape in binding.shapes),
         vocab=vocab,
     )
-    sampler = Sampler(binding.ops, config.max_num_seqs, vocab, binding.source.device)
+    sampler = Sampler(binding.ops, runtime, config.max_num_seqs, vocab)
     scorer = Scorer(binding.ops, runtime, config.score_chunk_tokens)
     eager = EagerStep(binding.shell, sampler, scorer, kv, binding.ops, runtime)
     graphs = config.use_graphs and runtime.graphs and binding.ops.static_plans
+    if graphs and finds_outliers(binding.shell.module):
+        graphs = False
+        _log.warning(
+            "decode steps run without CUDA graphs, which is slow: bitsandbytes looks for outliers in 8 bits "
+            "(llm_int8_threshold above 0), and waits for the device to find them. 4 bits have none"
+        )
     runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
     return EngineCore(scheduler, inputs, runner, place_adapter=adapters.place, ahead=runtime.ahead)
 

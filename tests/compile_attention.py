@@ -18,11 +18,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from stoker.kernels import attention, attention_plan
+from stoker.kernels import launch as launching
 from stoker.kernels.reference.attention import Visibility
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
+
+
+def as_on_hopper() -> None:
+    """Kernels are launched as there, also where tensors are a CPU's."""
+    launching.options = lambda device: {"DEPENDENT": True, "launch_pdl": True}  # type: ignore[assignment]
 
 
 class Recorder:
@@ -58,13 +64,17 @@ def specialised(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dic
 
 
 def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
-    options = {name: given.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in given}
+    known = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
+    options = {name: given.pop(name) for name in known if name in given}
     signature, constants, aligned = specialised(kernel, given)
     made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    ptx = made.asm["ptx"]
+    # Reads and writes from the kernel's beginning; the first thing it does of them has to be to wait for the one before.
+    accesses = re.findall(r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.[a-z.]*global|cp\.async\.c)", ptx)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     return {
         "kernel": kernel.__name__,
@@ -73,8 +83,10 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "registers": int(registers),
         "stack": int(stack),
         "shared": made.metadata.shared,
-        "wide_loads": made.asm["ptx"].count("cp.async.cg.shared.global"),
-        "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", made.asm["ptx"])),
+        "wide_loads": ptx.count("cp.async.cg.shared.global"),
+        "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
+        "dependent": options.get("launch_pdl", False),
+        "waits": accesses[0] == "griddepcontrol.wait",
     }
 
 
@@ -117,6 +129,7 @@ if __name__ == "__main__":
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
     attention.num_sms = lambda device: 132
+    as_on_hopper()
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
     made = [build(*recorded) for recorded in launches]

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from compile_attention import Recorder, build, launches
+from compile_attention import Recorder, as_on_hopper, build, launches
 
-from stoker.kernels import checksum, linear, linear_invariant, norm_rotary, window
+from stoker.kernels import checksum, linear, linear_invariant, moe, norm_rotary, sampling, window
+from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
 
@@ -41,11 +42,17 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     rows = torch.zeros(64, 3, dtype=torch.long)
     window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **dict.fromkeys(names, rows[:, 0]))
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
+    ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
+    moe.experts(zeros(8, dim), ids, weights, zeros(4, 512, dim), zeros(4, dim, 256), gate=Gate())
+    greedy, ones = torch.zeros(8, dtype=torch.bool), torch.ones(8)
+    noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
+    sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
 
 
 if __name__ == "__main__":
-    for module in (norm_rotary, linear, linear_invariant, window, checksum):
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+    as_on_hopper()
+    for module in (norm_rotary, linear, linear_invariant, window, checksum, sampling, moe):
+        for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
     print(json.dumps([build(*recorded) for recorded in launches]))

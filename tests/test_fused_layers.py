@@ -15,6 +15,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
+from stoker.engine import plain_model as plain_model_module
 from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.engine.layer_structure import norm_of
 from stoker.engine.plain_model import PlainModel
@@ -83,6 +84,23 @@ def test_every_rotary_embedding_of_a_model_is_followed() -> None:
                 buffer.mul_(0.5 if name.startswith("full") else 0.7)
                 engine.update_weights()
                 assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize(("name", "value", "kept"), [("_POSITIONS", 10, True), ("_KEPT_BYTES", 1000, False)])
+def test_rotary_embeddings_are_kept_in_pieces_or_where_they_are_large_not_at_all(
+    name: str, value: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_model_module, name, value)
+    model = make_model("gemma3")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        plain = plain_model(engine)
+        assert plain is not None and (plain.kept is not None) == kept
+        assert_like_hugging_face(engine, model)
+        for kind, tables in (plain.kept or {}).items():
+            every = torch.arange(len(tables[0]))[None]
+            wanted = model.model.rotary_emb(torch.zeros(1), position_ids=every, layer_type=kind)
+            assert len(every[0]) >= engine.max_model_len
+            assert all(torch.equal(table, whole[0]) for table, whole in zip(tables, wanted, strict=True))
 
 
 def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:

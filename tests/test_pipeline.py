@@ -380,18 +380,20 @@ def test_no_garbage_is_collected_inside_a_capture(error: Exception | None, monke
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["as torch 2.11", "as later ones"])
-@pytest.mark.parametrize("where", ["body", "end"])
+@pytest.mark.parametrize("where", ["begin", "body", "end"])
 def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
     where: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And its share of the pool is given back, by torch or here, or the pool would stay for ever."""
+
     def failing(name: str) -> Callable[..., None]:
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError(name)
 
-        return fail if name == "end" else lambda *_, **__: None
+        return fail if name in ("end", where) else lambda *_, **__: None
 
     def end_allocation(*args: Any) -> None:
-        ended.append(args)
+        done.append(("end", *args))
         if known:
             raise RuntimeError("not currently recording")
 
@@ -399,14 +401,15 @@ def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
         if where == "body":
             raise RuntimeError("body")
 
-    ended: list[Any] = []
+    done: list[Any] = []
     pretend_cuda(monkeypatch, failing)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: done.append(("release", *args)), raising=False)
     with pytest.raises(RuntimeError, match=f"^{where}$"):
         CudaRuntime(torch.device("cuda")).capture(body)
-    assert ended == [(3, (0, 7))]
+    assert done == [("end", 3, (0, 7))] + ([] if known else [("release", 3, (0, 7))])
 
 
 class _Operations(TorchDispatchMode):

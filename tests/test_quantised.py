@@ -10,14 +10,17 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from test_pipeline import STATIC, PretendDevice
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from trl_setup import LOGPROB_TOLERANCE, build, logged
 
+from stoker.engine.graphs import GraphStep
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.ops import REFERENCE
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
+from stoker.rollout import engine as engine_module
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -139,6 +142,22 @@ def test_an_optimizer_step_of_the_adapter_moves_no_byte(folder: Path, kind: str)
         engine.wake_up()
         check(model, engine.generate_batch(PROMPTS, GREEDY))
     assert [o.completions[0].logprobs for o in first] != [o.completions[0].logprobs for o in after]
+
+
+@pytest.mark.parametrize(("kind", "threshold"), [("nf4", 6.0), ("int8", 6.0), ("int8", 0.0)])
+def test_a_step_that_waits_for_the_device_is_not_captured(
+    folder: Path, kind: str, threshold: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantised(folder, kind)
+    for module in model.modules():
+        if hasattr(module, "state"):
+            module.state.threshold = threshold
+    waits = kind == "int8" and threshold > 0
+    monkeypatch.setattr(engine_module, "runtime_for", PretendDevice)
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: STATIC)
+    with RolloutEngine(model, config=EngineConfig(block_size=4, max_model_len=64)) as engine:
+        assert isinstance(engine.core.runner, GraphStep) == (not waits)
+        assert ("llm_int8_threshold" in caplog.text) == waits
 
 
 def test_scores_are_those_of_the_forward(folder: Path) -> None:

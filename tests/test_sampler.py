@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from stoker.engine.device import CpuRuntime
 from stoker.engine.sampler import LOGPROBS_MODES, Sampler, SamplerOutput, SamplingRows
 from stoker.kernels.ops import REFERENCE
 
@@ -54,7 +56,7 @@ def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
 
 @pytest.fixture
 def sampler() -> Sampler:
-    return Sampler(REFERENCE, SLOTS, VOCAB, torch.device("cpu"))
+    return Sampler(REFERENCE, CpuRuntime(torch.device("cpu")), SLOTS, VOCAB)
 
 
 def positions(count: int, start: int = 40) -> Tensor:
@@ -160,6 +162,22 @@ def test_a_slot_starts_clean(sampler: Sampler) -> None:
     assert sampler.penalties is not None
     assert sampler.penalties.in_prompt[0].nonzero().flatten().tolist() == [6]
     assert not sampler.penalties.counts[0].any()
+
+
+def test_the_tokens_of_a_penalised_request_are_sent_in_one_copy() -> None:
+    """Pinned, as ``upload`` does it: from other memory the device would be waited for."""
+    sent: list[list[list[int]]] = []
+
+    class Noting(CpuRuntime):
+        def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+            sent.append([array.tolist() for array in arrays])
+            return super().upload(*arrays)
+
+    sampler = Sampler(REFERENCE, Noting(torch.device("cpu")), SLOTS, VOCAB)
+    sampler.start_penalties(1, [3, 4], [])
+    sampler.start_penalties(2, [5], [6, 6])
+    assert sent == [[[3, 4], []], [[5], [6, 6]]]
+    assert sampler.penalties is not None and sampler.penalties.counts[2, 6] == 2
 
 
 # -- min_tokens --------------------------------------------------------------------------------------------------

@@ -398,6 +398,7 @@ def test_compiled_for_an_h200_the_kernels_fit_it(tmp_path: Path) -> None:
     assert {m["kernel"] for m in made} == KERNELS
     for m in made:
         assert m["stack"] == 0, f"{m} spills registers"
+        assert m["dependent"] == m["waits"] == (m["kernel"] in ("decode_kernel", "work_list_kernel")), m
         if m["kernel"] in ("decode_kernel", "prefill_kernel"):
             assert m["wide_loads"] and m["tensor_cores"], m
         if m["kernel"] == "decode_kernel":

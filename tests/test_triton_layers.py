@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
+from stoker.kernels import launch, linear_invariant
 from stoker.kernels import linear as triton_linear
-from stoker.kernels import linear_invariant
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm, qk_norm_rotary
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -185,6 +185,39 @@ def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
         assert torch.equal(cache[-1, -1], qkv[0, first : first + 8])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_kernels_that_come_up_early_see_all_that_was_written(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain gives the bits it gives where each kernel starts when the one before has ended, captured or not."""
+    norm = Norm(torch.ones(1024, dtype=torch.bfloat16, device=DEVICE), 1e-6)
+    first, second, third = (
+        randn(*size, dtype=torch.bfloat16) / 32 for size in ((3072, 1024), (6144, 1024), (1024, 3072))
+    )
+    caches = [torch.zeros(4, 16, 8, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    start, slots = randn(tokens, 1024, dtype=torch.bfloat16), torch.arange(tokens, device=DEVICE)
+
+    def chain() -> Tensor:
+        x = start
+        for _ in range(50):
+            qkv = TRITON.linear(x, first, norm=norm).view(tokens, 24, 128)
+            query = TRITON.qk_norm_rotary_write(qkv, 8, 8, None, None, *caches, slots)
+            keys = caches[0].flatten(0, 1)[:tokens].flatten(1)
+            x = TRITON.linear((query.flatten(1) + keys).repeat(1, 3), third, residual=x)
+            x = TRITON.linear(TRITON.linear(x, second, norm=norm, gated="silu"), third, residual=x)
+            x = TRITON.rms_norm(x, *norm)
+        return x
+
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+
+
 def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
     out = x.double() if norm is None else expected_norm(x, *norm)
     out = F.linear(out, weight.double(), None if bias is None else bias.double())
@@ -247,6 +280,19 @@ def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
     assert_close(ops.linear(**arguments), expected_linear(**arguments), dtype)
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
+
+
+@tables
+@pytest.mark.parametrize(
+    ("case", "there"), [((1, 36, 80, "r"), False), ((9, 37, 60, "s"), True), ((7, 40, 33, "br"), True)]
+)
+def test_a_residual_that_nobody_reads_any_more_may_give_its_place(case: tuple, there: bool, ops: Ops) -> None:
+    arguments = make_linear(*case, torch.float32)
+    expected = expected_linear(**arguments)
+    out = ops.linear(**arguments, in_place=True)
+    assert_close(out, expected, torch.float32)
+    if ops is not DETERMINISTIC:
+        assert (out.data_ptr() == arguments["residual"].data_ptr()) == (there or ops is REFERENCE)
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
@@ -367,10 +413,14 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
-    kernels = "rms_norm act_mul qk_norm_rotary_write single skinny matmul add_segments advance checksums"
-    assert {m["kernel"] for m in made} == {f"_{name}_kernel" for name in kernels.split()}
+    layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "matmul", "add_segments"]
+    others = ["order", "grouped", "weighted_sum", "advance", "noise"]
+    dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
+    assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel"}
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
+        # A kernel that comes up before the one before has ended reads nothing until it has.
+        assert m["dependent"] == m["waits"] == (m["kernel"] in dependent), m
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_equal_logits_share_a_fate(implementation: str, p: float) -> None:
             torch.arange(70) * 2.0**-149,
         )
     )
-    for k, min_p in product([0, 1, 30, 2**40], [0.0, 0.1]):
+    for k, min_p in zip([0, 1, 30, 2**40], [0.0, 0.1, 0.0, 0.1] if p == 0.61 else [0.1, 0.0, 0.1, 0.0], strict=True):
         count = len(rows)
         out = ops.truncate(rows.to(DEVICE), *on([k] * count, [p] * count, [min_p] * count)).cpu()
         wanted = torch.stack([by_rule(row, k, p, min_p) for row in rows])

@@ -18,13 +18,15 @@ def linear(
     gated: Activation | None = None,
     residual: Tensor | None = None,
     scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
     """``residual + scale * act(norm(x) @ weight.T + bias)``, where norm, act and residual are each optional.
 
     x: [T, D]; weight: [N, D]; bias: [N]; norm: an RMS norm over ``x``; gated: ``act_mul`` over the halves of the result,
-    which is then [T, N / 2]; residual: as the result; scale: of what is added to it. Returns [T, N] in the dtype of ``x``.
+    which is then [T, N / 2]; residual: as the result; scale: of what is added to it; in_place: nobody reads the residual
+    afterwards, so the result may take its place. Returns [T, N] in the dtype of ``x``.
     """
     out = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
     if gated is not None:
         out = act_mul(out, gated)
-    return out if residual is None else torch.add(residual, out, alpha=scale)
+    return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.lora_stacks import Pieces, Stacks, change
 
 
@@ -273,7 +274,7 @@ class LoraTable:
             for width, bias in zip(self.widths, self.biases, strict=True):
                 entries.append([tile, offset, width, 0 if bias is None else bias.data_ptr()])
                 tile, offset = tile + -(-width // block), offset + width
-            self._columns = torch.tensor(entries, device=self.device)
+            self._columns = to_device(torch.tensor(entries, device="cpu"), self.device)
         return self._columns
 
     @property

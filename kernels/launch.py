@@ -1,0 +1,54 @@
+"""Kernels that come up while the one before them still runs: CUDA's programmatic dependent launch, of Hopper and later.
+
+A step for few rows is a hundred kernels of some microseconds, and between two of them the chip would stand still for about
+one: the last programs end, others start, and their first loads are on their way. With this a kernel's programs take the
+places that become free, have weights on their way to L2, and then wait. Captured steps keep it.
+
+The rules, which make every kernel see all that was written before it: each calls ``await_turn`` before it reads or writes
+anything of the device's; all programs of one are there before any of the next; and a kernel's waiting for the one before
+is a wait for all before that one too, for it ended only after its own wait.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+_LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
+
+
+@cache
+def options(device: torch.device) -> dict[str, Any]:
+    """How a kernel that calls ``await_turn`` is launched."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"DEPENDENT": able, "launch_pdl": able}
+
+
+@triton.jit
+def await_turn(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before to end, and let the one after come up."""
+    if DEPENDENT:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``await_turn``, with the first COLUMNS of some rows of a weight [num_rows, depth] on their way to L2 meanwhile.
+
+    Nothing is read: what a kernel before may still write to the weight is in L2, too.
+    """
+    if DEPENDENT:
+        LINE: tl.constexpr = _LINE_BITS // weight.dtype.element_ty.primitive_bitwidth
+        columns = tl.minimum(tl.arange(0, max(COLUMNS // LINE, 1)) * LINE, depth - 1)
+        lines = weight + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride + columns[None, :]
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    await_turn(DEPENDENT)
