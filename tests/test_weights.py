@@ -193,6 +193,23 @@ def test_rows_of_which_one_lies_elsewhere_now_are_not_taken_for_the_whole(model,
     assert AliasedSource(model).rehome([tuple(names)]) == {}, "they run by themselves"
 
 
+@pytest.mark.parametrize("replaced", ["q_proj", "k_proj", "v_proj"])
+def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model, replaced):
+    before = {name: p.shape for name, p in model.named_parameters()}
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for version in (1, 2, 3):
+            weight = model.model.layers[1].self_attn.get_submodule(replaced).weight
+            weight.data = 1.1 * weight.data
+            assert engine.update_weights() == version
+            assert engine.stats().fused_layers == 3 and len(engine._binding._fused) == 3 * 4
+            assert set(assert_matches(engine, model)) == {version}
+        assert len(engine._binding.source._rehomed) == 3 * (2 * 3 + 2 * 2)
+        now = snapshot(model)
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+    assert_same(model, now)
+
+
 def test_several_engines_on_one_model(model):
     first, second = RolloutEngine(model, config=CONFIG), RolloutEngine(model, config=CONFIG)
     addresses = [p.data_ptr() for p in model.parameters()]

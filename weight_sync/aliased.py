@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 from weakref import WeakValueDictionary
@@ -61,18 +61,21 @@ class AliasedSource:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
         A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
-        file) is never moved. Parameters that lie side by side already are only viewed.
+        file) is never moved, but for one that lies where this put it, beside another that was given memory elsewhere.
+        Parameters that lie side by side already are only viewed.
         """
         named = self.tensors()
         owners: dict[int, int] = {}
         for _, parameter in self.module.named_parameters():
             address = parameter.untyped_storage().data_ptr()
             owners[address] = owners.get(address, 0) + 1
+        put = {address for _, address in self._rehomed}
         fused = {}
         for group in groups:
             parts = [named[name] for name in group]
             whole = _view_side_by_side(parts)
-            if whole is None and all(_owns_storage(p, owners) for p in parts) and _alike(parts):
+            movable = all(_owns_storage(p, owners) or _was_put(p, put) for p in parts)
+            if whole is None and movable and _alike(parts):
                 whole = torch.cat([p.detach() for p in parts])
                 _WHOLES[whole.data_ptr()] = whole
                 for part, rows in zip(parts, torch.split(whole, [p.shape[0] for p in parts]), strict=True):
@@ -81,6 +84,7 @@ class AliasedSource:
                     part.data = _with_storage(rows)
             if whole is not None:
                 fused[group] = whole
+        self._rehomed = [(p, address) for p, address in self._rehomed if p.data_ptr() == address]
         return fused
 
     def bind(self) -> None:
@@ -203,6 +207,12 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
     )
+
+
+def _was_put(tensor: Tensor, addresses: Collection[int]) -> bool:
+    """Whether it is what ``_with_storage`` made, at one of the addresses."""
+    storage = tensor.untyped_storage()
+    return tensor.data_ptr() in addresses and not storage.resizable() and storage.nbytes() == tensor.nbytes
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:
