@@ -169,6 +169,30 @@ def test_whatever_the_trainer_does_to_its_tensors_is_followed(kind):
         assert engine.weight_version == 1
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_tensors_that_are_tied_or_no_more_are_refused_with_the_remedy(tied):
+    """A mirror has a place for each; ``load_state_dict(assign=True)`` makes two of one."""
+    model = make_model("qwen3")
+    if not tied:
+        model.lm_head.weight = nn.Parameter(1.1 * model.lm_head.weight.detach())
+    with engine_on(model) as engine:
+        assert assert_matches(engine, model) == {0}
+        kept = model.lm_head.weight
+        if tied:
+            model.load_state_dict({n: 1.1 * t for n, t in model.state_dict().items()}, assign=True)
+        else:
+            model.lm_head.weight = model.model.embed_tokens.weight
+        for call in (engine.update_weights, lambda: engine.generate_batch([PROMPT])):
+            with pytest.raises(UnsupportedModelError, match=r"shares other tensors .*lm_head.weight.*tie_weights\(\)"):
+                call()
+        if tied:
+            model.tie_weights()
+        else:
+            model.lm_head.weight = kept
+        assert engine.update_weights() == 1
+        assert assert_matches(engine, model) == {1}
+
+
 def test_the_trainer_is_never_written_to():
     model = make_model("llama")
     before = {n: (checksum(p), p._version, p.data_ptr()) for n, p in model.named_parameters()}

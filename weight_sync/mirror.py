@@ -176,8 +176,7 @@ class MirroredSource:
         return self.mirror is not None and self.mirror.complete
 
     def names(self) -> set[str]:
-        held = self._read()
-        return held.shapes.keys() | held.aliases.keys()
+        return self._read().names
 
     def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
         """The mirror's, which is made at the first call with the layout that ``groups`` asks for."""
@@ -278,6 +277,12 @@ class MirroredSource:
         return sum(mirror.tensors[name].nbytes for name in moved)
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held.names == self._shapes.keys() | self._aliases.keys() and held.aliases != self._aliases:
+            shared = sorted(name for name in held.names if held.aliases.get(name) != self._aliases.get(name))
+            return UnsupportedModelError(
+                f"the model shares other tensors than when the engine was built ({shared[:4]}), as after "
+                "load_state_dict(assign=True): call tie_weights() on it, or build a new engine"
+            )
         if held.shapes != self._shapes or held.aliases != self._aliases:
             names = held.shapes.keys() ^ self._shapes.keys() or {
                 n for n in held.shapes if held.shapes[n] != self._shapes[n]

@@ -92,6 +92,10 @@ class Held:
     parameters: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
 
+    @property
+    def names(self) -> set[str]:
+        return self.shapes.keys() | self.aliases.keys()
+
     def add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shapes[name], self.dtypes[name] = torch.Size(shape), dtype
 
