@@ -260,7 +260,7 @@ def test_rows_and_stacks_change_in_turns() -> None:
     windows = [
         AdapterRows(torch.tensor(s)) for s in ([1, 2, 3, 3, 0, 4], [4] * 6, [4, 2, 2, 4, 4, 2], [2, 2, 1, 1, 2, 1])
     ]
-    changes = [(0, 4, None), (1, 4, 4), (0, 4, 4), (1, 4, None), (0, 4, 9), (0, 2, 1)]
+    changes = [(0, 4, None), (1, 4, 4), (0, 4, 9), (1, 4, None), (0, 4, 4), (0, 2, 1)]
     changes += [(0, slot, None) for slot in range(1, 5)] + [(1, 1, None)]
     for linear, slot, rank in changes:
         for rows in (*windows, *windows):
