@@ -254,6 +254,22 @@ def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -
         copied.clear()
 
 
+def test_rows_and_stacks_change_in_turns() -> None:
+    """The rows of one window are right after others were run, and after their adapters changed."""
+    table, x, out = make_table([24, 9], 16, {1: 4, 2: 4, 3: 4, 4: 4}, torch.float32), randn(6, 16), randn(6, 24 + 9)
+    windows = [
+        AdapterRows(torch.tensor(s)) for s in ([1, 2, 3, 3, 0, 4], [4] * 6, [4, 2, 2, 4, 4, 2], [2, 2, 1, 1, 2, 1])
+    ]
+    changes = [(0, 4, None), (1, 4, 4), (0, 4, 9), (1, 4, None), (0, 4, 4), (0, 2, 1)]
+    changes += [(0, slot, None) for slot in range(1, 5)] + [(1, 1, None)]
+    for linear, slot, rank in changes:
+        for rows in (*windows, *windows):
+            result = REFERENCE.lora(x, out.clone(), table, rows)
+            assert_close(result, dense(x, out, table, rows.slots), torch.float32)
+        width = table.widths[linear]
+        table.put(linear, slot, None if rank is None else LoraWeights(randn(rank, 16), randn(width, rank), 0.7))
+
+
 @pytest.mark.parametrize("largest", [0, 1 << 20])
 @pytest.mark.parametrize("slots", [[1] * 5, [0, 2, 2, 2, 0], [3, 0, 3, 0], [1] * 40 + [0] + [2] * 50])
 def test_tokens_of_few_adapters(slots: list[int], largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
