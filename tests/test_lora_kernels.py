@@ -146,7 +146,7 @@ def test_a_table_of_experts(ops: str) -> None:
 @pytest.mark.parametrize("ops", OPS)
 def test_a_high_rank_over_a_deep_input(ops: str) -> None:
     """Several blocks of ranks, and the input in several spans."""
-    table = make_table([20], 1100, {1: 130, 2: 5}, torch.float32)
+    table = make_table([20], 1100, {1: 512, 2: 5}, torch.float32)
     check(OPS[ops].lora, table, 1100, torch.tensor([2, 1, 0], device=DEVICE), torch.float32)
 
 
