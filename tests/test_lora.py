@@ -17,6 +17,7 @@ from adapted import (
     expected_tokens,
     lora,
     peft_model,
+    running,
     shake,
     state_dict,
     tokens,
@@ -329,6 +330,23 @@ def test_bad_choices() -> None:
                 with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
                     call(bad)
         assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_a_live_adapter_of_nan_fails_its_own_requests_and_no_others() -> None:
+    """Also where they go through one product, beside each other and beside rows without an adapter."""
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        names = ["default", "other", None, "other", "default", None]
+        prompts = [PROMPTS[n % 4] for n in range(6)]
+        with torch.no_grad():
+            model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.fill_(torch.nan)
+        handles = [engine.submit(p, GREEDY, adapter=name) for p, name in zip(prompts, names, strict=True)]
+        for handle, prompt, name in zip(handles, prompts, names, strict=True):
+            if name == "default":
+                assert "NaN" in str(handle.result().error)
+                continue
+            with running(model, name):
+                assert handle.result().completions[0].token_ids == oracle.greedy(model, prompt, GREEDY.max_tokens)
 
 
 # -- adapters that are loaded ------------------------------------------------------------------------------------------

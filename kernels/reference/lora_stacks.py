@@ -60,11 +60,11 @@ class Stack:
         self.parts: list[Part] = []  # none where no piece changes anything
         self.a: Tensor  # [P, D, r of all linears]
         self._pieces: dict[int, tuple[Tensor, list[Part]]] = {}  # by place, those that were asked for
-        self._held: Sequence[int] = ()  # the slot of each place that is right
+        self._held: tuple[int, ...] = ()  # the slot of each place that is right
         self._generation = -1
         self._layout: object = None
 
-    def bring(self, table: LoraTable, slots: Sequence[int], generation: int) -> None:
+    def bring(self, table: LoraTable, slots: tuple[int, ...], generation: int) -> None:
         """Hold the matrices of these slots, one a place, and copy those that are not there."""
         known = [weights for by_slot in table.weights for slot in set(slots) if (weights := by_slot.get(slot))]
         linears = [n for n, by_slot in enumerate(table.weights) if not by_slot.keys().isdisjoint(slots)]
@@ -79,7 +79,13 @@ class Stack:
         elif generation != self._generation:
             self._held = ()
         self._generation = generation
-        for places in _runs(p for p, s in enumerate(slots) if p >= len(self._held) or self._held[p] != s):
+        held = self._held
+        sources = [held.index(slot) if slot in held else place for place, slot in enumerate(slots)]
+        if sources != list(range(len(slots))):
+            order = torch.tensor(sources, device=self._a.device)
+            for copies in (self._a, *self._b):
+                copies[: len(slots)] = copies.index_select(0, order)
+        for places in _runs(place for place, slot in enumerate(slots) if slot not in held):
             for index, linear in enumerate(linears):
                 entries = [table.weights[linear].get(slot) for slot in slots[places]]
                 ranks = slice(index * rank, (index + 1) * rank)
@@ -91,7 +97,7 @@ class Stack:
     def _allocate(self, table: LoraTable, linears: Sequence[int], rank: int, count: int, like: LoraWeights) -> None:
         count = 1 << (count - 1).bit_length()  # twice as much when there is not enough
         total, depth = sum(table.widths), like.a.shape[1]
-        self._whole = count * len(linears) * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
+        self._whole = count * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # or they could not be written to outside of the caller's
@@ -259,8 +265,8 @@ def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
 class Stacks:
     """Copies of the matrices of the adapters that run, for all tables of a model; right until an adapter changes.
 
-    They stay while the same adapters run. Those of others are copied beside them, or in their places where most of them
-    are gone.
+    They stay while the same adapters run. Those of others are copied beside them; where most are gone, what is left is
+    moved together.
     """
 
     def __init__(self) -> None:
