@@ -96,6 +96,7 @@ class CudaRuntime(Runtime):
     graphs: bool = True
     _pool: list[Any] = field(default_factory=list)  # the memory pool of all graphs, made with the first
     _side: list[Any] = field(default_factory=list)  # the stream they are captured on, likewise
+    _abandoned: list[Any] = field(default_factory=list)  # graphs whose capture could not be ended
 
     def free_memory(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
@@ -170,6 +171,9 @@ class CudaRuntime(Runtime):
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(*pool)
                 torch._C._cuda_releasePool(*pool)
+                # To the allocator of pinned memory nobody can say it: it goes on asking this graph, and refuses the pool.
+                self._abandoned.append(graph)
+                self._pool.clear()
             raise
 
     def allocate(self, nbytes: int) -> DeviceBuffer:

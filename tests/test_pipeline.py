@@ -403,12 +403,16 @@ def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
 
     done: list[Any] = []
     pretend_cuda(monkeypatch, failing)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: done.append(("release", *args)), raising=False)
+    pools = iter([(0, 7), (0, 8)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    runtime = CudaRuntime(torch.device("cuda"))
     with pytest.raises(RuntimeError, match=f"^{where}$"):
-        CudaRuntime(torch.device("cuda")).capture(body)
+        runtime.capture(body)
+    # What still takes the capture to be under way looks at its graph, and lets no other one have its pool.
+    assert len(runtime._abandoned) == (not known) and runtime._pool == ([(0, 7)] if known else [])
     assert done == [("end", 3, (0, 7))] + ([] if known else [("release", 3, (0, 7))])
 
 
