@@ -8,7 +8,7 @@
         batch = engine.generate_batch(prompts, SamplingParams(n=8))  # instead of model.generate
         ...
 
-The loop says nothing about weights: a rollout after an optimizer step takes them anew. Where FSDP or ZeRO-3 shard them,
+The loop says nothing about weights: a rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or ZeRO-3 shard them,
 that one rollout gathers them, so each process has to make it. No other runs a collective: processes may generate
 different numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and so
 does the engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -70,10 +70,10 @@ class AcceleratedEngine:
         self._accelerator = accelerator
         self._model = model
         self._sleep = sleep
-        self._stepped = False
+        self._changed = False
         self._deepspeed = _deepspeed_engine(accelerator, model)
         self._steps_seen = self._deepspeed_steps()
-        self._stop_watching = weakref.finalize(self, _watch_steps(weakref.ref(self)))
+        self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
         if sleep:
             self.engine.sleep()
 
@@ -97,9 +97,9 @@ class AcceleratedEngine:
             self.engine.wake_up()
         try:
             steps = self._deepspeed_steps()
-            if self._stepped or steps != self._steps_seen:
+            if self._changed or steps != self._steps_seen:
                 self.engine.update_weights()
-                self._stepped, self._steps_seen = False, steps
+                self._changed, self._steps_seen = False, steps
             start = time.perf_counter()
             batch = self.engine.generate_batch(
                 prompts,
@@ -135,7 +135,7 @@ class AcceleratedEngine:
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(parameter) for parameter in self._model.parameters()}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-            self._stepped = True
+            self._changed = True
 
     def _deepspeed_steps(self) -> int:
         # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
@@ -150,8 +150,11 @@ def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
     return wrapper.engine if wrapper is not None and unwrap(wrapper.engine) is unwrap(model) else None
 
 
-def _watch_steps(engine: weakref.ref[AcceleratedEngine]) -> Any:
-    """Tell the engine of each step of any optimizer, also of one made later; returns what ends that."""
+def _watch(engine: weakref.ref[AcceleratedEngine], accelerator: Accelerator) -> Callable[[], None]:
+    """Tell the engine of each step of any optimizer, also of one made later, and of a checkpoint that is loaded.
+
+    Returns what ends that.
+    """
 
     # accelerate calls an optimizer's step when accumulation is complete and the gradients are finite, not before.
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,4 +162,15 @@ def _watch_steps(engine: weakref.ref[AcceleratedEngine]) -> Any:
         if watching is not None:
             watching._notice_step(optimizer)
 
-    return register_optimizer_step_post_hook(after_step).remove
+    def before_load(models: Any, folder: str) -> None:
+        watching = engine()
+        if watching is not None:
+            watching._changed = True
+
+    handles = register_optimizer_step_post_hook(after_step), accelerator.register_load_state_pre_hook(before_load)
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return stop

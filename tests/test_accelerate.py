@@ -88,6 +88,23 @@ def test_weights_are_taken_once_a_step_and_not_while_gradients_accumulate() -> N
         assert versions == [0, 1, 1, 2]
 
 
+def test_a_checkpoint_that_is_loaded_is_like_a_step(tmp_path: Path) -> None:
+    accelerator, model, _ = prepared()
+    accelerator.save_state(str(tmp_path))
+    with AcceleratedEngine(accelerator, model) as engine:
+        engine.generate_batch(PROMPTS, PARAMS)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        engine.generate_batch(PROMPTS, PARAMS)
+        accelerator.load_state(str(tmp_path))
+        batch = engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 2 and worst_difference(model, batch) < LOGPROB_TOLERANCE
+        accelerator.load_state(str(tmp_path))  # the same weights: shards could not be looked at without the other ranks
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 3
+    assert not accelerator._load_model_state_pre_hook
+
+
 def test_the_step_of_another_models_optimizer_is_none_of_ours() -> None:
     accelerator, model, _ = prepared()
     with AcceleratedEngine(accelerator, model) as engine:

@@ -221,6 +221,17 @@ def test_a_tool_loop_continues_ragged_subsets(make_trainer: MakeTrainer, monkeyp
     assert trainer.vllm_generation.generate([], None, 1) == ([], [], [], [])
 
 
+def test_equal_prompts_are_sampled_anew_and_as_torch_is_seeded(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    attach(trainer)
+    runs = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        runs.append([ask(trainer, [[3, 4, 5]] * 4)[0] for _ in range(2)])
+    assert runs[0] == runs[1] != runs[2]
+    assert len({tuple(completion) for call in runs[0] for completion in call}) == 8
+
+
 def test_processes_sample_differently(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(seed=5)
     prompts = [[3, 4, 5]] * 4
