@@ -288,11 +288,10 @@ class LoraLayers:
         if self.rows is None:
             return out
         for slot, state in by_slot.items():
-            own = {
-                n: t.to(attrgetter(n)(module).dtype) for n, t in state.items()
-            }  # a mirror has another than the trainer
+            # A mirror's dtype is not the trainer's.
+            own = {f"module.{n}": t.to(attrgetter(n)(module).dtype) for n, t in state.items()}
             # The forward itself: the hooks would run this again.
-            other = functional_call(_Bare(module), {f"module.{n}": t for n, t in own.items()}, args)
+            other = functional_call(_Bare(module), own, args)
             if isinstance(out, tuple):  # of a router
                 out = tuple(
                     torch.where(self._rows_of(slot, one), mine, one) for one, mine in zip(out, other, strict=True)

@@ -8,10 +8,10 @@
         batch = engine.generate_batch(prompts, SamplingParams(n=8))  # instead of model.generate
         ...
 
-The loop says nothing about weights: a rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or ZeRO-3 shard them,
-that one rollout gathers them, so each process has to make it. No other runs a collective: processes may generate
-different numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and so
-does the engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
+The loop says nothing about weights: a rollout after an optimizer step or ``load_state`` takes them anew. Where FSDP or
+ZeRO-3 shard them, that one rollout gathers them, so each process has to make it. No other runs a collective: processes may
+generate different numbers of prompts, a different number of times. Under mixed precision the parameters stay in fp32, and
+so does the engine (DeepSpeed's are in bf16, and so is the engine): autocast is off in a rollout.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ def generate_batch(
 
     generation_config: as ``SamplingParams.from_generation_config`` translates it. max_new_tokens: wins over the
     configuration's. What sets up transformers' own engine (``continuous_batching_config``, ``persistent_manager``,
-    ``warmup``, ``record_timestamps``) has no meaning here: leave it out. Of ``num_return_sequences`` completions of a prompt the last has the id of the prompt, those before
-    it ``"req_0__child#0"`` and so on. As there, completions end at the configuration's ``eos_token_id`` and at no
-    other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
+    ``warmup``, ``record_timestamps``) has no meaning here: leave it out. Of ``num_return_sequences`` completions of a
+    prompt the last has the id of the prompt, those before it ``"req_0__child#0"`` and so on. As there, completions end at
+    the configuration's ``eos_token_id`` and at no other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
     ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot be served is an
     ``InvalidRequestError`` before any work starts.
     """

@@ -352,8 +352,8 @@ class RolloutEngine:
 
         level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
         weights of the engine's own, kept in host memory (weights that are the trainer's stay), and copies of adapters
-        that lie elsewhere; 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a level, any of "kv_cache", "weights",
-        "graphs". Paused requests compute their KV again after waking.
+        that lie elsewhere; 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a
+        level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         self._check_idle("sleep")

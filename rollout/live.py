@@ -246,8 +246,9 @@ def wait(
     loop: Loop, handles: Iterable[RolloutHandle], share: float, timeout: float | None
 ) -> tuple[list[RolloutHandle], list[RolloutHandle]]:
     """As ``RolloutEngine.wait``."""
-    all_handles = [] if isinstance(handles, RolloutHandle) else list(handles)
-    if isinstance(handles, RolloutHandle) or not all(isinstance(h, RolloutHandle) for h in all_handles):
+    several = isinstance(handles, Iterable) and not isinstance(handles, RolloutHandle)
+    all_handles = list(handles) if several else []
+    if not several or not all(isinstance(h, RolloutHandle) for h in all_handles):
         raise InvalidRequestError("wait takes a list of handles, as submit returns them")
     if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
         raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")

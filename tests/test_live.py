@@ -293,7 +293,7 @@ def test_bad_waits() -> None:
                 engine.wait([handle], timeout=timeout)  # type: ignore[arg-type]
             with pytest.raises(InvalidRequestError, match="^timeout="):
                 handle.result(timeout)  # type: ignore[arg-type]
-        for handles in (handle, [handle, 1], [handle.result]):
+        for handles in (handle, [handle, 1], [handle.result], None, 3):
             with pytest.raises(InvalidRequestError, match="^wait takes a list of handles, as submit returns them$"):
                 engine.wait(handles)  # type: ignore[arg-type]
         assert handle.status == "waiting"
