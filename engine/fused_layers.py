@@ -64,7 +64,7 @@ class _Linears:
         if rows is not None:
             self.lora.apply(x, out, rows)
         out = out if gated is None else self.ops.act_mul(out, gated)
-        return out if residual is None else torch.add(residual, out, alpha=scale)
+        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,27 +231,34 @@ def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(lora_stacks, "_write", counted)
     table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4}, torch.float32)
-    for slots, expected, pieces in (
-        ([1] * 9, [1], 1),
-        ([1, 2, 3, 3, 3, 4, 5, 5, 5, 0], [1, 2, 3, 3, 4, 5, 5], 7),
-        ([1, 2, 3, 3, 4, 5, 5, 0], [], 7),
-        ([3, 3, 5, 5, 5, 4, 0], [], 7),
-        ([5, 4, 3, 1, 5], [], 7),
-        ([5] * 9, [], 7),  # one product for each
-        ([5] * 40 + [3] * 40, [], 7),
-        ([4, 1], [], 2),  # most were of nobody: what is left is moved
-        ([1] * 9, [], 2),
-        ([4] * 3 + [3] * 3 + [1], [3], 3),
-        ([1, 1, 1, 3], [], 3),
-        ([2] * 9, [2], 4),
-        ([1] + [2] * 9, [], 3),  # in two pieces of five, not in one of nine
-        ([2, 1], [], 3),
-        ([1] * 20 + [2, 3, 4, 5], [3, 4, 5], 8),
-        ([1] * 8 + [5], [], 3),  # most pieces were of nobody, if not most tokens
+    for slots, expected, held in (
+        ([1] * 9, [1], "1"),
+        ([1, 2, 3, 3, 3, 4, 5, 5, 5, 0], [1, 2, 3, 4, 5], "12345"),
+        ([1, 2, 3, 3, 4, 5, 5, 0], [], "12345"),
+        ([5, 4, 3, 1, 5], [], "12345"),
+        ([3, 3, 5, 5, 5, 4, 0], [], "345"),  # too much was of nobody: what is left is moved
+        ([5] * 9, [], "345"),  # one product for each
+        ([5] * 40 + [3] * 40, [], "345"),
+        ([4] * 3 + [3] * 3 + [1], [1], "341"),
+        ([2] * 9, [2], "3412"),
+        ([1] + [2] * 9, [], "12"),  # not in three pieces of five
+        ([1] * 20 + [2, 3, 4, 5], [3, 4, 5], "12345111"),
+        ([1] * 20 + [2, 2, 3, 3, 4, 4, 5, 5], [], "12345111"),
+        ([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], [], "12345111"),  # by the first five
+        ([1] * 8 + [5], [], "15"),
     ):
         check(REFERENCE.lora, table, 16, torch.tensor(slots), torch.float32)
-        assert (copied, len(table.stacks._slots)) == (expected, pieces), slots
+        assert (copied, "".join(map(str, table.stacks._slots))) == (expected, held), slots
         copied.clear()
+
+
+def test_tokens_stay_as_they_lie_where_pieces_of_them_were_wanted_before() -> None:
+    """The copies of a prompt's tokens in several pieces stay; those of a window of decoding are in one an adapter."""
+    stacks = Stacks()
+    AdapterRows(torch.tensor([1] * 20 + [2, 3, 4, 5])).through(stacks)
+    assert len(stacks._slots) > 5
+    found = AdapterRows(torch.arange(1, 6).repeat_interleave(2)).through(stacks)
+    assert isinstance(found, Together) and (found.count, found.gather) == (5, None)
 
 
 def test_rows_and_stacks_change_in_turns() -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Up to so many tokens of an adapter one product over all pieces beats one for each adapter.
 _TOKENS = 32
+# Reading the matrices of a piece takes as long as so many tokens of it.
+_PIECE = 8
 # Up to so many numbers, zeros among them cost less than a product for each linear.
 _BLOCK_DIAGONAL = 65536
 
@@ -43,7 +45,8 @@ class Part:
         self.bias = bias  # [N], of the base; there where there is a gain
         self.plain = gain is None and shift is None
 
-    def of(self, place: int) -> Part:
+    def of(self, place: int | slice) -> Part:
+        """What some of the pieces do."""
         gain, shift = (None if t is None else t[place] for t in (self.gain, self.shift))
         return Part(self.ranks, self.columns, self.b[place], gain, shift, self.bias)
 
@@ -124,6 +127,12 @@ class Stack:
             self.parts.append(Part(ranks, columns, b[:count], gain, shift, bias))
         self._pieces = {}
 
+    def first(self, count: int) -> tuple[Tensor, list[Part]]:
+        """Of so many pieces, a [count, D, r of all linears] and their parts."""
+        if count == len(self.a):
+            return self.a, self.parts
+        return self.a[:count], [part.of(slice(count)) for part in self.parts]
+
     def piece(self, place: int) -> tuple[Tensor, list[Part]]:
         """Of one of the pieces, a [D, r of all linears] and its parts."""
         if place not in self._pieces:
@@ -188,14 +197,14 @@ class Pieces(Protocol):
 class Together:
     """In P pieces of as many tokens of one slot each, in one product. What a piece lacks is filled with any token."""
 
-    count: int  # P
+    count: int  # P, the first of the stack
     rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
     gather: Tensor | None = None  # int64 [P * W], tokens
     places: Tensor | None = None  # int64 [T], where ``gather`` has each token
     nothing: int | None = None  # the place of tokens without an adapter
 
     def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        return partial(self._change, stack.a, stack.parts)
+        return partial(self._change, *stack.first(self.count))
 
     def _change(self, a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
         if self.gather is not None:
@@ -302,29 +311,43 @@ class Stacks:
             as_they_lie = isinstance(tokens, slice) and adapted == len(slots)
             places = [self._slots.index(slot) for slot in counts]
             return OneByOne(None if as_they_lie else tokens, places, list(counts.values()))
-        width = -(-adapted // len(counts))  # of the mean, so that there are less than twice as many pieces as slots
-        wanted = Counter({slot: -(-n // width) for slot, n in counts.items()})
-        held, size = Counter(self._slots), wanted.total()
-        if counts.keys() <= held.keys():
-            wider = max(-(-n // held[slot]) for slot, n in counts.items())
-            if len(self._slots) <= 2 * size and len(self._slots) * wider <= 2 * size * width:
-                return _together(self._slots, wider, tokens, spans, slots)
-        self._hold(wanted)
-        return _together(self._slots, width, tokens, spans, slots)
+        widths = {*counts.values(), -(-adapted // len(counts))}
+        cost, width = min((_cost(_of_width(counts, width).total(), width), width) for width in widths)
+        of_held = min(self._of_held(counts), default=None)
+        if of_held is None or of_held[0] > 1.25 * cost:
+            self._hold(_of_width(counts, width))
+            return _together(self._slots, width, tokens, spans, slots)
+        _, count, width = of_held
+        return _together(self._slots[:count], width, tokens, spans, slots)
 
-    def _hold(self, wanted: Mapping[int, int]) -> None:
-        """Have so many pieces of each slot. Those that stay keep their places, as far as these are still there."""
-        left = Counter(wanted)
-        if left == Counter(self._slots):
+    def _of_held(self, counts: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+        """(cost, number of pieces, their width), where the first of those that are held would do."""
+        held: Counter[int] = Counter()
+        for count, slot in enumerate(self._slots, 1):
+            held[slot] += 1
+            if counts.keys() <= held.keys():
+                width = max(-(-n // held[slot]) for slot, n in counts.items())
+                yield _cost(count, width), count, width
+
+    def _hold(self, wanted: Counter[int]) -> None:
+        """Have so many pieces of each slot: one of each, as far as possible where it was, and then the others.
+
+        So the first of them are enough when each slot has as many tokens.
+        """
+        if wanted == Counter(self._slots):
             return
-        places: list[int | None] = [None] * left.total()
-        for place, slot in enumerate(self._slots[: len(places)]):
-            if left[slot] > 0:
-                places[place] = slot
-                left[slot] -= 1
-        missing = left.elements()
-        self._slots = tuple(next(missing) if slot is None else slot for slot in places)
+        each = list(dict.fromkeys(slot for slot in (*self._slots, *wanted) if slot in wanted))
+        self._slots = (*each, *(wanted - Counter(each)).elements())
         self.version += 1
+
+
+def _of_width(counts: Mapping[int, int], width: int) -> Counter[int]:
+    """How many pieces of so many tokens each slot fills."""
+    return Counter({slot: -(-n // width) for slot, n in counts.items()})
+
+
+def _cost(pieces: int, width: int) -> int:
+    return pieces * (width + _PIECE)
 
 
 def _together(
