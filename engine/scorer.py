@@ -101,7 +101,8 @@ class Scorer:
         """logits: [R, V]. Returns columns of ``TokenScores``."""
         logprobs, entropy, ranks = self.ops.score_tokens(logits, inverse, targets)
         values, ids = logits.topk(top_k, dim=-1)
-        values = values.float() * inverse[:, None]
-        if top_k:
-            values -= (logits.float() * inverse[:, None]).logsumexp(-1, keepdim=True)
+        values = values.float()
+        if top_k:  # by how much less likely than the first, so that nothing as large as the logits is made of them
+            first = self.ops.token_logprobs(logits, inverse, ids[:, 0])
+            values = first[:, None] + (values - values[:, :1]) * inverse[:, None]
         return logprobs, entropy, ranks, ids, values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,8 @@ _MASK32 = 0xFFFFFFFF
 _ROUNDS = 7
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_LEAST = torch.finfo(torch.float32).min
+_CACHED = 1 << 16  # fp32 numbers of each operand that stay in the cache of a core
 
 
 def philox(key: Tensor, counter: Tensor, rounds: int = _ROUNDS) -> Tensor:
@@ -84,8 +88,12 @@ def sample(
 
 def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> Tensor:
     """``log_softmax(logits / temperature)[token]``. logits: [R, V] of any float dtype; tokens: int64 [R]; fp32 [R]."""
-    scaled = logits.float() * inverse_temperature[:, None]
-    return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+
+    def some(logits: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
+        scaled = logits.float() * inverse[:, None]
+        return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+
+    return torch.cat([some(*part) for part in _parts(logits, inverse_temperature, tokens)])
 
 
 def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,11 +102,23 @@ def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) ->
     logits: [R, V] of any float dtype, summed in fp32; inverse_temperature: fp32 [R]; tokens: int64 [R]. The rank is one
     more than the number of tokens with a larger logit. Returns fp32 [R], fp32 [R], int64 [R].
     """
-    scaled = logits.float() * inverse_temperature[:, None]
-    log_probs = scaled.log_softmax(-1)
-    chosen = log_probs.gather(1, tokens[:, None])
-    entropy = -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
-    return chosen[:, 0], entropy, (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
+
+    def some(logits: Tensor, inverse: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        log_probs = (logits.float() * inverse[:, None]).log_softmax(-1)
+        chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+        rank = (logits > logits.gather(1, tokens[:, None])).sum(-1) + 1
+        probs = log_probs.exp()
+        entropy = -probs.mul_(log_probs.clamp_(min=_LEAST)).sum(-1)  # 0 * -inf is to be 0, and NaN to stay
+        return chosen, entropy, rank
+
+    logprobs, entropy, rank = zip(*(some(*part) for part in _parts(logits, inverse_temperature, tokens)), strict=True)
+    return torch.cat(logprobs), torch.cat(entropy), torch.cat(rank)
+
+
+def _parts(logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """As many rows at a time as a CPU's caches hold, with what an operation makes of them: the work is reading memory."""
+    rows = max(1, _CACHED * torch.get_num_threads() // logits.shape[1])
+    return zip(logits.split(rows), *(column.split(rows) for column in columns), strict=True)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
