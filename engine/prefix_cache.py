@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from stoker.engine.block_pool import BlockPool
-from stoker.engine.scoring import Scoring, TokenScores, Variant
+from stoker.engine.scoring import Scoring, Variant
+
+_VARIANTS = 4  # of scores that are kept with a block, the latest ones
 
 
 class PrefixCache:
@@ -16,8 +18,8 @@ class PrefixCache:
     The chain starts from what else the KV depends on: weight version and adapter. Two prefixes that differ in any of
     these never share a key. Blocks without a holder stay until the pool needs them (least recently used first).
 
-    With a block goes what was said of its tokens, by variant: a cached position has no hidden state to score the next
-    token from, so without it a request that wants scores would compute the position again.
+    With a block goes what scores its tokens, by variant: a cached position has no hidden state to score the next token
+    from, so without it a request that wants scores would compute the position again.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
@@ -26,7 +28,7 @@ class PrefixCache:
         self.enabled = enabled
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._scores: dict[bytes, dict[Variant, TokenScores]] = {}
+        self._scores: dict[bytes, dict[Variant, Scoring]] = {}
         pool.on_evict = self._evicted
 
     @staticmethod
@@ -61,16 +63,20 @@ class PrefixCache:
         return True
 
     def keep_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
-        """Keep a sequence's complete scores with the blocks of it that are cached. keys: of its blocks, in order."""
-        scores = scoring.scores
-        for key in keys[scores.first // self.block_size : scores.end // self.block_size]:
+        """Keep a sequence's scores with the blocks of it that are cached. keys: of its blocks, in order."""
+        for key in keys[scoring.first // self.block_size : scoring.next // self.block_size]:
             if key in self._block_of:
-                self._scores.setdefault(key, {})[scoring.variant] = scores
+                kept = self._scores.setdefault(key, {})
+                known = kept.get(scoring.variant)
+                if known is None or known.first > scoring.first:
+                    kept[scoring.variant] = scoring
+                    if len(kept) > _VARIANTS:
+                        del kept[next(iter(kept))]
 
     def take_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
-        """Give a sequence the kept scores of its cached blocks, up to the first that lacks one it wants."""
+        """Give a sequence the scores of its cached blocks, up to the first that lacks one it wants."""
         for index, key in enumerate(keys):
-            if not scoring.take_kept(self._scores.get(key, {}).get(scoring.variant), (index + 1) * self.block_size):
+            if not scoring.borrow(self._scores.get(key, {}).get(scoring.variant), (index + 1) * self.block_size):
                 break
 
     def clear(self) -> None:

@@ -95,6 +95,7 @@ class Scheduler:
         long as plans run in order on the device.
         """
         work: list[tuple[Request, int]] = []
+        scored: list[range] = []
         admitted: list[Request] = []
         copies: dict[int, int] = {}  # KV blocks by the block they are copied to
         budget = self.max_num_batched_tokens
@@ -113,7 +114,7 @@ class Scheduler:
             else:
                 work.append((request, num_new))
                 budget -= num_new
-                self._offer_ahead(request, num_new)
+                scored.append(self._claim(request, num_new))
 
         if not preempted:
             for request in self._admissible():
@@ -124,7 +125,7 @@ class Scheduler:
                 admitted.append(request)
                 work.append((request, num_new))
                 budget -= num_new
-                self._offer_ahead(request, num_new)
+                scored.append(self._claim(request, num_new))
 
         if not work:
             return None
@@ -134,7 +135,6 @@ class Scheduler:
         pairs = [(source, target) for target, source in copies.items()]
         requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
-        scored = [r.scoring.claim(r.computed) if r.scoring else range(0) for r in requests]
         return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs)
 
     @staticmethod
@@ -167,6 +167,10 @@ class Scheduler:
         finished = []
         for row, (request, samples) in enumerate(zip(plan.requests, plan.num_samples, strict=True)):
             request.pending -= samples
+            scores = None if sampled.scores is None else sampled.scores[row]
+            if scores is not None and request.scoring is not None:  # of one aborted too: others may have borrowed them
+                request.scoring.take(scores)
+                self.counters.scored_tokens += scores.end - scores.first
             if request.status is Status.FINISHED:  # by a token of an earlier plan
                 continue
             done = False
@@ -174,8 +178,9 @@ class Scheduler:
                 done = any(self._take(request, sampled, step, row) for step in range(samples))
             # The key and value of the last token are computed with the next one, of which nothing is known yet.
             self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
-            if sampled.scores is not None and (scores := sampled.scores[row]) is not None:
-                done = self._take_scores(request, scores) or done
+            if scores is not None and request.scoring is not None:
+                self.prefix_cache.keep_scores(request.block_keys, request.scoring)
+                done = done or (request.scoring.complete and request.remaining == 0)
             if done:
                 self._finish(request)
                 finished.append(request)
@@ -210,16 +215,6 @@ class Scheduler:
             if sampled.top is not None and request.spec.top_logprobs:
                 request.top_logprobs.append(sampled.top[step][row])
         return done
-
-    def _take_scores(self, request: Request, scores: TokenScores) -> bool:
-        """True where the request has all its scores and asks for nothing else."""
-        scoring = request.scoring
-        assert scoring is not None
-        scoring.take(scores, scores.first, scores.end)
-        self.counters.scored_tokens += scores.end - scores.first
-        if scoring.complete:
-            self.prefix_cache.keep_scores(request.block_keys, scoring)
-        return scoring.complete and request.remaining == 0
 
     def _finish(self, request: Request) -> None:
         waiting = request.status is Status.WAITING  # preempted while its last token was being sampled
@@ -357,11 +352,18 @@ class Scheduler:
     def _root(self, request: Request) -> bytes:
         return self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
 
-    def _offer_ahead(self, request: Request, num_new: int) -> None:
-        """Have what a plan computes of a prompt serve those that the same plan admits: layers write before they read."""
+    def _claim(self, request: Request, num_new: int) -> range:
+        """The tokens that a plan scores of a request.
+
+        What the plan computes of a prompt serves those that it admits next: layers write before they read.
+        """
+        scored = request.scoring.claim(request.computed + num_new) if request.scoring else range(0)
         if num_new > 1:
             known = min(request.computed + num_new, len(request.tokens))
             self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
+            if scored and request.scoring:
+                self.prefix_cache.keep_scores(request.block_keys, request.scoring)
+        return scored
 
     def _offer_to_prefix_cache(self, request: Request, known: int) -> list[int]:
         """Have the full blocks of the first ``known`` tokens serve other requests; returns those that now do."""

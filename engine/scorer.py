@@ -92,10 +92,11 @@ class Scorer:
         parts = []
         for start in range(0, len(rows.targets), self.chunk):
             part = slice(start, start + self.chunk)
-            logits = model.logits_of(hidden, rows.hidden[part], adapters)
-            parts.append(self._chunk(logits, rows.targets[part], rows.inverse_temperature[part], rows.top_k))
-        columns = (torch.cat(column) for column in zip(*parts, strict=True))
-        return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in columns))
+            columns = rows.targets[part], rows.inverse_temperature[part]
+            # With no name here, the logits are gone before the next ones come.
+            parts.append(self._chunk(model.logits_of(hidden, rows.hidden[part], adapters), *columns, rows.top_k))
+        scores = (torch.cat(column) for column in zip(*parts, strict=True))
+        return PendingScores(rows.tokens, tuple(self.runtime.to_host(column) for column in scores))
 
     def _chunk(self, logits: Tensor, targets: Tensor, inverse: Tensor, top_k: int) -> tuple[Tensor, ...]:
         """logits: [R, V]. Returns columns of ``TokenScores``."""

@@ -2,7 +2,7 @@
 
 The score of token ``i`` comes from the hidden state at position ``i - 1``, which exists only in the step that computes that
 position. So a request that wants scores never skips a position it still needs: of what the prefix cache holds, it takes the
-part before its first wanted token, and the blocks whose tokens' scores were kept from an earlier request.
+part before its first wanted token, and the blocks whose tokens another request has scored, or is scoring just now.
 """
 
 from __future__ import annotations
@@ -54,14 +54,18 @@ class TokenScores:
 
 @dataclass(eq=False, slots=True)
 class Scoring:
-    """The scores a request wants, of its tokens ``first`` to ``end``. Each is computed once, whatever happens to the request."""
+    """The scores a request wants, of its tokens ``first`` to ``end``. Each is computed once, whatever happens to the request.
+
+    Some of them another request's plans compute: what is borrowed arrives no later than the request's own last score.
+    """
 
     variant: Variant
     first: int
     end: int
     scores: TokenScores = field(init=False)
     next: int = field(init=False)  # the first token whose score no plan computes
-    arrived: int = 0
+    arrived: int = 0  # or borrowed
+    borrowed: list[tuple[Scoring, int, int]] = field(default_factory=list)  # of whom, from token, to token
 
     def __post_init__(self) -> None:
         self.scores = TokenScores.unknown(self.first, self.end, self.variant.top_k)
@@ -85,20 +89,32 @@ class Scoring:
         """Compute them all again. None may be on its way."""
         assert self.arrived == self.next - self.first
         self.next, self.arrived = self.first, 0
+        self.borrowed.clear()
 
-    def take(self, source: TokenScores, first: int, end: int) -> None:
-        self.scores.copy(source, first, end)
-        self.arrived += end - first
+    def take(self, scores: TokenScores) -> None:
+        """scores: of the next tokens that a plan was to score."""
+        self.scores.copy(scores, scores.first, scores.end)
+        self.arrived += scores.end - scores.first
+        if self.complete:
+            self.settle()
 
-    def take_kept(self, kept: TokenScores | None, block_end: int) -> bool:
-        """Take what an earlier request's ``scores`` say of the tokens up to ``block_end``; False where they do not.
+    def settle(self) -> None:
+        """Copy what is borrowed. It has arrived."""
+        for lender, first, end in self.borrowed:
+            lender.settle()
+            self.scores.copy(lender.scores, first, end)
+        self.borrowed.clear()
 
-        Scores are kept with blocks they cover to the end. The last wanted token is left: something has to be computed.
+    def borrow(self, lender: Scoring | None, block_end: int) -> bool:
+        """Have a lender's plans score the tokens up to ``block_end``; False where they do not.
+
+        The last wanted token is left: something has to be computed.
         """
         end = min(block_end, self.end - 1)
         if end > self.next:
-            if kept is None or kept.first > self.next:
+            if lender is None or not lender.first <= self.next < end <= lender.next:
                 return False
-            self.take(kept, self.next, end)
+            self.borrowed.append((lender, self.next, end))
+            self.arrived += end - self.next
             self.next = end
         return True
