@@ -11,7 +11,15 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from stoker.kernels.reference import sampling
-from stoker.kernels.reference.sampling import SAMPLE_BLOCK, gumbel_noise, philox, sample, token_logprobs, truncate
+from stoker.kernels.reference.sampling import (
+    SAMPLE_BLOCK,
+    gumbel_noise,
+    philox,
+    sample,
+    score_tokens,
+    token_logprobs,
+    truncate,
+)
 
 INF = float("inf")
 
@@ -221,6 +229,26 @@ def test_logprobs_are_those_of_the_log_softmax(vocab: int) -> None:
     given = torch.randint(vocab // 3, (6,)) * 3
     wanted = full.gather(1, given[:, None])[:, 0]
     torch.testing.assert_close(token_logprobs(logits, inverse, given).double(), wanted, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 0])
+def test_scores_are_those_of_the_whole_distribution(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several parts of the rows, with tokens that cannot be, and in a row of its own, NaN."""
+    monkeypatch.setattr(sampling, "_CACHED", 2 * 50)
+    logits = torch.randn(rows, 50) * 6
+    logits[:, 1::3] = -INF
+    logits[2:3, 4] = math.nan
+    inverse, given = torch.rand(rows) + 0.5, 3 * torch.arange(rows)
+    before = logits.clone()
+    logprobs, entropy, ranks = score_tokens(logits, inverse, given)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    full = (logits.double() * inverse.double()[:, None]).log_softmax(-1)
+    options = {"rtol": 1e-6, "atol": 1e-5, "equal_nan": True}
+    torch.testing.assert_close(logprobs.double(), full.gather(1, given[:, None])[:, 0], **options)
+    probs = full.exp()
+    torch.testing.assert_close(entropy.double(), -torch.where(probs == 0, 0.0, probs * full).sum(-1), **options)
+    assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [row == 2 for row in range(rows)]
+    assert torch.equal(ranks, (logits > logits.gather(1, given[:, None])).sum(-1) + 1)
 
 
 # -- truncate ----------------------------------------------------------------------------------------------------

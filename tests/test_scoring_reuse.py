@@ -119,6 +119,13 @@ def test_scores_of_more_of_a_block_are_not_displaced_by_those_of_less(engine):
         assert computed(engine, lambda start=start: engine.score([ids], start=start)) == count
 
 
+def test_a_block_that_a_single_token_fills_keeps_its_scores():
+    ids = draw(1, 9)
+    with engine_of(model_of("qwen3"), max_num_batched_tokens=7) as engine:
+        for count in (8, 1):
+            assert computed(engine, lambda: engine.score([ids])) == count
+
+
 def test_the_scores_of_a_few_temperatures_are_kept(engine):
     ids, cache = draw(1, 20), engine.core.scheduler.prefix_cache
     for temperature in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5):
