@@ -7,7 +7,9 @@ from scored import check, clean_engine, draw, engine_of, model_of, shared_engine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stoker.rollout import RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.kernels import linear
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,6 +43,42 @@ def test_what_was_just_sampled_scores_as_it_was_sampled(family, mode):
             assert one.token_ids.tolist() == c.token_ids
             torch.testing.assert_close(one.logprobs, torch.tensor(c.logprobs), rtol=0, atol=1e-5)
             check(output.prompt_logprobs, model_of(family), output.prompt_token_ids, 1, temperature, 2)
+
+
+def same_bits(engine: RolloutEngine, prompts: list[list[int]], max_tokens: int) -> list[bool]:
+    """Of each way of sampling, whether scores from the first token on are what sampling and its prompt's scores gave."""
+    kinds = [
+        (0.7, {"temperature": 0.7}),
+        (1.0, {"temperature": 1.3, "logprobs_mode": "raw"}),
+        (1.0, {"temperature": 0}),
+    ]
+    settings = {"max_tokens": max_tokens, "ignore_eos": True, "prompt_logprobs": 0}
+    params = [SamplingParams(seed=i, **settings, **kind) for i, (_, kind) in enumerate(kinds)]
+    found = []
+    for output, (temperature, _) in zip(engine.generate_batch(prompts, params), kinds, strict=True):
+        (completion,) = output.completions
+        (scores,) = engine.score([output.prompt_token_ids + completion.token_ids], temperature=temperature)
+        found.append(scores.logprobs.tolist() == output.prompt_logprobs.logprobs.tolist() + completion.logprobs)
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_scores_have_the_bits_of_what_was_sampled(deterministic, monkeypatch):
+    """Prompts are scored in chunks and then, beside nobody, from where the cache ends."""
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC if deterministic else TRITON)
+    settings = {"max_num_batched_tokens": 6, "score_chunk_tokens": 512, "decode_window": 2}
+    with engine_of(make_model("qwen3", num_hidden_layers=1), deterministic=deterministic, **settings) as engine:
+        found = same_bits(engine, [draw(i, 5) for i in range(3)], 2)
+    assert found == [True] * 3 if deterministic else not all(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_deterministic_scores_have_the_bits_of_what_was_sampled_on_a_gpu(dtype):
+    config = EngineConfig(kv_cache_memory="64MiB", deterministic=True, max_num_batched_tokens=24)
+    with RolloutEngine(make_model("qwen3").to(dtype).cuda(), config=config) as engine:
+        assert all(same_bits(engine, [draw(i, 50) for i in range(3)], 40))
 
 
 def test_forms_of_sequences(engine):

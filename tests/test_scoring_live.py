@@ -1,0 +1,140 @@
+"""Scoring while weights change, requests run, and other threads have their say."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from families import make_model
+from scored import check, draw, engine_of, model_of, plain, unwritten_kv_is_nan  # noqa: F401
+
+from stoker.rollout import RequestFailedError, RolloutEngine, SamplingParams
+
+
+def test_scores_are_of_the_weights_there_are():
+    """Changed with and without a word, and after sleep, where what the cache kept is gone."""
+    model, ids = make_model("qwen3", seed=3), draw(1, 30)
+
+    def change():
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.3)
+
+    with engine_of(model) as engine:
+        for between in (
+            lambda: None,
+            change,
+            lambda: (change(), engine.update_weights()),
+            lambda: (engine.sleep(), engine.wake_up()),
+            lambda: (engine.sleep(level=2), change(), engine.wake_up()),
+        ):
+            between()
+            for _ in range(2):
+                check(engine.score([ids], top_k=1)[0], model, ids, 1, top_k=1)
+
+
+def test_beside_requests_that_are_under_way():
+    model = model_of("qwen3")
+    prompts = [draw(i, 20) for i in range(3)]
+    params = SamplingParams(max_tokens=12, temperature=0, prompt_logprobs=0)
+    with engine_of(model, decode_window=1) as engine:
+        alone = [o.completions[0].token_ids for o in engine.generate_batch(prompts, params)]
+        engine.update_weights()
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        for _ in range(4):
+            engine.core.step()
+        sequences = [prompt + draw(9, 7) for prompt in prompts]
+        for one, ids in zip(engine.score(sequences), sequences, strict=True):
+            check(one, model, ids, 1)
+        assert any(h.status == "running" for h in handles)
+        for handle, prompt, tokens in zip(handles, prompts, alone, strict=True):
+            assert handle.result().completions[0].token_ids == tokens
+            check(handle.result().prompt_logprobs, model, prompt, 1)
+
+
+def test_from_several_threads():
+    model, failures = model_of("qwen3"), []
+    with engine_of(model, decode_window=2) as engine:
+
+        def work(top_k: int) -> None:
+            try:
+                for turn in range(4):
+                    sequences = [draw(top_k, 10) + draw(9 * turn + i, 15) for i in range(4)]
+                    for one, ids in zip(engine.score(sequences, top_k=top_k), sequences, strict=True):
+                        check(one, model, ids, 1, top_k=top_k)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        params = SamplingParams(n=2, max_tokens=6, prompt_logprobs=0)
+        for turn in range(3):
+            (output,) = engine.generate_batch([draw(turn, 20)], params)
+            check(output.prompt_logprobs, model, draw(turn, 20), 1)
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+
+def scored_meanwhile(
+    engine: RolloutEngine, sequences: list[list[int]], call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> list:
+    """Scores of sequences, ``call`` having been made by another thread when some were scored and others were not."""
+    step, reached, scores = engine.core.step, threading.Event(), []
+
+    def stepping():
+        finished = step()
+        if engine.stats().scored_tokens >= 150 and not reached.is_set():
+            reached.set()
+            until = time.monotonic() + 30
+            while not engine._loop._wanted and time.monotonic() < until:  # it gets its turn after this step
+                time.sleep(0.001)
+        return finished
+
+    monkeypatch.setattr(engine.core, "step", stepping)
+    thread = threading.Thread(target=lambda: scores.extend(engine.score(sequences)))
+    thread.start()
+    assert reached.wait(60)
+    call()
+    engine.resume()
+    thread.join()
+    return scores
+
+
+def test_new_weights_while_a_batch_is_scored(monkeypatch):
+    """A sequence has the scores of one model, though others lent it some."""
+    model, before = (make_model("qwen3", seed=4) for _ in range(2))
+    sequences = [draw(1, 20) + draw(50 + i, 20) for i in range(12)]
+    with engine_of(model) as engine:
+
+        def update():
+            engine.pause()
+            with torch.no_grad():
+                model.lm_head.weight.mul_(0.5)
+            engine.update_weights()
+
+        scores = scored_meanwhile(engine, sequences, update, monkeypatch)
+        old = [
+            abs(one.logprobs[-1] - plain(before, ids, 1)[-1, ids[-1]]) < 1e-4
+            for one, ids in zip(scores, sequences, strict=True)
+        ]
+        assert old == sorted(old, reverse=True) and True in old and False in old
+        for one, ids, is_old in zip(scores, sequences, old, strict=True):
+            check(one, before if is_old else model, ids, 1)
+
+
+def test_a_batch_that_another_thread_ends(monkeypatch):
+    model = model_of("qwen3")
+    sequences = [draw(1, 20) + draw(50 + i, 20) for i in range(12)]
+    with engine_of(model) as engine:
+        scores = scored_meanwhile(engine, sequences, lambda: engine.pause("abort"), monkeypatch)
+        ended = [one.error is not None for one in scores]
+        assert ended == sorted(ended) and True in ended and False in ended
+        for one, ids in zip(scores, sequences, strict=True):
+            if one.error is None:
+                check(one, model, ids, 1)
+            else:
+                assert isinstance(one.error, RequestFailedError) and "score it again" in str(one.error)
+        for one, ids in zip(engine.score(sequences), sequences, strict=True):
+            check(one, model, ids, 1)
