@@ -32,8 +32,8 @@ class EngineConfig:
     - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
       chunked, preempted or found in the prefix cache. On CUDA, for models without experts whose layers are all fused;
       somewhat slower.
-    - score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored. Their memory is this
-      many times the vocabulary, in fp32, a few times over; more than some hundreds gain no speed.
+    - score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored: this many times the
+      vocabulary, in the dtype, twice where the model's class scales or caps them. More than some hundreds gain no speed.
     - check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
     - gather_memory: the most that gathering the weights of a sharded trainer takes on each rank besides the engine's copy,
       as ``kv_cache_memory``: buckets of which two are under way, with the memory Gloo needs for them.

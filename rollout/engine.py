@@ -151,13 +151,14 @@ class RolloutEngine:
 
         sequences: list of str, of token-id lists, int64 [B, T] with ``attention_mask`` [B, T] (prompt and completion
         side by side, padded anywhere), or a ``RolloutBatch``, whose completions are scored one after the other, each
-        from its first token. start: the first token scored, counted without padding; one for all or one per sequence
-        (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
-        likely tokens to give at each position; entropy: of the distribution at each position. adapter: as for
-        ``generate_batch``, and progress_bar too.
+        from its first token (one that was aborted before it has no scores). start: the first token scored, counted
+        without padding; one for all or one per sequence (``prompt_mask.sum(1)``, say). The first token of a sequence
+        has no log-probability. top_k: how many of the most likely tokens to give at each position; entropy: of the
+        distribution at each position. adapter: as for ``generate_batch``, and progress_bar too.
 
-        Consecutive sequences with the same tokens before ``start`` compute them once. Tensors are on the host, in the
-        order of the sequences; memory beyond the KV cache is bounded by ``EngineConfig.score_chunk_tokens``.
+        Consecutive sequences with the same tokens before ``start`` compute them once; with the prefix cache, so do any
+        sequences with what they begin with, scores included. Tensors are on the host, in the order of the sequences;
+        memory beyond the KV cache is bounded by ``EngineConfig.score_chunk_tokens``.
 
         Raises as ``generate_batch`` does, naming the sequence. Where the model gives NaN, that sequence has NaN there
         and carries an ``error``; the others do not.
@@ -167,7 +168,7 @@ class RolloutEngine:
         ids, first = to_sequences(sequences, attention_mask, start, self.tokenizer)
         variant = self._requests.variant(temperature, top_k)
         for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
-            self._requests.check_sequence(row, sequence, at)
+            self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
         self._updates.notice()
         requests = self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids)))
         self._run("score", requests, progress_bar)

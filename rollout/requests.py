@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stoker.engine.request import Adapter, Request, SamplingSpec
+from stoker.engine.request import Adapter, Request, SamplingSpec, Status
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
@@ -101,7 +101,8 @@ class RequestMaker:
                 f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes) or lower max_tokens"
             )
 
-    def check_sequence(self, row: int, sequence: list[int], start: Any) -> None:
+    def check_sequence(self, row: int, sequence: list[int], start: Any, of_rollout: bool) -> None:
+        """of_rollout: a prompt and its completion, which may be empty where it was aborted."""
         name, length = f"sequence {row}", len(sequence)
         check_ids(name, sequence, self.vocab)
         if length > self.max_model_len:
@@ -109,7 +110,7 @@ class RequestMaker:
                 f"{name} has {length} tokens and max_model_len is {self.max_model_len}: shorten it or raise "
                 "EngineConfig.max_model_len"
             )
-        if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start < length:
+        if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start < length + of_rollout:
             raise InvalidRequestError(
                 f"{name}: start={shown(start)} and the sequence has {length} tokens: give the position of the first token "
                 f"to score, an integer from 1 to {length - 1}"
@@ -181,6 +182,8 @@ class RequestMaker:
             request = Request(
                 next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given, adapter
             )
+            if start == len(sequence):  # a completion that was aborted before its first token
+                request.status = Status.FINISHED
             group.append(request)
             made.append(request)
         return made

@@ -9,7 +9,7 @@ import torch
 from families import make_model
 from scored import check, draw, engine_of, model_of, plain, unwritten_kv_is_nan  # noqa: F401
 
-from stoker.rollout import RequestFailedError, RolloutEngine, SamplingParams
+from stoker.rollout import RequestFailedError, RolloutBatch, RolloutEngine, SamplingParams
 
 
 def test_scores_are_of_the_weights_there_are():
@@ -52,13 +52,31 @@ def test_beside_requests_that_are_under_way():
             check(handle.result().prompt_logprobs, model, prompt, 1)
 
 
+def test_of_a_batch_that_was_aborted_the_tokens_there_are():
+    """One row a completion, also where it has none."""
+    model = model_of("qwen3")
+    with engine_of(model, decode_window=1) as engine:
+        handles = [engine.submit(draw(i, 20), SamplingParams(max_tokens=12)) for i in range(3)]
+        for _ in range(2):
+            engine.core.step()
+        engine.pause("abort")
+        engine.resume()
+        batch = RolloutBatch([h.result() for h in handles])
+        lengths = [len(o.completions[0].token_ids) for o in batch]
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] > 0 == lengths[-1]
+        for one, output in zip(engine.score(batch, top_k=2), batch, strict=True):
+            check(one, model, output.prompt_token_ids + output.completions[0].token_ids, 20, top_k=2)
+        (nothing,) = engine.score(RolloutBatch(batch.outputs[2:]), entropy=True)
+        assert nothing.logprobs.shape == nothing.entropy.shape == (0,)
+
+
 def test_from_several_threads():
     model, failures = model_of("qwen3"), []
     with engine_of(model, decode_window=2) as engine:
 
         def work(top_k: int) -> None:
             try:
-                for turn in range(4):
+                for turn in range(2):
                     sequences = [draw(top_k, 10) + draw(9 * turn + i, 15) for i in range(4)]
                     for one, ids in zip(engine.score(sequences, top_k=top_k), sequences, strict=True):
                         check(one, model, ids, 1, top_k=top_k)

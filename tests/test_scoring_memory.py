@@ -28,15 +28,15 @@ def texts(count: int, length: int, vocab: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("family", "chunks"), [("qwen3", 1), ("gemma2", 2)])
 def test_at_the_peak_there_are_the_logits_of_a_chunk(family, chunks):
-    """Or two of them while the model's class scales or caps one; a thirty-second of all logits of the larger batch."""
+    """Or two of them while the model's class scales or caps one; a sixteenth of all logits of the larger batch."""
     vocab, chunk = 16384, 64
     logits = 4 * vocab * chunk
     config = EngineConfig(max_num_batched_tokens=256, score_chunk_tokens=chunk, kv_cache_memory="4MiB")
     with RolloutEngine(make_model(family, vocab_size=vocab), config=config) as engine:
         prompts = texts(2, 100, vocab)
         for call in (
-            lambda: engine.score(texts(4, 128, vocab)),
-            lambda: engine.score(texts(16, 128, vocab), temperature=0.7, top_k=4, entropy=True),
+            lambda: engine.score(texts(2, 128, vocab)),
+            lambda: engine.score(texts(8, 128, vocab), temperature=0.7, top_k=4, entropy=True),
             lambda: engine.generate_batch(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=2)),
         ):
             engine.score([[1, 2]])

@@ -187,7 +187,7 @@ def test_random_traffic(ahead, monkeypatch):
     model, rng = model_of("qwen3"), random.Random(ahead)
     begin = [draw(100 + i, 40) for i in range(3)]
     preempted = 0
-    for _ in range(4):
+    for _ in range(3):
         blocks, tokens = rng.randint(12, 14), rng.choice((5, 16, 64))
         fields = {"max_num_seqs": rng.randint(2, 6), "max_num_batched_tokens": tokens}
         with engine_of(model, blocks=blocks, enable_prefix_caching=rng.random() < 0.8, **fields) as engine:

@@ -118,7 +118,8 @@ def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) ->
 def _parts(logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """As many rows at a time as a CPU's caches hold, with what an operation makes of them: the work is reading memory."""
     rows = max(1, _CACHED * torch.get_num_threads() // logits.shape[1])
-    return zip(logits.split(rows), *(column.split(rows) for column in columns), strict=True)
+    for start in range(0, max(len(logits), 1), rows):
+        yield tuple(tensor[start : start + rows] for tensor in (logits, *columns))
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

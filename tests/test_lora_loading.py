@@ -1,0 +1,165 @@
+"""Adapters that are loaded, from other models, tensors and folders, and what becomes of them while requests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted import (
+    CONFIG,
+    GREEDY,
+    PROMPTS,
+    expected_tokens,
+    lora,
+    peft_model,
+    shake,
+    state_dict,
+    tokens,
+    two_adapters,
+)
+from families import make_model
+from peft import get_peft_model_state_dict
+
+from stoker.rollout import (
+    EngineStateError,
+    InvalidRequestError,
+    RolloutEngine,
+    UnsupportedModelError,
+)
+
+LOADED: list[dict[str, Any]] = [
+    {},
+    {"use_dora": True, "use_rslora": True},
+    {"rank_pattern": {"layers.1.self_attn.q_proj": 9, "down_proj": 2}, "alpha_pattern": {r"layers\.0\..*": 31}},
+    {"modules_to_save": ["lm_head", "embed_tokens"]},
+]
+
+
+@pytest.mark.parametrize("options", LOADED)
+@pytest.mark.parametrize("how", ["live", "named", "tensors", "folder"])
+def test_a_loaded_adapter_is_the_one_it_was(how: str, options: dict[str, Any], tmp_path: Path) -> None:
+    other = peft_model(seed=7, **options)
+    if how == "folder":
+        other.save_pretrained(tmp_path)
+    source = {
+        "live": other,
+        "named": (other, "default"),
+        "tensors": (state_dict(other), other.peft_config["default"]),
+        "folder": tmp_path,
+    }[how]
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        mine = tokens(engine)
+        engine.load_adapter("other", source)
+        assert engine.adapters == ("default", "other")
+        assert tokens(engine, adapter="other") == expected_tokens(other) != mine
+        assert tokens(engine) == mine
+
+
+def test_another_models_adapter_is_live_and_a_copy_is_not() -> None:
+    other = peft_model(seed=7)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("live", other)
+        engine.load_adapter("copy", (state_dict(other), other.peft_config["default"]))
+        before = expected_tokens(other)
+        assert tokens(engine, adapter="live") == tokens(engine, adapter="copy") == before
+        shake(other, seed=8)
+        assert tokens(engine, adapter="live") == expected_tokens(other) != before
+        assert tokens(engine, adapter="copy") == before
+        assert tokens(engine) == expected_tokens(other, None)
+
+
+def test_reloaded_under_the_same_name() -> None:
+    """No prefix of the one before serves it, though the weight version is the same."""
+    first, second = peft_model(seed=7), peft_model(seed=8)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        for model in (first, second, first):
+            engine.load_adapter("a", (state_dict(model), model.peft_config["default"]))
+            assert tokens(engine, adapter="a") == expected_tokens(model)
+            assert engine.stats().prefix_cache_hit_tokens == 0
+        assert engine.weight_version == 0
+        engine.unload_adapter("a")
+        assert engine.adapters == ()
+        with pytest.raises(InvalidRequestError, match="not known: there are none"):
+            tokens(engine, adapter="a")
+
+
+def test_load_and_unload_while_requests_run() -> None:
+    model, other = peft_model(), peft_model(seed=8)
+    tensors, config = state_dict(other), other.peft_config["default"]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("a", (tensors, config))
+        handles = [engine.submit(p, GREEDY, adapter=a) for p in PROMPTS for a in ("a", "default")]
+        engine.core.step()
+        for call in (lambda: engine.unload_adapter("a"), lambda: engine.load_adapter("a", (tensors, config))):
+            with pytest.raises(EngineStateError, match=r"adapter 'a' cannot be .* while 4 requests use it"):
+                call()
+        with pytest.raises(UnsupportedModelError, match="cannot be loaded from no/such"):
+            engine.load_adapter("b", "no/such")
+        engine.load_adapter("b", (tensors, config))
+        engine.unload_adapter("b")
+        found = [h.result().completions[0].token_ids for h in handles]
+        assert found[::2] == expected_tokens(other) and found[1::2] == expected_tokens(model)
+        engine.unload_adapter("a")
+
+
+def test_an_adapter_deleted_while_requests_use_it() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        kept, lost = (engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other"))
+        engine.core.step()
+        engine.pause()
+        model.delete_adapter("other")
+        engine.update_weights()
+        engine.resume()
+        assert kept.result().completions[0].token_ids == expected_tokens(model)[0]
+        assert "deleted from the model" in str(lost.result().error)
+
+
+def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in tensors.items() if part not in n}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda t, c: ({n: t[n].new_full(t[n].shape, torch.nan) for n in t}, c), r"'a' has NaN or Inf in base_model"),
+        (lambda t, c: (without(t, "layers.0.self_attn.q_proj.lora_A"), c), r"only one of A and B for model.layers.0"),
+        (lambda t, c: ({n.replace("layers.0", "layers.9"): t[n] for n in t}, c), r"layers.9.*for another base"),
+        (lambda t, c: ({n: t[n][:, :-1] if "_A" in n else t[n] for n in t}, c), r"A \(4, 47\).*for another base"),
+        (lambda t, c: (t, lora(r=8)), r"rank 4 for .* its config says 8"),
+        (lambda t, c: (t, lora(use_dora=True)), r"use_dora and the magnitudes"),
+        (lambda t, c: (t, lora(init_lora_weights="pissa")), r"made by pissa, which changes the base"),
+        (
+            lambda t, c: (t | {"base_model.model.lm_head.weight": torch.zeros(128, 48)}, c),
+            r"neither LoRA .* nor in modules",
+        ),
+        (lambda t, c: ({}, c), r"'a' is empty"),
+        (lambda t, c: t, r"give a PeftModel, \(PeftModel, adapter name\)"),
+        (lambda t, c: (peft_model(), "no such"), r"the model has \['default'\], and no 'no such'"),
+        (lambda t, c: peft_model("qwen3"), r"for another base"),
+        (lambda t, c: peft_model(r=65), r"rank 65"),
+    ],
+)
+def test_what_is_not_loaded(make: Any, message: str) -> None:
+    other = peft_model(seed=7)
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        before = tokens(engine)
+        with pytest.raises(UnsupportedModelError, match=message):
+            engine.load_adapter("a", make(state_dict(other), other.peft_config["default"]))
+        assert engine.adapters == ("default",)
+        assert tokens(engine) == before
+        with pytest.raises(UnsupportedModelError, match="'default' is on the live model already"):
+            engine.load_adapter("default", other)
+        with pytest.raises(InvalidRequestError, match="'default' is the live model's: delete_adapter"):
+            engine.unload_adapter("default")
+
+
+def test_adapters_of_two_dtypes_are_refused_by_name():
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        state = {n: t.half() for n, t in get_peft_model_state_dict(model).items()}
+        with pytest.raises(UnsupportedModelError, match=r"adapter 'half' has torch.float16 .*cast it"):
+            engine.load_adapter("half", (state, model.peft_config["default"]))
+        assert "half" not in engine.adapters
