@@ -80,6 +80,7 @@ class ModelBinding:
         self._active: tuple[str, ...] = ()
         self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
         self._numbers: list[int] | None = None
+        self._adapted = False  # whether they changed, with nobody told so far
         self._sums: dict[
             str, tuple[str, ...]
         ] = {}  # adapters of the model that were active at once, by the name of that
@@ -156,10 +157,11 @@ class ModelBinding:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.refresh()
-        adapted = self._look_at_adapters(self.shell, announced=False, same=same)
+        self._adapted |= self._look_at_adapters(self.shell, announced=False, same=same)
         caught_up = self.source.catch_up()
         if caught_up:
             self._written(0)
+        adapted, self._adapted = self._adapted, False
         return moved or adapted or caught_up
 
     def _is_as_seen(self, *, layouts: bool = True) -> bool:
@@ -240,6 +242,8 @@ class ModelBinding:
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
+        if self._numbers is not None:  # with which what changed until now is forgotten below
+            self._adapted |= self._look_at_adapters(self.shell, announced=False)
         adapter.bases.clear()  # they are those of the model
         self.unload_adapter(name)
         if changes:
@@ -265,9 +269,10 @@ class ModelBinding:
         return "+".join(active) or None
 
     def receive(self, weights: NewWeights) -> Staging:
-        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
-        if self.moved():
-            self.refresh()
+        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
+
+        Nothing may have ``moved``.
+        """
         if getattr(self.source.module, "quantization_method", None) is not None:
             raise UnsupportedModelError(
                 "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
