@@ -2,12 +2,14 @@
 
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from families import make_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_model
 from small_training import (
     CONFIG,
@@ -21,6 +23,7 @@ from small_training import (
     snapshot,
     train,
 )
+from test_checksum import checksum
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -201,6 +204,63 @@ def test_checkpoints_of_a_model_under_an_engine(model, tmp_path):
         assert_matches(engine, model)
         with RolloutEngine(twin, config=CONFIG) as theirs:
             assert_matches(theirs, twin)
+
+
+def test_training_goes_on_from_a_checkpoint_as_it_does_without_an_engine(tmp_path):
+    """In the model that wrote it, and in a new one."""
+    results, file = [], tmp_path / "checkpoint.pt"
+
+    def start(model, with_engine):
+        engine = RolloutEngine(model, config=CONFIG) if with_engine else None
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), engine
+
+    def steps(model, optimizer, engine):
+        train(model, optimizer, 2)
+        if engine is not None:
+            assert_matches(engine, model)
+        state = optimizer.state_dict()["state"]
+        moments = {f"{i}.{k}": t.clone() for i, of in state.items() for k, t in of.items()}
+        return {name: t.clone() for name, t in model.state_dict().items()} | moments
+
+    for with_engine in (False, True):
+        first = start(make_model("llama"), with_engine)
+        steps(*first)
+        torch.save({"model": first[0].state_dict(), "optimizer": first[1].state_dict()}, file)
+        results.append(steps(*first))
+        for model, optimizer, engine in (first, start(make_model("llama", seed=3), with_engine)):
+            saved = torch.load(file, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            results.append(steps(model, optimizer, engine))
+    assert len(results[0]) > 2 * len(list(first[0].parameters()))
+    for other in results[1:]:
+        assert other.keys() == results[0].keys()
+        assert [name for name, t in other.items() if not torch.equal(t, results[0][name])] == []
+
+
+def test_thousands_of_rollouts_sleeps_and_adapters_leave_every_tensor_as_it_was():
+    model = make_model("llama", num_hidden_layers=1)
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=2, init_lora_weights=False)
+    adapter = get_peft_model(make_model("llama", num_hidden_layers=1), config)
+    with RolloutEngine(model, config=replace(CONFIG, max_num_seqs=64, max_num_batched_tokens=256)) as engine:
+
+        def state():
+            tensors = (*model.named_parameters(), *model.named_buffers())
+            return {name: (checksum(t), t._version, t.data_ptr(), t.grad_fn) for name, t in tensors}
+
+        before, rollouts = state(), 0
+        for cycle in range(16):
+            engine.load_adapter("loaded", adapter)
+            params = SamplingParams(n=16, max_tokens=2, seed=cycle, top_p=0.9)
+            batch = engine.generate_batch([PROMPT] * 8, params, adapter=[None, "loaded"] * 4)
+            batch.raise_for_errors()
+            rollouts += sum(len(output.completions) for output in batch)
+            engine.sleep(level=1 + cycle % 3)
+            engine.wake_up()
+            engine.update_weights()
+            engine.score([PROMPT] * 2)
+            engine.unload_adapter("loaded")
+        assert rollouts > 2000 and state() == before
 
 
 @pytest.mark.parametrize("how", ["save_state", "save_model", "safetensors"])

@@ -494,6 +494,34 @@ def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
     )
 
 
+def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first bucket is not the largest."""
+    here, there = over_a_pipe()
+    handles: list[int] = []
+    send = there._send
+
+    def note(kind: str, content: Any) -> None:
+        if kind == "bucket":
+            handles.append(0 if content[0] is None else content[0].numel())
+        send(kind, content)
+
+    monkeypatch.setattr(there, "_send", note)
+    tensors = {"wide": torch.randn(3, dtype=torch.float64), "narrow": torch.arange(20).to(torch.uint8)}
+    for number in range(3):
+        targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        with sending(there, tensors, 9) as sent:
+            take(here, targets)
+            sent.result(5)
+        assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
+        assert handles == [9] + [0] * (6 * number + 5), "8 bytes, three times, then 9, 9, 2"
+        assert here._shared is not None and there._shared is not None
+    place = here._shared.data_ptr()
+    with sending(there, tensors, 44) as sent:
+        take(here, targets)
+        sent.result(5)
+    assert handles[18:] == [44] and here._shared.data_ptr() != place, "a larger one"
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_transfer_that_was_begun_anew(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver came too late for the first one, which it is told, and gets the second."""

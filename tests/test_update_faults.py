@@ -142,3 +142,28 @@ def test_an_adapter_that_is_loaded_hides_no_change_of_another(dtype: str) -> Non
         assert set(assert_matches(engine, model)) == {1}
         engine.load_adapter("other", other)
         assert set(assert_matches(engine, model)) == {1}, "and is no change itself"
+
+
+@pytest.mark.parametrize("start", ["generate_batch", "score", "submit"])
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_runs_the_model_waits_for_the_stream_that_weights_were_written_on(
+    way: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.waits: list[Stream] = []
+
+        def wait_stream(self, other: "Stream") -> None:
+            self.waits.append(other)
+
+    trainers, rollouts, model = Stream(), Stream(), small()
+    with RolloutEngine(model, config=replace(CONFIG, dtype=WAYS[way])) as engine:
+        new = {n: 1.2 * p.detach() for n, p in model.named_parameters()} if way == "from elsewhere" else None
+        scale(model, 1.2, move=way == "moved")
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cpu, "current_stream", lambda device=None: trainers)
+            engine.update_weights(new)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cpu, "current_stream", lambda device=None: rollouts)
+            getattr(engine, start)([PROMPT] if start != "submit" else PROMPT)
+        assert rollouts.waits and all(stream is trainers for stream in rollouts.waits)
