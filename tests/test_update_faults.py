@@ -166,4 +166,9 @@ def test_whoever_runs_the_model_waits_for_the_stream_that_weights_were_written_o
         with monkeypatch.context() as patch:
             patch.setattr(torch.cpu, "current_stream", lambda device=None: rollouts)
             getattr(engine, start)([PROMPT] if start != "submit" else PROMPT)
-        assert rollouts.waits and all(stream is trainers for stream in rollouts.waits)
+        assert rollouts.waits == [trainers] and trainers.waits, "which has waited for those before it"
+        with monkeypatch.context() as patch:  # what was launched may still read what is to be written
+            patch.setattr(torch.cpu, "current_stream", lambda device=None: trainers)
+            trainers.waits.clear()
+            engine.update_weights(new)
+        assert trainers.waits == [rollouts]
