@@ -121,8 +121,8 @@ def broadcast_and_die(rank: int) -> str:
         raise AssertionError("took weights from nobody")
 
 
-def share(connection: Connection, die: bool) -> None:
-    """Sends through shared memory, twice; the second time it may die half-way."""
+def share(connection: Connection, die: bool, device: str = "cpu") -> None:
+    """Sends through memory that both have open, on the device, twice; the second time it may die half-way."""
     torch.set_num_threads(1)
     transfer = SharedMemoryTransfer(connection, timeout=30)
     original = transfer.bucket
@@ -134,4 +134,4 @@ def share(connection: Connection, die: bool) -> None:
     for steps in (1, 2):
         if die and steps == 2:
             transfer.bucket = last  # type: ignore[method-assign]
-        send_weights(dict(trained(steps).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+        send_weights(dict(trained(steps).to(device).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
