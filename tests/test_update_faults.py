@@ -1,8 +1,10 @@
-"""What comes in the way of an update: an interrupt at any point of it, no memory, another stream."""
+"""What comes in the way of an update, of sleep and of waking: interrupts at any point, errors, other streams."""
 
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from types import FrameType
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from families import make_model
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from small_training import CONFIG, PARAMS, PROMPT, assert_matches
 
 from stoker.kernels.errors import WeightsMismatchError
@@ -172,3 +174,40 @@ def test_whoever_runs_the_model_waits_for_the_stream_that_weights_were_written_o
             trainers.waits.clear()
             engine.update_weights(new)
         assert trainers.waits == [rollouts]
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_an_interrupt_at_any_point_of_sleep_and_wake_loses_nothing(level: int) -> None:
+    model = small()
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=2, init_lora_weights=False)
+    adapter = get_peft_model(small(), config).double()
+    given = {n: t.clone() for n, t in get_peft_model_state_dict(adapter).items()}, config
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float64")) as engine:
+        engine.load_adapter("copied", given)
+
+        def tokens() -> list[list[int]]:
+            batch = engine.generate_batch([PROMPT] * 2, PARAMS, adapter=[None, "copied"])
+            return [output.completions[0].token_ids for output in batch]
+
+        def wake() -> None:
+            engine.wake_up()
+            if level == 3:
+                engine.update_weights()
+
+        def count(action: Callable[[], None], event: int = -1) -> int:
+            with InterruptAt(event) as interrupt:
+                action()
+            return interrupt.count
+
+        expected = tokens()
+        sleep = partial(engine.sleep, level)
+        events = [(count(sleep), count(wake)) for _ in range(2)][-1]
+        for action, events_of_it in zip((sleep, wake), events, strict=True):
+            for event in range(1, events_of_it - 8, events_of_it // 6):
+                if action is wake:
+                    sleep()
+                with pytest.raises(KeyboardInterrupt):
+                    count(action, event)
+                wake()
+                assert tokens() == expected and engine.verify_weights().ok
+                assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
