@@ -169,6 +169,19 @@ def test_a_tensor_that_went_to_the_next_module_under_its_name_is_noticed() -> No
     assert tree.same()
 
 
+def test_registries_of_a_class_of_their_own() -> None:
+    class Registry(OrderedDict[str, Any]):
+        pass
+
+    model: Any = make_model("llama")
+    for module in model.modules():
+        module._parameters, module._buffers = Registry(module._parameters), Registry(module._buffers)
+    tree = Tree(model)
+    assert tree.same()
+    model.model.norm._buffers["more"] = torch.zeros(1)
+    assert not tree.same()
+
+
 def test_what_training_does_is_no_change() -> None:
     model: Any = make_model("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

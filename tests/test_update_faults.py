@@ -70,7 +70,7 @@ def test_an_interrupt_at_any_point_leaves_the_old_weights_or_the_new_ones(way: s
         update()
         events = update()
         versions = set()
-        for event in (*range(1, events - 200, events // 8), *range(events - 200, events - 20, 20)):
+        for event in (*range(1, events - 200, events // 5), *range(events - 200, events - 20, 30)):
             version, before = engine.weight_version, {n: p.detach().clone() for n, p in model.named_parameters()}
             with pytest.raises(KeyboardInterrupt):
                 update(event)

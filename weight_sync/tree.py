@@ -37,6 +37,7 @@ class Tree:
         self._members = [dict(m[name]) for m, name in held if m[name]]
         empty = [m[name] for m, name in held if not m[name]]  # most are
         self._empty = (*empty, *(m["_modules"] for m in modules if not m["_modules"]))
+        self._nothing = get_referents(*self._empty)  # none, but of registries with a class of their own, that
         self._tensors = [t for members in self._members for t in members.values() if isinstance(t, Tensor)]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._dtypes = list(map(_dtype, self._tensors))
@@ -50,7 +51,7 @@ class Tree:
         """
         tensors = self._tensors
         return (
-            not get_referents(*self._empty)  # what they hold: nothing
+            get_referents(*self._empty) == self._nothing
             and list(map(_modules, self._parents)) == self._children
             and self._same_members()
             and list(map(Tensor.data_ptr, tensors)) == self._addresses
