@@ -98,8 +98,7 @@ def test_a_rollout_waits_for_the_stream_of_the_trainers_step(dtype: str) -> None
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_weights_from_another_process_on_the_same_device(dies: bool) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
+    context = multiprocessing.get_context("spawn")  # an import that looks at CUDA makes it unusable after a fork
     here, there = context.Pipe()
     process = context.Process(target=sender.share, args=(there, dies, DEVICE))
     process.start()
