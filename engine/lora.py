@@ -119,7 +119,7 @@ class LoraLayers:
     def derives(self, adapter: AdapterWeights) -> bool:
         """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
         return any(
-            link.magnitudes or link.offsets or link.biases or not self._router_paths.isdisjoint(link.linears)
+            link.magnitudes or link.offsets or link.biases or any(path in link.linears for path in self._router_paths)
             for link in adapter.links
         )
 

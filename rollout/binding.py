@@ -80,6 +80,7 @@ class ModelBinding:
         self._active: tuple[str, ...] = ()
         self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
         self._numbers: list[int] | None = None
+        self._adapted = False  # whether they changed, with nobody told so far
         self._sums: dict[
             str, tuple[str, ...]
         ] = {}  # adapters of the model that were active at once, by the name of that
@@ -88,11 +89,13 @@ class ModelBinding:
         self.packed: dict[str, Packed] = {}  # of these, those that lie elsewhere than on the device
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
+        self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
         """Make the shell, and see what its layers store of a token. Ranks of a sharded trainer do so together."""
         self.max_model_len = max_model_len
         self.shell = self._new_shell(self.source)
+        self._in_order()
         self.source.pull()
         try:
             self.shapes = self.shell.layer_shapes()
@@ -123,10 +126,11 @@ class ModelBinding:
         Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
         shell, and goes on failing.
         """
+        self._in_order()
         same = self._is_as_seen(layouts=layouts)
         if same or not self.moved():
             self._look_at_adapters(self.shell, same=same)
-            return self._written(self.source.pull())
+            return self.source.pull()
         self.source.check()
         source = self._source()
         shell = self._new_shell(source)
@@ -139,7 +143,7 @@ class ModelBinding:
         self._fuse(shell, source)
         self._look_at_adapters(shell)
         self.source, self.shell = source, shell
-        return self._written(written)
+        return written
 
     def moved(self) -> bool:
         """Whether any borrowed tensor of the model was added, replaced or moved since it was bound."""
@@ -150,16 +154,16 @@ class ModelBinding:
 
         Raises ``WeightsMovedError`` where it does: the model was sharded since the last update.
         """
+        self._in_order()
         same = self._is_as_seen()
         moved = not same and self.moved()
         if moved:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.refresh()
-        adapted = self._look_at_adapters(self.shell, announced=False, same=same)
+        self._adapted |= self._look_at_adapters(self.shell, announced=False, same=same)
         caught_up = self.source.catch_up()
-        if caught_up:
-            self._written(0)
+        adapted, self._adapted = self._adapted, False
         return moved or adapted or caught_up
 
     def _is_as_seen(self, *, layouts: bool = True) -> bool:
@@ -240,6 +244,8 @@ class ModelBinding:
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
+        if self._numbers is not None:  # with which what changed until now is forgotten below
+            self._adapted |= self._look_at_adapters(self.shell, announced=False)
         adapter.bases.clear()  # they are those of the model
         self.unload_adapter(name)
         if changes:
@@ -265,9 +271,10 @@ class ModelBinding:
         return "+".join(active) or None
 
     def receive(self, weights: NewWeights) -> Staging:
-        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``."""
-        if self.moved():
-            self.refresh()
+        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
+
+        Nothing may have ``moved``.
+        """
         if getattr(self.source.module, "quantization_method", None) is not None:
             raise UnsupportedModelError(
                 "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
@@ -278,21 +285,25 @@ class ModelBinding:
         return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)
 
     def put_in_service(self, staged: Staging) -> int:
+        self._in_order()
         written = staged.commit()
         self.source.overwritten()
-        return self._written(written)
+        return written
 
     def check_ready(self) -> None:
-        """Raise ``EngineStateError`` where the weights are in parts old and new; else wait for them, on the device."""
+        """Raise ``EngineStateError`` where the weights are in parts old and new."""
         if not self.source.complete:
             raise EngineStateError("the weights are incomplete since an update failed: call update_weights() again")
-        streams = torch.get_device_module(self.source.device)
-        streams.current_stream(self.source.device).wait_stream(self._stream)
 
-    def _written(self, nbytes: int) -> int:
-        # Whoever generates under another stream than this one, where the trainer and the mirror were written, waits.
-        self._stream = torch.get_device_module(self.source.device).current_stream(self.source.device)
-        return nbytes
+    def _in_order(self) -> None:
+        """What is launched from now on comes after all that was launched on these weights, or to write them.
+
+        Rollouts and updates may be under streams of their own: the trainer's steps are in that of the update before it.
+        """
+        stream: Any = torch.get_device_module(self.source.device).current_stream(self.source.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def verify(self, version: int) -> WeightReport:
         """Compare what the shell runs on with what the trainer holds, name by name."""
@@ -348,7 +359,6 @@ class ModelBinding:
                 "deterministic=True cannot be had for it"
             )
         source.bind()
-        self._written(0)
 
 
 def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request
-from stoker.kernels.errors import InvalidRequestError, RequestFailedError
+from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
 from stoker.weight_sync.receiving import NewWeights
+from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.version import uninterrupted
+
+_T = TypeVar("_T")
 
 
 class WeightUpdates:
@@ -20,6 +25,7 @@ class WeightUpdates:
 
     def __init__(self, binding: ModelBinding, core: EngineCore, adapters: Adapters, loop: Loop) -> None:
         self._binding, self._core, self._adapters, self._loop = binding, core, adapters, loop
+        self._behind = False  # caches and version, of weights that a change which came to no end has left
         self.last_seconds = 0.0
         self.last_bytes = 0
 
@@ -34,22 +40,39 @@ class WeightUpdates:
         if version is not None and version <= self.version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
         start = time.perf_counter()
-        staged = None if weights is None else self._binding.receive(weights)
+        staged = None if weights is None else self._receive(weights)
         with uninterrupted():
             if staged is None:  # whatever starts afterwards calls ``notice`` first
-                self.last_bytes = self._binding.refresh(layouts=self._core.has_work)
+                self.last_bytes = self._look(lambda: self._binding.refresh(layouts=self._core.has_work))
             else:
-                self.last_bytes = self._binding.put_in_service(staged)
+                self.last_bytes = self._look(lambda: self._binding.put_in_service(staged))
             self._take(self.version + 1 if version is None else version, recompute=False)
         self.last_seconds = time.perf_counter() - start
+
+    def _receive(self, weights: NewWeights) -> Staging:
+        with uninterrupted():
+            if self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
+                self._look(self._binding.refresh)
+        return self._binding.receive(weights)
 
     def notice(self) -> None:
         """Take over what was changed in the model without a word. Raises where the engine may not run on it."""
         with uninterrupted():
-            if self._binding.notice():
+            behind = self._behind
+            if self._look(self._binding.notice) or behind:
                 self._take(self.version + 1, recompute=True)  # what others have under way, that is
+            self._behind = False
             self._binding.shell.lora.stacks.forget()
         self._binding.check_ready()
+
+    def _look(self, look: Callable[[], _T]) -> _T:
+        """Take weights, which caches and version are behind from then on. What is refused has changed nothing."""
+        behind, self._behind = self._behind, True
+        try:
+            return look()
+        except StokerError:
+            self._behind = behind
+            raise
 
     def _take(self, version: int, *, recompute: bool) -> None:
         core = self._core
@@ -68,6 +91,7 @@ class WeightUpdates:
             core.scheduler.set_weight_version(version)
 
         self._loop.do("take new weights", take)
+        self._behind = False
 
 
 def deleted(request: Request) -> RequestFailedError:

@@ -1,18 +1,23 @@
-"""The trainer's side of a transfer of weights, and an engine's, each to be run in a process of its own."""
+"""The trainer's side of a transfer of weights, and an engine's, each to be run in a process of its own, or in one."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import oracle
 import torch
 from families import make_model
+from torch import Tensor
 
 from stoker.kernels.errors import WeightTransferError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.weight_sync.receiving import receive
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64)
@@ -121,8 +126,8 @@ def broadcast_and_die(rank: int) -> str:
         raise AssertionError("took weights from nobody")
 
 
-def share(connection: Connection, die: bool) -> None:
-    """Sends through shared memory, twice; the second time it may die half-way."""
+def share(connection: Connection, die: bool, device: str = "cpu") -> None:
+    """Sends through memory that both have open, on the device, twice; the second time it may die half-way."""
     torch.set_num_threads(1)
     transfer = SharedMemoryTransfer(connection, timeout=30)
     original = transfer.bucket
@@ -134,4 +139,21 @@ def share(connection: Connection, die: bool) -> None:
     for steps in (1, 2):
         if die and steps == 2:
             transfer.bucket = last  # type: ignore[method-assign]
-        send_weights(dict(trained(steps).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+        send_weights(dict(trained(steps).to(device).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
+
+
+# -- both ends in one process --------------------------------------------------------------------------------------
+
+
+def over_a_pipe(timeout: float = 10) -> tuple[SharedMemoryTransfer, SharedMemoryTransfer]:
+    return tuple(SharedMemoryTransfer(end, timeout=timeout) for end in multiprocessing.Pipe())  # type: ignore[return-value]
+
+
+def take(transfer: Any, targets: dict[str, Tensor]) -> None:
+    receive(transfer, targets, (), check_finite=False).commit()
+
+
+@contextmanager
+def sending(transfer: SharedMemoryTransfer, tensors: Any, bucket_bytes: int = 64) -> Iterator[Future[None]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(send_weights, tensors, transfer, bucket_bytes=bucket_bytes)

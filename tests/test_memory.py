@@ -212,6 +212,36 @@ def test_a_wake_that_is_interrupted_can_be_tried_again(monkeypatch, what, operat
         assert first_tokens(engine) == expected
 
 
+def test_weights_that_find_no_memory_keep_their_numbers_and_what_was_woken_before_stays_awake(monkeypatch):
+    model = make_model("llama")
+    with in_double(model) as engine:
+        expected, resize = first_tokens(engine), torch.UntypedStorage.resize_
+        engine.sleep(level=2)
+
+        def refuse(storage, nbytes):
+            if nbytes:
+                raise torch.OutOfMemoryError("out of memory")
+            return resize(storage, nbytes)
+
+        for _ in range(2):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.UntypedStorage, "resize_", refuse)
+                wanted = rf"no memory for the weights: {engine.stats().mirror_bytes} bytes wanted, \d+ free. Free some"
+                with pytest.raises(EngineStateError, match=wanted):
+                    engine.wake_up()
+            with pytest.raises(EngineStateError, match=r"the engine is asleep \(weights, kv_cache\)"):
+                first_tokens(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainBuffer, "restore", lambda self: refuse(self, 1))
+            with pytest.raises(EngineStateError, match="no memory for the KV cache"):
+                engine.wake_up()
+            with pytest.raises(EngineStateError, match=r"the engine is asleep \(kv_cache\)"):
+                first_tokens(engine)
+            assert engine.update_weights() == 1 and engine.stats().last_update_bytes == 0, "they are what they were"
+        engine.wake_up()
+        assert first_tokens(engine) == expected
+
+
 def _strike(*_, **__):
     raise KeyboardInterrupt
 

@@ -72,6 +72,11 @@ def parameter_replaced(model: Any) -> None:
     model.lm_head._parameters["weight"] = nn.Parameter(model.lm_head.weight.detach())
 
 
+def scalar_replaced(model: Any) -> None:
+    """By one that lies at the same place, and is equal to it."""
+    model.model.norm.scale = nn.Parameter(model.model.norm.scale.data)
+
+
 def bias_added(model: Any) -> None:
     model.lm_head.bias = nn.Parameter(torch.zeros(128))
 
@@ -110,7 +115,7 @@ def retyped(model: Any) -> None:
 
 CHANGES: list[Callable[[Any], None]] = [
     set_data, other_strides, square, shortened, reinterpreted, renamed, renamed_in_place, exchanged, registry_replaced,
-    parameter_replaced, bias_added, bias_taken_away, buffer_moved, layer_replaced, layer_dropped, layer_added, child_added,
+    parameter_replaced, scalar_replaced, bias_added, bias_taken_away, buffer_moved, layer_replaced, layer_dropped, layer_added, child_added,
     lora, retyped,
 ]  # fmt: skip
 
@@ -123,6 +128,7 @@ LAYOUTS = [other_strides, square, shortened]
 def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -> None:
     inner: Any = make_model("llama")
     inner.model.layers[0].square = nn.Linear(8, 8, dtype=torch.float16)
+    inner.model.norm.scale = nn.Parameter(torch.ones(()))
     model = nn.parallel.DataParallel(inner) if wrapped else inner
     tree = Tree(model)
     assert tree.same() and tree.same(layouts=False)
@@ -161,6 +167,19 @@ def test_a_tensor_that_went_to_the_next_module_under_its_name_is_noticed() -> No
     assert not tree.same()
     model[0].bias = model[1]._parameters.pop("bias")
     assert tree.same()
+
+
+def test_registries_of_a_class_of_their_own() -> None:
+    class Registry(OrderedDict[str, Any]):
+        pass
+
+    model: Any = make_model("llama")
+    for module in model.modules():
+        module._parameters, module._buffers = Registry(module._parameters), Registry(module._buffers)
+    tree = Tree(model)
+    assert tree.same()
+    model.model.norm._buffers["more"] = torch.zeros(1)
+    assert not tree.same()
 
 
 def test_what_training_does_is_no_change() -> None:
@@ -242,6 +261,7 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "merged tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.merge(),
     "other tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.token_indices["default"].reverse(),
     "a variant": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.lora_variant.update(default=object()),
+    "its class's": lambda m: delattr(m.base_model.model.model.layers[1].self_attn.q_proj, "_active_adapter"),
     "a saved module's": lambda m: m.base_model.model.lm_head.set_adapter("other"),
 }
 

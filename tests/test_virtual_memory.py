@@ -245,3 +245,19 @@ def test_a_fork_leaves_the_memory_to_the_process_that_has_it(monkeypatch):
         del buffer
         gc.collect()
     assert sum(driver.mapped.values()) == 64 * KIB and driver.ranges
+
+
+def test_nothing_is_given_back_at_exit_when_the_driver_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.finalize] = []
+    finalize = weakref.finalize
+
+    def noted(*arguments: object) -> weakref.finalize:
+        made.append(finalize(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(weakref, "finalize", noted)
+    buffer = VirtualBuffer(64 * KIB, StrictDriver())
+    assert [finalizer.atexit for finalizer in made] == [False] and made[0].alive
+    del buffer
+    gc.collect()
+    assert not made[0].alive, "but as soon as nobody has it"

@@ -258,13 +258,14 @@ class SharedMemoryTransfer(_Conversation):
     def __init__(self, connection: Connection, *, timeout: float = 60.0) -> None:
         self.connection, self.timeout = connection, timeout
         self._shared: Tensor | None = None  # which the other process has open too
+        self._largest = 0  # bytes of a bucket of this transfer
         self._in_use = False
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
         self._in_use = False
         self._sends = manifest is not None
         if manifest is not None:
-            self._other, self._id = "the receiver", manifest.transfer_id
+            self._other, self._id, self._largest = "the receiver", manifest.transfer_id, manifest.largest
             try:
                 self._send("begin", manifest)
                 process, refusal = self._expect("judged")
@@ -292,7 +293,7 @@ class SharedMemoryTransfer(_Conversation):
             return self._shared[:size]
         shared = self._shared
         if shared is None or shared.numel() < data.numel() or shared.device != data.device:
-            self._shared, shared = None, torch.empty_like(data)
+            self._shared, shared = None, data.new_empty(max(self._largest, data.numel()))
             shared.share_memory_()  # type: ignore[no-untyped-call]
         shared[: data.numel()].copy_(data)
         _synchronize(data)

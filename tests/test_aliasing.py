@@ -1,0 +1,204 @@
+"""No weight exists twice: parameters laid side by side in the trainer's model, and models from a folder."""
+
+import gc
+import math
+from functools import cache
+
+import oracle
+import pytest
+import torch
+from families import make_model
+from small_training import CONFIG, PARAMS, PROMPT, assert_matches, assert_same, snapshot, train
+from torch import nn
+from transformers import PreTrainedModel
+
+from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.weight_sync.aliased import AliasedSource
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture
+def only_new_objects():
+    """What there was before is not walked through again and again: a million objects, in the middle of all tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def live_bytes(model: nn.Module) -> int:
+    """Of the model's tensors, and of others made since the test began."""
+    gc.collect()
+    new = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not o.is_meta]
+    tensors = [*model.parameters(), *model.buffers(), *new]
+    nbytes, end = 0, 0
+    for storage in sorted((t.untyped_storage() for t in tensors), key=lambda s: s.data_ptr()):  # some lie in others
+        start = max(end, storage.data_ptr())
+        end = max(end, storage.data_ptr() + storage.nbytes())
+        nbytes += end - start if end > start else 0
+    return nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "mixtral"])
+def test_no_weight_exists_twice(family, only_new_objects):
+    model = make_model(family, vocab_size=512, hidden_size=96, intermediate_size=160)
+    weights = sum(p.nbytes for p in model.parameters())
+    before = live_bytes(model)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        grown = live_bytes(model) - before - engine.stats().kv_cache_bytes
+        assert grown < 0.1 * weights, f"{grown} bytes besides the KV cache, and the weights have {weights}"
+        ours = dict(engine._binding.shell.module.named_parameters(remove_duplicate=False))
+        theirs = dict(model.named_parameters(remove_duplicate=False))
+        assert all(p is theirs[name] for name, p in ours.items())
+        assert engine.stats().num_layers == model.config.num_hidden_layers
+        engine.generate_batch([PROMPT], PARAMS)
+        engine.sleep()  # and gives back the KV cache and attention's workspace, most of which was never written to
+        assert live_bytes(model) - before < 0.1 * weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3"])
+def test_fused_weights_are_views_of_the_trainers(family):
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        layers = [m for m in engine._binding.shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        assert len(layers) == engine.stats().fused_layers == model.config.num_hidden_layers
+        for fused, layer in zip(layers, model.model.layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            for ours, theirs in (
+                (fused.parts.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (fused.parts.gate_up, (mlp.gate_proj, mlp.up_proj)),
+                (fused.parts.out, (attention.o_proj,)),
+                (fused.parts.down, (mlp.down_proj,)),
+            ):
+                for kind in ("weight", "bias"):
+                    whole, parts = getattr(ours, kind), [getattr(m, kind) for m in theirs]
+                    assert (whole is None) == (parts[0] is None)
+                    row = 0
+                    for part in parts if whole is not None else ():
+                        rows = whole[row : row + part.shape[0]]
+                        assert rows.data_ptr() == part.data_ptr() and torch.equal(rows, part)
+                        assert part.untyped_storage().nbytes() == part.nbytes  # or savers take it for tied
+                        row += part.shape[0]
+                    assert whole is None or row == whole.shape[0]
+
+
+def test_close_gives_every_parameter_a_storage_of_its_own_again():
+    model = make_model("llama")
+    before = snapshot(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = RolloutEngine(model, config=CONFIG)
+    shared = [p for p in model.parameters() if not p.untyped_storage().resizable()]
+    assert len(shared) == 3 * (2 * 3 + 2 * 2)  # q, k, v and gate, up of three layers, weights and biases
+    model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight.detach().clone()
+    engine.update_weights()
+    engine.close()
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
+    assert_same(model, before)
+    train(model, optimizer, 2)
+    assert all(not torch.equal(before[n], p) for n, p in model.named_parameters())
+
+
+def test_an_engine_after_one_that_was_never_closed(model):
+    engine = RolloutEngine(model, config=CONFIG)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    del engine
+    gc.collect()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert [p.data_ptr() for p in model.parameters()] == addresses  # they lie side by side already
+        assert len(engine._binding._fused) == 3 * 4  # q, k, v and gate, up of three layers, weights and biases
+        assert_matches(engine, model)
+
+
+@pytest.mark.parametrize("replaced", [0, 1, 2])
+def test_rows_of_which_one_lies_elsewhere_now_are_not_taken_for_the_whole(model, replaced):
+    """Where the others still lie in what they were laid side by side in."""
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    parts = [model.get_parameter(name) for name in names]
+    (whole,) = AliasedSource(model).rehome([tuple(names)]).values()
+    assert torch.equal(whole, torch.cat(parts)) and parts[0].data_ptr() == whole.data_ptr()
+    assert AliasedSource(model).rehome([tuple(names)])[tuple(names)] is whole
+    parts[replaced].data = 1.4 * parts[replaced].data
+    assert not torch.equal(whole, torch.cat(parts))
+    assert AliasedSource(model).rehome([tuple(names)]) == {}, "they run by themselves"
+
+
+@pytest.mark.parametrize("replaced", ["q_proj", "k_proj", "v_proj"])
+def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model, replaced):
+    before = {name: p.shape for name, p in model.named_parameters()}
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for version in (1, 2, 3):
+            weight = model.model.layers[1].self_attn.get_submodule(replaced).weight
+            weight.data = 1.1 * weight.data
+            assert engine.update_weights() == version
+            assert engine.stats().fused_layers == 3 and len(engine._binding._fused) == 3 * 4
+            assert set(assert_matches(engine, model)) == {version}
+        assert len(engine._binding.source._rehomed) == 3 * (2 * 3 + 2 * 2)
+        now = snapshot(model)
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+    assert_same(model, now)
+
+
+def test_several_engines_on_one_model(model):
+    first, second = RolloutEngine(model, config=CONFIG), RolloutEngine(model, config=CONFIG)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for engine in (first, second, first):
+        assert_matches(engine, model)
+        train(model, optimizer)
+    assert_matches(second, model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    first.close()
+    assert_matches(second, model)
+    assert second.stats().fused_layers == 3
+    train(model, optimizer)
+    third = RolloutEngine(model, config=CONFIG)
+    for engine in (second, third):
+        assert_matches(engine, model)
+    for engine in (second, third):
+        engine.close()
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+
+
+# -- from_pretrained ---------------------------------------------------------------------------------------------
+
+
+@cache
+def saved_model(family: str) -> PreTrainedModel:
+    return make_model(family)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("shard", ["1GB", "50KB"])
+def test_from_pretrained(family, shard, tmp_path):
+    model = saved_model(family)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "50KB")
+    with RolloutEngine.from_pretrained(str(tmp_path), config=CONFIG) as engine:
+        assert engine.tokenizer is None
+        assert_matches(engine, model)
+        loaded = engine._binding.source.module
+        assert_same(loaded, snapshot(model))
+        assert not loaded.training
+        tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert tied == model.config.tie_word_embeddings == (family == "qwen3")
+        assert engine.stats().fused_layers == 3
+
+
+def test_from_pretrained_in_another_dtype(tmp_path):
+    model = saved_model("llama")
+    model.save_pretrained(tmp_path)
+    config = EngineConfig(dtype="bfloat16", kv_cache_memory="1MiB")
+    with RolloutEngine.from_pretrained(tmp_path, config=config) as engine:
+        loaded = engine._binding.source.module
+        assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+        assert engine.stats().kv_block_bytes == 16 * 3 * 2 * 2 * 16 * 2
+        (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+        assert math.isclose(c.logprobs[0], oracle.logprobs(model, PROMPT, c.token_ids)[0], abs_tol=0.2)

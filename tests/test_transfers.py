@@ -1,0 +1,326 @@
+"""What a transfer of weights is made of: buckets, messages, and two ends of which either may fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import sender
+import torch
+from sender import over_a_pipe, sending, take
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.staging import Staging, TensorSpec
+from stoker.weight_sync.transport import Manifest, send_weights
+
+
+def some_tensors() -> dict[str, Tensor]:
+    """Narrow before wide ones, and some without elements."""
+    return {
+        "flags": torch.rand(3) > 0.5,
+        "none": torch.empty(0, 4),
+        "half": torch.randn(7, dtype=torch.bfloat16),
+        "single": torch.randn(5, 3),
+        "turned": torch.randn(4, 6).t(),
+        "double": torch.randn(9, dtype=torch.float64),
+        "scalar": torch.tensor(5),
+    }
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 9, 50, 1001])
+@pytest.mark.parametrize("way", ["transfer", "pairs"])
+def test_tensors_of_any_size_and_dtype_travel_together(bucket_bytes: int, way: str) -> None:
+    """Into tensors of other floating-point dtypes and other strides as well."""
+    tensors = some_tensors()
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    targets["half"] = targets["half"].double()
+    targets["single"] = torch.zeros(3, 5).t()
+    if way == "pairs":
+        take(iter(tensors.items()), targets)
+    else:
+        here, there = over_a_pipe()
+        with sending(there, tensors, bucket_bytes) as sent:
+            take(here, targets)
+            sent.result()
+    assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
+
+
+def test_a_transfer_that_brings_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = over_a_pipe()
+    whole = here.bucket
+    monkeypatch.setattr(here, "bucket", lambda: whole()[:-4])
+    with sending(there, {"a": torch.ones(5)}) as sent:
+        with pytest.raises(WeightsMismatchError, match="a came in part"):
+            take(here, {"a": torch.zeros(5)})
+        sent.result()
+
+
+def test_a_transfer_without_any_element() -> None:
+    here, there = over_a_pipe()
+    for _ in range(2):
+        with sending(there, {"none": torch.empty(0, 4)}) as sent:
+            take(here, {"none": torch.empty(0, 4)})
+            sent.result()
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_the_names_of_a_tied_tensor_bring_the_same_values(as_pairs: bool) -> None:
+    tied = torch.zeros(2, 3)
+    targets = {"embed": tied, "head": tied}
+
+    def given(**tensors: Tensor) -> Any:
+        return iter(tensors.items()) if as_pairs else tensors
+
+    for new in ({"embed": torch.ones(2, 3)}, {"head": torch.ones(2, 3), "embed": torch.ones(2, 3, dtype=torch.double)}):
+        take(given(**new), targets)
+        assert torch.equal(tied, torch.ones(2, 3))
+        tied.zero_()
+    other = torch.ones(2, 3)
+    other[1, 2] = 2
+    with pytest.raises(WeightsMismatchError, match=r"embed and head are one tensor .* different values\. No weight"):
+        take(given(embed=torch.ones(2, 3), head=other), targets)
+    assert not tied.any()
+
+
+def test_what_is_sent_twice_is_called_that() -> None:
+    targets = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    pairs = [
+        ("a", torch.ones(2)),
+        ("a", torch.ones(2)),
+        ("b", torch.ones(3)),
+        ("c", torch.ones(1)),
+        ("c", torch.ones(1)),
+    ]
+    with pytest.raises(WeightsMismatchError) as caught:
+        take(iter(pairs), targets)
+    for part in ("a is sent twice", "unknown c", "c is sent twice"):
+        assert part in str(caught.value)
+    assert "in part" not in str(caught.value) and "b" not in str(caught.value).partition("No weight")[0].split()
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs[:3]]
+    assert "a is sent twice" in (Staging(targets, ()).check(specs) or "")
+
+
+def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
+    here, there = over_a_pipe()
+    tensors = some_tensors()
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for _ in range(2):
+        with sending(there, sender.Failing(tensors)) as sent:
+            with pytest.raises(
+                WeightTransferError, match=r"the sender gave up: OSError: no half here\. .*keeps the weights"
+            ):
+                take(here, targets)
+            with pytest.raises(OSError, match="no half here"):
+                sent.result()
+        assert not any(t.any() for t in targets.values())
+    with ThreadPoolExecutor(1) as pool:  # that fails after the last of its buckets
+        manifest = Manifest((TensorSpec("scalar", (), torch.int64),), 64)
+        pool.submit(lambda: [there.begin(manifest), there.bucket(torch.ones(8).byte()), there.finish("of no use")])
+        with pytest.raises(WeightTransferError, match="the sender gave up: of no use"):
+            take(here, {"scalar": torch.tensor(0)})
+    with sending(there, tensors) as sent:
+        take(here, targets)
+        sent.result()
+    assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("at", ["bucket", "second bucket", "finish", "end", "write"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
+    at: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its last bucket, with the only handle of the memory, was never taken."""
+    here, there = over_a_pipe(timeout=30)
+    targets = {"a": torch.zeros(40)}
+    owner, name = (Staging, "write") if at == "write" else (here, "_expect" if at == "end" else at.split()[-1])
+    original = getattr(owner, name)
+    for value in (1.0, 2.0):
+        calls: list[None] = []
+
+        def fail(*given: Any, calls: list[None] = calls) -> Any:
+            calls.append(None)
+            wanted = given == ("end",) if at == "end" else len(calls) == 1 + (at == "second bucket")
+            if wanted and not (at == "finish" and given):
+                raise error("enough")
+            return original(*given)
+
+        with sending(there, {"a": torch.full((40,), -value)}) as sent:
+            with monkeypatch.context() as patch, pytest.raises(error):
+                patch.setattr(owner, name, fail)
+                take(here, targets)
+            gave_up = rf"the receiver, process {os.getpid()}, gave up: {error.__name__}: enough\."
+            with pytest.raises(WeightTransferError, match=gave_up):
+                sent.result(5)
+        with sending(there, {"a": torch.full((40,), value)}) as sent:
+            take(here, targets)
+            sent.result(5)
+        assert targets["a"].eq(value).all()
+
+
+def test_a_sender_that_is_interrupted_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = over_a_pipe(timeout=30)
+    targets = {"a": torch.zeros(40)}
+    poll = there.connection.poll
+    monkeypatch.setattr(there, "connection", Interrupting(there.connection))
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(WeightTransferError, match="the sender gave up: KeyboardInterrupt"):
+            take(here, targets)
+        with pytest.raises(KeyboardInterrupt):
+            sent.result(5)
+    assert poll(0), "the answer to what nobody waits for any more"
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        take(here, targets)
+        sent.result(5)
+    assert targets["a"].all()
+
+
+class Interrupting:
+    """A connection whose first wait is interrupted."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection, self.polls = connection, 0
+
+    def poll(self, timeout: float) -> bool:
+        self.polls += 1
+        if self.polls == 1:
+            raise KeyboardInterrupt
+        return bool(self.connection.poll(timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+def test_a_message_is_neither_cut_nor_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What arrives with it is there at the next call."""
+    here, there = over_a_pipe(timeout=30)
+    targets = {"a": torch.zeros(40)}
+    receive_message = here.connection.recv
+    seen: list[Any] = []
+
+    class Recv:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(there_to_here, name)
+
+        def recv(self) -> Any:
+            if not seen:
+                signal.raise_signal(signal.SIGINT)
+            seen.append(receive_message())
+            return seen[-1]
+
+    there_to_here = here.connection
+    monkeypatch.setattr(here, "connection", Recv())
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(KeyboardInterrupt):
+            take(here, targets)
+        assert [kind for kind, _, _ in seen] == ["begin"] and not targets["a"].any()
+        take(here, targets)
+        sent.result(5)
+    assert targets["a"].all()
+
+
+def test_a_receiver_that_is_gone() -> None:
+    here, there = over_a_pipe()
+    bucket = here.bucket
+
+    def last(data: Tensor | None = None) -> Tensor:
+        bucket()
+        here.connection.close()
+        raise SystemExit
+
+    here.bucket = last  # type: ignore[method-assign]
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with pytest.raises(SystemExit):
+            take(here, {"a": torch.zeros(40)})
+        with pytest.raises(WeightTransferError, match=rf"the receiver, process {os.getpid()}, is gone"):
+            sent.result(5)
+
+
+def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
+    tensors = {"turned": torch.randn(64, 48).t(), "expanded": torch.randn(1, 300).expand(7, 300), "b": torch.randn(500)}
+
+    class Counting(TorchDispatchMode):
+        copied = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+                self.copied += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    class Nowhere:
+        """The other end of a transfer, which keeps what is sent."""
+
+        def __init__(self) -> None:
+            self.came: list[Tensor] = []
+
+        def begin(self, manifest: Any = None, judge: Any = None) -> Any: ...
+        def finish(self, error: str | None = None) -> None: ...
+        def bucket(self, data: Tensor | None = None) -> Tensor:
+            assert data is not None
+            self.came += data.clone().view(-1, 4)
+            return data
+
+    transfer = Nowhere()
+    with Counting() as counting:
+        send_weights(tensors, transfer, bucket_bytes=100)
+    sent_bytes = sum(t.nbytes for t in tensors.values())
+    assert len(transfer.came) * 4 == sent_bytes, "which the transfer here copies as well"
+    assert counting.copied == 64 * 48 + 7 * 300 + sent_bytes
+    assert torch.equal(
+        torch.stack(transfer.came).view(torch.float32).view(-1), torch.cat([t.reshape(-1) for t in tensors.values()])
+    )
+
+
+def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first bucket is not the largest."""
+    here, there = over_a_pipe()
+    handles: list[int] = []
+    send = there._send
+
+    def note(kind: str, content: Any) -> None:
+        if kind == "bucket":
+            handles.append(0 if content[0] is None else content[0].numel())
+        send(kind, content)
+
+    monkeypatch.setattr(there, "_send", note)
+    tensors = {"wide": torch.randn(3, dtype=torch.float64), "narrow": torch.arange(20).to(torch.uint8)}
+    for number in range(3):
+        targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        with sending(there, tensors, 9) as sent:
+            take(here, targets)
+            sent.result(5)
+        assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
+        assert handles == [9] + [0] * (6 * number + 5), "8 bytes, three times, then 9, 9, 2"
+        assert here._shared is not None and there._shared is not None
+    place = here._shared.data_ptr()
+    with sending(there, tensors, 44) as sent:
+        take(here, targets)
+        sent.result(5)
+    assert handles[18:] == [44] and here._shared.data_ptr() != place, "a larger one"
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_transfer_that_was_begun_anew(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver came too late for the first one, which it is told, and gets the second."""
+    here, there = over_a_pipe()
+    there.timeout = 0.1
+    old, new = ({"a": torch.full((40,), value)} for value in (1.0, 2.0))
+    targets = {"a": torch.zeros(40)}
+    with monkeypatch.context() as patch, pytest.raises(WeightTransferError, match="no 'judged'"):
+        if not told:
+            patch.setattr(there, "_tell", lambda error: None)
+        send_weights(old, there)
+    there.timeout = 10
+    anew = "gave this transfer up and began another: call update_weights again"
+    gave_up = r"the sender gave up: WeightTransferError: no 'judged' from the receiver in 0.1 s\. The engine keeps"
+    with sending(there, new) as sent:
+        with pytest.raises(WeightTransferError, match=gave_up if told else anew):
+            take(here, targets)
+        assert not targets["a"].any()
+        take(here, targets)
+        sent.result()
+    assert torch.equal(targets["a"], new["a"])
