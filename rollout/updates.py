@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 
 from stoker.engine.core import EngineCore
-from stoker.engine.request import Request
-from stoker.kernels.errors import InvalidRequestError, RequestFailedError
-from stoker.rollout.adapters import Adapters
+from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout.adapters import Adapters, deleted
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
@@ -68,11 +67,3 @@ class WeightUpdates:
             core.scheduler.set_weight_version(version)
 
         self._loop.do("take new weights", take)
-
-
-def deleted(request: Request) -> RequestFailedError:
-    assert request.adapter is not None
-    return RequestFailedError(
-        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
-        "another"
-    )
