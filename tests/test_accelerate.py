@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
+from peft import LoraConfig, get_peft_model
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 from two_processes import run_in_two_processes
@@ -135,6 +137,24 @@ def test_asleep_outside_of_rollouts() -> None:
             engine.generate_batch([[]])
         assert engine.engine.is_sleeping
         assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+
+
+def test_adapters_are_chosen_by_row() -> None:
+    accelerator = Accelerator(cpu=True)
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)  # it changes what is sampled
+    policy = get_peft_model(make_model(), config).eval()
+    model, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.5))
+    prompts = [PROMPTS[1]] * 3
+    with AcceleratedEngine(accelerator, model) as engine:
+        for _ in range(2):
+            batch = engine.generate_batch(prompts, PARAMS, adapter=["default", None, "default"])
+            for output, adapted in zip(batch, (True, False, True), strict=True):
+                for c in output.completions:
+                    with nullcontext() if adapted else policy.disable_adapter():
+                        plain = plain_logprobs(policy, prompts[0], c.token_ids)
+                    assert c.logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
+            train_on(accelerator, model, optimizer, [3, 4, 5])
+            policy.eval()
 
 
 class Tracker(GeneralTracker):  # type: ignore[misc]
