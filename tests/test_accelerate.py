@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
-from peft import LoraConfig, get_peft_model
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 from two_processes import run_in_two_processes
@@ -140,9 +139,10 @@ def test_asleep_outside_of_rollouts() -> None:
 
 
 def test_adapters_are_chosen_by_row() -> None:
+    peft = pytest.importorskip("peft")
     accelerator = Accelerator(cpu=True)
-    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)  # it changes what is sampled
-    policy = get_peft_model(make_model(), config).eval()
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)  # it changes what is sampled
+    policy = peft.get_peft_model(make_model(), config).eval()
     model, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.5))
     prompts = [PROMPTS[1]] * 3
     with AcceleratedEngine(accelerator, model) as engine:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import CHARACTERS, EOS, LOGPROB_TOLERANCE, PAD, build, logged, make_model, make_tokenizer
+from trl_setup import (
+    CHARACTERS,
+    EOS,
+    LOGPROB_TOLERANCE,
+    PAD,
+    MakeTrainer,
+    logged,
+    make_model,
+    make_tokenizer,
+    trainers,
+)
 
 from stoker.rollout import EngineConfig, InvalidRequestError
 
@@ -19,22 +29,12 @@ from transformers import PreTrainedTokenizerFast
 
 from stoker.integrations.trl import attach, detach
 
-MakeTrainer = Callable[..., Any]
 IDS = {character: i + 3 for i, character in enumerate(CHARACTERS)}
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    made = []
-
-    def make(**settings: Any) -> Any:
-        made.append(build("grpo", str(tmp_path), **settings))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if trainer.use_vllm:
-            detach(trainer)
+    yield from trainers(str(tmp_path))
 
 
 def record_prompts(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import LOGPROB_TOLERANCE, PROMPTS, build, logged, make_model, make_tokenizer, plain_logprobs
+from trl_setup import (
+    LOGPROB_TOLERANCE,
+    PROMPTS,
+    MakeTrainer,
+    logged,
+    make_model,
+    make_tokenizer,
+    plain_logprobs,
+    trainers,
+)
 
 from stoker.rollout import InvalidConfigError, SamplingParams, UnsupportedModelError
 
@@ -18,23 +27,13 @@ from peft import LoraConfig, get_peft_model
 
 from stoker.integrations.trl import attach, detach
 
-MakeTrainer = Callable[..., Any]
 IDS: list[list[int]] = make_tokenizer()(PROMPTS)["input_ids"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    made = []
-
-    def make(kind: str, **settings: Any) -> Any:
-        made.append(build(kind, str(tmp_path), **settings))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if trainer.use_vllm:
-            detach(trainer)
+    yield from trainers(str(tmp_path))
 
 
 def adapter(**options: Any) -> LoraConfig:

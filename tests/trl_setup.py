@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -162,6 +163,34 @@ def _classes(kind: str) -> tuple[Any, Any]:
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     return OnlineDPOTrainer, OnlineDPOConfig
+
+
+MakeTrainer = Callable[..., Any]
+
+
+def trainers(output_dir: str) -> Iterator[MakeTrainer]:
+    """For a fixture: builds trainers, and detaches in the end whatever is attached then."""
+    from stoker.integrations.trl import detach
+
+    made = []
+
+    def make(kind: str = "grpo", **settings: Any) -> Any:
+        made.append(build(kind, output_dir, **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.args.use_vllm or trainer.use_vllm:
+            detach(trainer)
+
+
+def ask(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Completions and log-probabilities as TRL gets them."""
+    if trainer.state.global_step != trainer._last_loaded_step:
+        trainer.vllm_generation.sync_weights()
+    _, completions, logprobs, ids = trainer.vllm_generation.generate(prompts, None, 1)
+    assert ids == [[[token] for token in c] for c in completions]
+    return completions, [[row[0] for row in rows] for rows in logprobs]
 
 
 def logged(trainer: Any, key: str) -> list[float]:
