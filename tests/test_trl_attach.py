@@ -147,6 +147,8 @@ def test_sleep_mode_sleeps_between_generations(make_trainer: MakeTrainer) -> Non
     assert engine.is_sleeping
     trainer.train()
     assert engine.is_sleeping and len(logged(trainer, "reward")) == 3
+    ask(trainer, [[3, 4]])  # and so it is outside of the trainer's own calls, before and after
+    assert engine.is_sleeping
 
 
 def test_an_engine_put_to_sleep_by_hand_wakes_for_a_generation(make_trainer: MakeTrainer) -> None:
