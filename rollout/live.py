@@ -218,8 +218,7 @@ class RolloutHandle:
         self._loop = loop
         self._requests = requests
         self._output = output
-        self._abandon = weakref.finalize(self, loop.abandon, requests)
-        self._abandon.atexit = False
+        weakref.finalize(self, loop.abandon, requests)
 
     @property
     def status(self) -> Literal["waiting", "running", "finished"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,21 @@ def test_more_lines_than_run_at_a_time(folder: str, tmp_path: Path) -> None:
     model = make_model().eval()
     expected = [greedy(model, prompt, 3) for prompt in prompts]
     assert [record["completions"][0]["token_ids"] for record in read(target)] == expected
+
+
+def test_a_model_of_the_hub_is_fetched(folder: str, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, list[str]]] = []
+
+    def fetch(model: str, *, allow_patterns: list[str]) -> str:
+        asked.append((model, allow_patterns))
+        return folder
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert main(["generate", "someone/model", *files, "--max-tokens", "2"]) == 0
+    ((name, patterns),) = asked
+    assert name == "someone/model" and len(read(files[1])) == 3
+    for file, wanted in [*((f.name, True) for f in Path(folder).iterdir()), ("model.bin", False), ("x.gguf", False)]:
+        assert any(fnmatch(file, pattern) for pattern in patterns) == wanted, file
 
 
 # -- score -------------------------------------------------------------------------------------------------------------

@@ -40,12 +40,20 @@ def test_a_pause_in_one_thread_holds_the_others() -> None:
         handle = engine.submit(PROMPTS[0], long(max_tokens=100))
         next(iter(handle))
         engine.pause()
+        stood = len(handle._requests[0].tokens)
+
+        def ask() -> None:
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(timeout=60)
+        assert len(handle._requests[0].tokens) == stood, "a step was made while the engine was paused"
         results: list[Any] = []
         thread = threading.Thread(target=lambda: results.append(handle.result()))
         thread.start()
-        time.sleep(0.1)
-        stood = len(handle._requests[0].tokens)
-        time.sleep(0.1)
+        time.sleep(0.2)
         assert not results and len(handle._requests[0].tokens) == stood
         engine.resume()
         thread.join(timeout=60)

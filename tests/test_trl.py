@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,18 @@ def test_the_best_checkpoint_is_what_is_evaluated(make_trainer: MakeTrainer, mon
 
 def test_one_completion_for_each_prompt_in_order(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
-    attach(trainer)
+    engine = attach(trainer)
     group = [[3, 4, 5]] * 4 + [[9, 8, 7, 6]] * 4
-    prompt_ids, completions, logprobs, _ = trainer.vllm_generation.generate(group, None, 4)
+    timed = []
+
+    @contextmanager
+    def profiler() -> Iterator[None]:
+        timed.append(engine.stats().finished_requests)
+        yield
+        timed.append(engine.stats().finished_requests)
+
+    prompt_ids, completions, logprobs, _ = trainer.vllm_generation.generate(group, None, 4, profiler())
+    assert timed == [0, 8]  # around the sampling and nothing else
     assert prompt_ids == group
     assert [len(c) for c in completions] == [len(row) for row in logprobs]
     assert all(type(row) is list and 1 <= len(row) <= 8 for row in completions)
