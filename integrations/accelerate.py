@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stoker.kernels.errors import InvalidConfigError
-from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from stoker.rollout.adapters import AdapterChoice
 from stoker.weight_sync.naming import unwrap
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
@@ -83,12 +84,13 @@ class AcceleratedEngine:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Tensor | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = LIVE,
         progress_bar: bool = False,
         step: int | None = None,
     ) -> RolloutBatch:
         """``RolloutEngine.generate_batch`` on the weights as the last optimizer step left them.
 
-        prompts, sampling_params, attention_mask, and what is raised: as there. The progress bar shows on the main
+        prompts, sampling_params, attention_mask, adapter, and what is raised: as there. The progress bar shows on the main
         process only. accelerate's trackers get the main process's ``rollout/seconds``, ``rollout/tokens_per_second``,
         ``rollout/mean_length`` (of completions, in tokens) and ``rollout/weight_version``; step: the step they are
         logged under.
@@ -105,6 +107,7 @@ class AcceleratedEngine:
                 prompts,
                 sampling_params,
                 attention_mask=attention_mask,
+                adapter=adapter,
                 progress_bar=progress_bar and self._accelerator.is_main_process,
             )
             seconds = time.perf_counter() - start

@@ -16,8 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from stoker.integrations.cli_engine import add_flags, config_of, load
 from stoker.integrations.jsonl import CommandError, Line, ResumableWriter, read_lines
-from stoker.kernels.errors import InvalidConfigError, InvalidRequestError, StokerError
+from stoker.kernels.errors import InvalidRequestError, StokerError
 
 EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 wrong flags, 130 interrupted."
 GENERATE = """\
@@ -53,8 +54,6 @@ _PROGRAMS = {
     "bench": ("rollout", _BENCHMARKS),
     "demo": ("grpo", {"grpo": "stoker.examples.grpo_arithmetic", "ppo": "stoker.examples.ppo"}),
 }
-_MAX_RANK = 512  # of an adapter, the most the kernels are made for
-_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in _PROGRAMS:
             return _run_program(*arguments)
         args = parser.parse_args(arguments)
-        args.config = _config(args)
+        args.config = config_of(args)
         return int(args.run(args))
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
@@ -87,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="versions, device, operations and why", epilog=EPILOG)
     info.add_argument("model", nargs="?", help="also load this model (folder or hub id) and say how it will run")
-    _add_engine_flags(info)
+    add_flags(info)
     info.set_defaults(run=_info, parser=info)
 
     generate = commands.add_parser(
@@ -116,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeat for more"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
-    _add_engine_flags(generate)
+    add_flags(generate)
     generate.set_defaults(run=_generate, parser=generate)
 
     score = commands.add_parser(
@@ -131,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "--temperature", type=float, default=1.0, metavar="X", help="logits are divided by it (%(default)s)"
     )
     score.add_argument("--entropy", action="store_true", help='also "entropies", of the distribution at each position')
-    _add_engine_flags(score)
+    add_flags(score)
     score.set_defaults(run=_score, parser=score)
 
     commands.add_parser("bench", help=f"a benchmark: {', '.join(_BENCHMARKS)} (bench NAME --help)")
@@ -167,19 +166,6 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
     parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter over the model, as PEFT saves it")
     parser.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
-
-
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
-    engine.add_argument("--dtype", default="auto", metavar="X", help="bfloat16, float32, ... (that of the files)")
-    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="sequences at a time (%(default)s)")
-    engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and completion together (the model's)"
-    )
-    engine.add_argument(
-        "--kv-cache-memory", default="auto", metavar="X", help="4GiB, say (what fits in part of the free memory)"
-    )
 
 
 # -- stoker info -------------------------------------------------------------------------------------------------------
@@ -218,7 +204,7 @@ def _info(args: argparse.Namespace) -> int:
         if callable(function):
             print(f"  {operation.name:22}{function.__module__.removeprefix('stoker.kernels.')}")
     if args.model:
-        with _engine(args) as engine:
+        with load(args) as engine:
             stats = engine.stats()
             print(f"model {args.model}:")
             print(f"  fused layers          {stats.fused_layers} of {stats.num_layers}")
@@ -251,7 +237,7 @@ def _write(
             return 0
         if first:
             print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
-        with _engine(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
+        with load(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
             if engine.tokenizer is None and any(not isinstance(line.prompt[0], int) for line in lines):
                 raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
             for record in records(engine, lines[first:]):
@@ -376,46 +362,3 @@ def _one_score(score: Callable[[list[Line]], list[Any]], line: Line) -> Any:
 def _of_one(error: StokerError, what: str) -> str:
     """The message of a call with one ``what``, which then needs no number."""
     return str(error).removeprefix(f"{what} 0: ").replace(f"{what} 0", f"the {what}")
-
-
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
-def _config(args: argparse.Namespace) -> Any:
-    from stoker.rollout import EngineConfig
-
-    try:
-        return EngineConfig(
-            device=args.device,
-            dtype=args.dtype,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=args.max_model_len,
-            kv_cache_memory=args.kv_cache_memory,
-            max_lora_rank=_MAX_RANK,
-        )
-    except InvalidConfigError as error:
-        args.parser.error(str(error))
-
-
-def _engine(args: argparse.Namespace) -> Any:
-    from stoker.rollout import RolloutEngine
-
-    engine = RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
-    if getattr(args, "adapter", None) is not None:
-        engine.load_adapter(args.adapter, args.adapter)
-    return engine
-
-
-def _folder(model: str) -> str:
-    """The local folder of a model; one of the hub is fetched, or found where an earlier fetch has left it."""
-    if os.path.isdir(model):
-        return model
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise CommandError(f"{model}: there is no such folder")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(model, allow_patterns=_MODEL_FILES))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise CommandError(f"{model} is neither a folder here nor a model that could be fetched: {reason}") from error

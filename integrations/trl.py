@@ -6,7 +6,8 @@
 
 TRL has no registry of generation backends. Most of its trainers ask ``trainer.vllm_generation`` for completions while
 ``trainer.use_vllm`` is set, and want two methods of it: ``sync_weights`` and ``generate``. ``OnlineDPOTrainer`` calls
-its own ``_generate_vllm``. ``attach`` puts an object with these methods there and patches nothing else. For GRPO this
+its own ``_generate_vllm``. ``attach`` puts an object with these methods there, has the end of a rollout's last turn
+reported to it, and patches nothing else. For GRPO this
 also turns on what TRL ties to a backend that returns log-probabilities: the importance-sampling correction, and the
 ``sampling/`` metrics that compare the engine's log-probabilities with the trainer's. The two agree best in one dtype:
 over fp32 weights TRL's default ``bf16=True`` runs the trainer's forward in bf16 while the engine samples in fp32, and
@@ -15,7 +16,7 @@ the correction covers the difference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -44,7 +45,7 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
     with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
     generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back between generations, so during
-    backward and optimizer step. config: the engine's settings; by default its seed is ``args.seed``. The process index
+    backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is ``args.seed``. The process index
     is added to the seed, so that processes that share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
@@ -86,6 +87,8 @@ class _EngineBackend:
         self._model = _live_model(trainer)
         self.callback = _SyncAtBothEnds(trainer, self.last_sync)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
+        self._turns_to_come = False
+        self._to_sleep = False  # after them
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=_tokenizer(trainer))
@@ -122,9 +125,30 @@ class _EngineBackend:
             )
         finally:
             if self._trainer.args.vllm_enable_sleep_mode:
-                self.engine.sleep()
+                if self._turns_to_come:
+                    self._to_sleep = True
+                else:
+                    self.engine.sleep()
         batch.raise_for_errors()
         return batch
+
+    def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """What asks for all turns of a rollout, as one generation: KV is kept between them, and the engine sleeps after.
+
+        In a turn with a tool's answer there is then no more to compute than the answer.
+        """
+
+        def generation(*args: Any, **kwargs: Any) -> Any:
+            self._turns_to_come = True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self._turns_to_come = False
+                if self._to_sleep:
+                    self._to_sleep = False
+                    self.engine.sleep()
+
+        return generation
 
     def _seeds(self, prompts: Sequence[Any]) -> list[int]:
         """One for each prompt, drawn from torch as ``generate`` draws.
@@ -140,7 +164,10 @@ class _TokenListBackend(_EngineBackend):
 
     def seam(self) -> list[tuple[Any, str, Any]]:
         # None of TRL's own modes: what is special to those is skipped.
-        return [*super().seam(), (self._trainer, "vllm_mode", "engine")]
+        seam = [*super().seam(), (self._trainer, "vllm_mode", "engine")]
+        if hasattr(self._trainer, "_generate"):  # not every kind has turns
+            seam.append((self._trainer, "_generate", self.all_turns(self._trainer._generate)))
+        return seam
 
     def generate(
         self,

@@ -215,16 +215,16 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         return self._check_health
 
     def _check_health(self, stale_after_s: float) -> None:
-        """Raise ``RuntimeError`` with the cause where the thread has failed or stood still for so long."""
+        """Raise ``EngineStateError`` with the cause where the thread has failed or stood still for so long."""
         if self._failed.is_set():
             try:
                 name, message, trace = self._failures.get_nowait()
             except queue.Empty:
-                raise RuntimeError("the rollouts have failed") from None
-            raise RuntimeError(f"the rollouts have failed: {name}: {message}\n{trace}")
+                raise EngineStateError("the rollouts have failed") from None
+            raise EngineStateError(f"the rollouts have failed: {name}: {message}\n{trace}")
         age = time.time() - self._heartbeat.value
         if age > stale_after_s:
-            raise RuntimeError(f"the rollouts have stood still for {age:.0f} s: a reward function or tool hangs")
+            raise EngineStateError(f"the rollouts have stood still for {age:.0f} s: a reward function or tool hangs")
 
     # -- TRL's WeightTransferProtocol: there is nothing to transfer ------------------------------------------------
 

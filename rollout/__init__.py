@@ -15,8 +15,9 @@ from stoker.rollout.adapters import LIVE
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
 from stoker.rollout.live import RolloutChunk, RolloutHandle
-from stoker.rollout.outputs import Completion, EngineStats, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
+from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
 from stoker.rollout.sampling_params import SamplingParams
+from stoker.rollout.stats import EngineStats
 from stoker.weight_sync.checksum import WeightReport
 
 __all__ = [

@@ -12,8 +12,14 @@ import torch
 from stoker.engine.adapter_slab import Slab, lies_on, pack
 from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.device import runtime_for
-from stoker.engine.request import Adapter, Request
-from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError, UnsupportedModelError
+from stoker.engine.request import Adapter, Request, Status
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidRequestError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+)
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
@@ -32,6 +38,14 @@ LIVE: Final = Live.LIVE
 """The model as the trainer would run it now: with its active adapters, or the base where it has none."""
 
 AdapterChoice = Live | str | None
+
+
+def deleted(request: Request) -> RequestFailedError:
+    assert request.adapter is not None
+    return RequestFailedError(
+        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
+        "another"
+    )
 
 
 class Adapters:
@@ -69,6 +83,13 @@ class Adapters:
     def knows(self, adapter: Adapter | None) -> bool:
         """Whether it is still there, and no other one under its name."""
         return adapter is None or self._known.get(adapter.name) is adapter
+
+    def runnable(self, requests: Sequence[Request]) -> list[Request]:
+        """Those of them whose adapter is still there since it was looked up, in another thread; the others fail."""
+        for request in requests:
+            if not self.knows(request.adapter):
+                request.fail(deleted(request))
+        return [r for r in requests if r.status is not Status.FINISHED]
 
     def load(self, name: str, source: Any, under_way: Iterable[Request]) -> StokerError | None:
         """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where it cannot.

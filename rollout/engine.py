@@ -10,11 +10,9 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from stoker.engine.device import runtime_for
 from stoker.engine.kv_cache import KVCache
-from stoker.engine.request import Request, Status
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
@@ -23,11 +21,12 @@ from stoker.rollout.config import EngineConfig
 from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
-from stoker.rollout.outputs import EngineStats, RolloutBatch, TokenLogprobs
+from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
-from stoker.rollout.updates import WeightUpdates, deleted
+from stoker.rollout.stats import EngineStats, stats_of
+from stoker.rollout.updates import WeightUpdates
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 
@@ -64,11 +63,10 @@ class RolloutEngine:
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
-        self._block_bytes = KVCache.block_bytes(self._binding.shapes, self.config.block_size)
         self._kv = setup.kv_cache(self.config, self._binding, self.runtime, self.max_model_len)
         self._adapters = Adapters(self._binding)
         self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
-        self._loop = Loop(self.core)
+        self._loop = Loop(self.core, self._adapters.runnable)
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
         self._requests = RequestMaker(
@@ -77,7 +75,7 @@ class RolloutEngine:
             eos_ids=setup.eos_ids(self._binding, tokenizer),
             max_model_len=self.max_model_len,
             kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,
-            token_bytes=self._block_bytes // self.config.block_size,
+            token_bytes=KVCache.block_bytes(self._binding.shapes, 1),
             share=self.config.block_size,
             seed=self.config.seed,
         )
@@ -131,7 +129,7 @@ class RolloutEngine:
             self._requests.check_prompt(row, prompt, p)
         self._updates.notice()
         by_prompt = self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids)))
-        self._run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar)
+        self._loop.run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar=progress_bar)
         return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
 
     @torch.inference_mode(False)
@@ -171,40 +169,12 @@ class RolloutEngine:
             self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
         self._updates.notice()
         requests = self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids)))
-        self._run("score", requests, progress_bar)
+        self._loop.run("score", requests, progress_bar=progress_bar)
         return [
             token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
             for sequence, r in zip(ids, requests, strict=True)
             if r.scoring is not None
         ]
-
-    def _add(self, call: str, requests: list[Request]) -> None:
-        def add() -> None:
-            for request in requests:
-                if not self._adapters.knows(request.adapter):  # since it was looked up, in another thread
-                    request.fail(deleted(request))
-            self.core.add(r for r in requests if r.status is not Status.FINISHED)
-
-        self._loop.do(call, add)
-
-    def _run(self, call: str, requests: list[Request], progress_bar: bool) -> None:
-        """Until all of them are through; where that is interrupted, none of them holds anything."""
-        with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
-            left = requests[::-1]
-
-            def done() -> bool:  # asked after every step: a walk through all requests would cost as much as the step
-                while left and left[-1].status is Status.FINISHED:
-                    left.pop()
-                if progress_bar:
-                    progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
-                return not left
-
-            try:
-                self._add(f"start {call}", requests)
-                self._loop.drive(done)
-            except BaseException:
-                self._loop.abort(requests)
-                raise
 
     @torch.inference_mode(False)
     def submit(
@@ -229,7 +199,7 @@ class RolloutEngine:
             self._updates.notice()
         ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
         handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
-        self._add("submit", requests)
+        self._loop.add("submit", requests)
         return handle
 
     def wait(
@@ -394,29 +364,9 @@ class RolloutEngine:
         return bool(self._memory.asleep)
 
     def stats(self) -> EngineStats:
-        """A snapshot; costs nothing worth measuring."""
-        scheduler = self.core.scheduler
-        counters = scheduler.counters
-        return EngineStats(
-            weight_version=self.weight_version,
-            is_sleeping=self.is_sleeping,
-            num_kv_blocks=self._kv.num_blocks - 1,
-            num_free_kv_blocks=scheduler.pool.num_free,
-            kv_block_bytes=self._block_bytes,
-            kv_cache_bytes=self._kv.nbytes,
-            num_preemptions=counters.preemptions,
-            prompt_tokens=counters.prompt_tokens,
-            prefix_cache_hit_tokens=counters.prefix_hit_tokens,
-            shared_prompt_tokens=counters.shared_tokens,
-            generated_tokens=counters.generated_tokens,
-            scored_tokens=counters.scored_tokens,
-            finished_requests=counters.finished_requests,
-            fused_layers=self._binding.fused_layers,
-            num_layers=self._binding.shell.num_layers,
-            last_update_seconds=self._updates.last_seconds,
-            last_update_bytes=self._updates.last_bytes,
-            mirror_bytes=self._binding.source.nbytes,
-        )
+        """A snapshot; costs nothing worth measuring. Requests whose handles were dropped hold nothing any more."""
+        self._loop.settle()
+        return stats_of(self._memory, self._updates)
 
     @torch.inference_mode(False)  # or the model could not be trained any more
     def close(self) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from tqdm import tqdm
+
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
@@ -25,17 +27,21 @@ from stoker.rollout.outputs import RolloutOutput
 _ENDED = RequestFailedError(
     "a step of the engine failed or was interrupted, which ended every request: submit it again"
 )
+_PATIENCE = 1.0  # seconds for which a thread that steps waits until one that wants its turn has had it
 _T = TypeVar("_T")
 
 
 class Loop:
     """The core, and the right to touch it."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, runnable: Callable[[Sequence[Request]], list[Request]]) -> None:
+        """runnable: those of some requests that can still start; it fails the others."""
         self.core = core
+        self._runnable = runnable
         self._turn = threading.Lock()
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
+        self._turn_over = threading.Event()
         self._paused_by: int | None = None
         self._resumed = threading.Event()
         self._resumed.set()
@@ -50,22 +56,29 @@ class Loop:
         self._refuse_inside_a_step(action)
         me = threading.get_ident()
         self._wanted.add(me)
-        with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
-            self._wanted.discard(me)
-            self._owner = me
-            try:
-                self._make_sound()
-                self._unsound = True
+        try:
+            with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
+                self._wanted.discard(me)
+                self._owner = me
                 try:
-                    result = change()
-                except BaseException:
-                    self.core.abort_all(_ENDED)
-                    self._unsound = False
-                    raise
-                self._unsound = False
-                return result
-            finally:
-                self._owner = None
+                    return self._change(change)
+                finally:
+                    self._owner = None
+        finally:
+            self._wanted.discard(me)
+            self._turn_over.set()
+
+    def _change(self, change: Callable[[], _T]) -> _T:
+        self._make_sound()
+        self._unsound = True
+        try:
+            result = change()
+        except BaseException:
+            self.core.abort_all(_ENDED)
+            self._unsound = False
+            raise
+        self._unsound = False
+        return result
 
     def _refuse_inside_a_step(self, action: str) -> None:
         if self._owner == threading.get_ident():
@@ -80,6 +93,11 @@ class Loop:
             self.core.abort(self._abandoned[0])
             self._abandoned.popleft()
             self._unsound = False
+
+    def settle(self) -> None:
+        """End requests whose handles were dropped; inside a step, that is done after it."""
+        if self._abandoned and self._owner != threading.get_ident():
+            self.do("end requests", lambda: None)
 
     def has_work(self, action: str) -> bool:
         """Whether a request is under way. Those whose handles were dropped are not."""
@@ -100,6 +118,28 @@ class Loop:
         """Raise ``EngineStateError`` where waiting would never end."""
         if self._paused_by == threading.get_ident():
             raise EngineStateError("this thread has paused the engine: call resume() first")
+
+    def add(self, call: str, requests: Sequence[Request]) -> None:
+        self.do(call, lambda: self.core.add(self._runnable(requests)))
+
+    def run(self, call: str, requests: Sequence[Request], *, progress_bar: bool) -> None:
+        """Step until all of them are through; where that is interrupted, none of them holds anything."""
+        with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
+            left = list(requests[::-1])
+
+            def done() -> bool:  # asked after every step: a walk through all requests would cost as much as the step
+                while left and left[-1].status is Status.FINISHED:
+                    left.pop()
+                if progress_bar:
+                    progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
+                return not left
+
+            try:
+                self.add(f"start {call}", requests)
+                self.drive(done)
+            except BaseException:
+                self.abort(requests)
+                raise
 
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.
@@ -122,8 +162,9 @@ class Loop:
             if left is not None and left <= 0:
                 return False
             self._resumed.wait(left)
-            if self._wanted:
-                time.sleep(1e-4)  # a lock alone would let this thread have every turn
+            self._turn_over.clear()
+            if self._wanted:  # a lock alone would let this thread have every turn
+                self._turn_over.wait(_PATIENCE)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
         if mode == "wait":
@@ -151,8 +192,7 @@ class Loop:
     def abort(self, requests: Sequence[Request]) -> None:
         """Abort at once; where a callback inside a step asks for it, after that step."""
         self.abandon(requests)
-        if self._owner != threading.get_ident():
-            self.do("abort requests", lambda: None)
+        self.settle()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +218,7 @@ class RolloutHandle:
         self._loop = loop
         self._requests = requests
         self._output = output
-        self._abandon = weakref.finalize(self, loop.abandon, requests)
-        self._abandon.atexit = False
+        weakref.finalize(self, loop.abandon, requests)
 
     @property
     def status(self) -> Literal["waiting", "running", "finished"]:

@@ -155,37 +155,3 @@ class RolloutBatch(Sequence[RolloutOutput]):
             logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
             weight_versions=whole(versions),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What the engine holds now, and counters since it was built. Tokens are counts, memory is bytes.
-
-    weight_version, is_sleeping: as the engine's. num_kv_blocks: of ``kv_block_bytes`` each, without the null block;
-    num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep. fused_layers: how many of ``num_layers`` run in their
-    fused form. mirror_bytes: the engine's own copy of the weights, where it has one. last_update_seconds: of
-    ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs on the trainer's tensors.
-
-    num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
-    these prefix_cache_hit_tokens the prefix cache had, and shared_prompt_tokens another sample of the prompt had
-    computed. generated_tokens, scored_tokens: what came of them. finished_requests: samples and scored sequences.
-    """
-
-    weight_version: int
-    is_sleeping: bool
-    num_kv_blocks: int
-    num_free_kv_blocks: int
-    kv_block_bytes: int
-    kv_cache_bytes: int
-    num_preemptions: int
-    prompt_tokens: int
-    prefix_cache_hit_tokens: int
-    shared_prompt_tokens: int
-    generated_tokens: int
-    scored_tokens: int
-    finished_requests: int
-    fused_layers: int
-    num_layers: int
-    last_update_seconds: float
-    last_update_bytes: int
-    mirror_bytes: int

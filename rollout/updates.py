@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stoker.engine.core import EngineCore
-from stoker.engine.request import Request
-from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
-from stoker.rollout.adapters import Adapters
+from stoker.kernels.errors import InvalidRequestError, StokerError
+from stoker.rollout.adapters import Adapters, deleted
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
@@ -92,11 +91,3 @@ class WeightUpdates:
 
         self._loop.do("take new weights", take)
         self._behind = False
-
-
-def deleted(request: Request) -> RequestFailedError:
-    assert request.adapter is not None
-    return RequestFailedError(
-        f"adapter {request.adapter.name!r} was deleted from the model while this request used it: submit it again with "
-        "another"
-    )

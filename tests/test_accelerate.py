@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,25 @@ def test_asleep_outside_of_rollouts() -> None:
             engine.generate_batch([[]])
         assert engine.engine.is_sleeping
         assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+
+
+def test_adapters_are_chosen_by_row() -> None:
+    peft = pytest.importorskip("peft")
+    accelerator = Accelerator(cpu=True)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)  # it changes what is sampled
+    policy = peft.get_peft_model(make_model(), config).eval()
+    model, optimizer = accelerator.prepare(policy, torch.optim.SGD(policy.parameters(), lr=0.5))
+    prompts = [PROMPTS[1]] * 3
+    with AcceleratedEngine(accelerator, model) as engine:
+        for _ in range(2):
+            batch = engine.generate_batch(prompts, PARAMS, adapter=["default", None, "default"])
+            for output, adapted in zip(batch, (True, False, True), strict=True):
+                for c in output.completions:
+                    with nullcontext() if adapted else policy.disable_adapter():
+                        plain = plain_logprobs(policy, prompts[0], c.token_ids)
+                    assert c.logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
+            train_on(accelerator, model, optimizer, [3, 4, 5])
+            policy.eval()
 
 
 class Tracker(GeneralTracker):  # type: ignore[misc]

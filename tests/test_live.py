@@ -1,61 +1,17 @@
-"""Requests that live longer than a call: handles, threads, pauses, new weights on the way, next turns."""
+"""Requests that live longer than a call: handles, pauses, new weights on the way, next turns."""
 
 from __future__ import annotations
 
 import gc
-import threading
-import time
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import VOCAB
+from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
-from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
-
-PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [5, 6, 7, 8, 9, 2, 2, 1], [40] * 13]
-
-
-def build(family: str = "llama", **fields: Any) -> RolloutEngine:
-    settings = {"block_size": 4, "kv_cache_memory": "2MiB", "max_num_seqs": 8, "max_model_len": 128, "decode_window": 2}
-    return RolloutEngine(make_model(family), config=EngineConfig(**(settings | fields)))
-
-
-def long(seed: int = 1, **fields: Any) -> SamplingParams:
-    return SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "seed": seed} | fields))
-
-
-def nudge(engine: RolloutEngine) -> None:
-    with torch.no_grad():
-        for p in engine._binding.source.module.parameters():
-            p.mul_(1.3)
-
-
-def check_logprobs(engine: RolloutEngine, prompt: list[int], completion: Completion, first: int = 0) -> None:
-    """Those from ``first`` on are of the weights as they are now, over everything before."""
-    expected = oracle.logprobs(engine._binding.source.module, prompt, completion.token_ids)[first:]
-    torch.testing.assert_close(torch.tensor(completion.logprobs)[first:].double(), expected, rtol=0, atol=1e-4)
-
-
-def same(outputs: Any, expected: Any) -> bool:
-    """The same completions, up to the rounding of another batch."""
-
-    def flat(outputs: Any) -> list[Completion]:
-        return [c for o in outputs for c in o.completions]
-
-    return len(flat(outputs)) == len(flat(expected)) and all(
-        (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-        and a.logprobs == pytest.approx(b.logprobs, abs=2e-5)
-        for a, b in zip(flat(outputs), flat(expected), strict=True)
-    )
-
-
-def at_rest(engine: RolloutEngine) -> None:
-    engine.core.scheduler.check()
-    assert not engine.core.has_work
-    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
 def test_handles_give_what_a_batch_gives() -> None:
@@ -127,6 +83,18 @@ def test_a_handle_that_is_dropped_ends_its_request() -> None:
         engine.generate_batch(PROMPTS[1:2], long())
         assert [r.finish_reason for r in requests] == ["abort"]
         at_rest(engine)
+
+
+def test_a_handle_that_was_dropped_holds_no_block() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[3], long(max_tokens=100))
+        next(iter(handle))
+        stats = engine.stats()
+        assert stats.num_free_kv_blocks < stats.num_kv_blocks
+        del handle
+        gc.collect()
+        stats = engine.stats()
+        assert stats.num_free_kv_blocks == stats.num_kv_blocks
 
 
 def test_a_handle_that_was_dropped_stands_in_nobodys_way() -> None:
@@ -319,48 +287,6 @@ def test_prompts_that_begin_alike_are_computed_once_though_submitted_apart(famil
         for output in outputs:
             check_logprobs(engine, output.prompt_token_ids, output.completions[0])
         at_rest(engine)
-
-
-def test_threads_share_the_engine() -> None:
-    with build(max_num_seqs=3) as engine:
-        expected = [engine.generate_batch([p], long(i, n=2))[0] for i, p in enumerate(PROMPTS)]
-        failures: list[BaseException] = []
-
-        def user(kind: int) -> None:
-            try:
-                for turn in range(6):
-                    i = (kind + turn) % 4
-                    if kind % 2:
-                        assert same([engine.submit(PROMPTS[i], long(i, n=2)).result()], [expected[i]])
-                    else:
-                        assert same(engine.generate_batch([PROMPTS[i]], long(i, n=2)), [expected[i]])
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=user, args=(kind,)) for kind in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-        assert not failures and not any(t.is_alive() for t in threads)
-        at_rest(engine)
-
-
-def test_a_pause_in_one_thread_holds_the_others() -> None:
-    with build() as engine:
-        handle = engine.submit(PROMPTS[0], long(max_tokens=100))
-        next(iter(handle))
-        engine.pause()
-        results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(handle.result()))
-        thread.start()
-        time.sleep(0.1)
-        stood = len(handle._requests[0].tokens)
-        time.sleep(0.1)
-        assert not results and len(handle._requests[0].tokens) == stood
-        engine.resume()
-        thread.join(timeout=60)
-        assert len(results[0].completions[0].token_ids) == 100
 
 
 def test_an_interrupt_between_two_steps_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family:
     several = (prompts(25), params(25))
     with build(family, runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(*several)
-        tight = 40 * plain._block_bytes  # requests are preempted
+        tight = 40 * plain.stats().kv_block_bytes  # requests are preempted
     with build(family, kv_cache_memory=memory or tight, max_num_batched_tokens=24) as engine:
         assert isinstance(engine.core.runner, GraphStep)
         for _ in range(2):
@@ -596,7 +596,7 @@ def test_deterministic_bits_survive_preemption(monkeypatch: pytest.MonkeyPatch) 
     settings = [replace(s, max_tokens=9) for s in settings]
     with build("qwen3", ops=DETERMINISTIC, num_layers=1) as engine:
         undisturbed = bits(engine.generate_batch(several, settings))
-        block_bytes = engine._block_bytes
+        block_bytes = engine.stats().kv_block_bytes
     with build("qwen3", ops=DETERMINISTIC, num_layers=1, kv_cache_memory=12 * block_bytes) as engine:
         assert bits(engine.generate_batch(several, settings)) == undisturbed
         assert engine.stats().num_preemptions > 0

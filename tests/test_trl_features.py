@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import CHARACTERS, EOS, LOGPROB_TOLERANCE, PAD, build, logged, make_model, make_tokenizer
+from trl_setup import (
+    CHARACTERS,
+    EOS,
+    LOGPROB_TOLERANCE,
+    PAD,
+    MakeTrainer,
+    logged,
+    make_model,
+    make_tokenizer,
+    trainers,
+)
 
-from stoker.rollout import EngineConfig, InvalidRequestError
+from stoker.rollout import EngineConfig, InvalidRequestError, RolloutBatch, RolloutOutput
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -19,36 +29,35 @@ from transformers import PreTrainedTokenizerFast
 
 from stoker.integrations.trl import attach, detach
 
-MakeTrainer = Callable[..., Any]
 IDS = {character: i + 3 for i, character in enumerate(CHARACTERS)}
+BLOCK = 4
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    made = []
-
-    def make(**settings: Any) -> Any:
-        made.append(build("grpo", str(tmp_path), **settings))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if trainer.use_vllm:
-            detach(trainer)
+    yield from trainers(str(tmp_path))
 
 
-def record_prompts(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
-    """The prompts of every call of the engine."""
-    calls: list[list[list[int]]] = []
+def record_calls(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[RolloutBatch]:
+    """What every call of the engine gave."""
+    calls: list[RolloutBatch] = []
     engine = trainer.vllm_generation.engine
     generate_batch = engine.generate_batch
 
-    def record(prompts: list[list[int]], params: Any) -> Any:
-        calls.append([list(prompt) for prompt in prompts])
-        return generate_batch(prompts, params)
+    def record(prompts: list[list[int]], params: Any) -> RolloutBatch:
+        calls.append(generate_batch(prompts, params))
+        return calls[-1]
 
     monkeypatch.setattr(engine, "generate_batch", record)
     return calls
+
+
+def check_kept(later: list[RolloutOutput], answer: list[int]) -> None:
+    """Of a turn after the first nothing was computed but the answer, the token before it and a part of a block."""
+    assert len(later) > 5
+    for output in later:
+        assert output.prompt_token_ids[-len(answer) :] == answer
+        assert len(output.prompt_token_ids) - output.cached_tokens <= len(answer) + 1 + BLOCK
 
 
 def check_parity(trainer: Any) -> None:
@@ -96,15 +105,16 @@ def chat_arguments(tokenizer_class: type[Any] = PreTrainedTokenizerFast) -> dict
 def test_chats_go_through_the_template(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(more=chat_arguments())
     attach(trainer)
-    calls = record_prompts(trainer, monkeypatch)
+    calls = record_calls(trainer, monkeypatch)
     trainer.train()
     check_parity(trainer)
     templated = {tuple(IDS[c] for c in f"h{chat[0]['content']}g") for chat in CHATS}
-    assert {tuple(prompt) for call in calls for prompt in call} <= templated
+    assert {tuple(output.prompt_token_ids) for call in calls for output in call} <= templated
 
 
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "sleeps"])
 def test_tools_are_called_and_their_answers_continued(
-    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, sleeps: bool
 ) -> None:
     asked: list[str] = []
 
@@ -125,18 +135,21 @@ def test_tools_are_called_and_their_answers_continued(
         generation_kwargs={"max_new_tokens": 12},
         max_tool_calling_iterations=3,
         seed=4,  # under which the random model calls often enough
+        vllm_enable_sleep_mode=sleeps,
     )
-    engine = attach(trainer)
-    calls = record_prompts(trainer, monkeypatch)
+    engine = attach(trainer, config=EngineConfig(block_size=BLOCK, seed=trainer.args.seed))
+    calls = record_calls(trainer, monkeypatch)
+    asleep = []
+    trainer.model.get_input_embeddings().weight.register_hook(lambda _: asleep.append(engine.is_sleeping))
     trainer.train()
     check_parity(trainer)
+    assert asleep == [sleeps] * 3
     assert len(asked) > 10 and max(logged(trainer, "tools/call_frequency")) > 0
     assert max(logged(trainer, "tools/failure_frequency")) > 0
     sizes = [len(call) for call in calls]
     assert sizes.count(8) >= 3 and any(size < 8 for size in sizes)  # turns after the first have fewer rows
     answer = [IDS[c] for c in "fdadg"]
-    later = [prompt for call in calls if len(call) < 8 for prompt in call]
-    assert any(prompt[-5:] == answer for prompt in later)
+    check_kept([o for call in calls if len(call) < 8 for o in call if o.prompt_token_ids[-5:] == answer], answer)
     assert engine.weight_version == 3  # once a step, however many turns it has
 
 
@@ -159,12 +172,15 @@ def test_environments_are_stepped(make_trainer: MakeTrainer, monkeypatch: pytest
             return float(self.asked)
 
     arguments = chat_arguments(ToolTokenizer) | {"reward_funcs": [], "environment_factory": Environment}
-    trainer = make_trainer(more=arguments, max_completion_length=40, generation_kwargs={"max_new_tokens": 10})
-    attach(trainer)
-    calls = record_prompts(trainer, monkeypatch)
+    trainer = make_trainer(
+        more=arguments, max_completion_length=40, generation_kwargs={"max_new_tokens": 10}, vllm_enable_sleep_mode=True
+    )
+    engine = attach(trainer, config=EngineConfig(block_size=BLOCK, seed=trainer.args.seed))
+    calls = record_calls(trainer, monkeypatch)
     trainer.train()
     check_parity(trainer)
-    assert len(calls) > 3 and max(logged(trainer, "reward")) > 0
+    check_kept([o for call in calls if len(call) < 8 for o in call], [IDS[c] for c in "fdadg"])
+    assert engine.is_sleeping and max(logged(trainer, "reward")) > 0
 
 
 # -- rollout_func, truncation, over-long prompts -----------------------------------------------------------------------

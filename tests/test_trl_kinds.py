@@ -7,13 +7,23 @@ import importlib
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import EOS, KINDS, LOGPROB_TOLERANCE, PAD, build, frozen_copy, make_tokenizer, plain_logprobs
+from trl_setup import (
+    EOS,
+    KINDS,
+    LOGPROB_TOLERANCE,
+    PAD,
+    MakeTrainer,
+    frozen_copy,
+    make_tokenizer,
+    plain_logprobs,
+    trainers,
+)
 
 from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, RolloutBatch, UnsupportedModelError
 
@@ -23,23 +33,13 @@ import trl
 
 from stoker.integrations.trl import _BACKENDS, _REFUSED, attach, detach
 
-MakeTrainer = Callable[..., Any]
 WITH_REWARDS = tuple(kind for kind in KINDS if kind not in ("distillation", "sdft", "gold", "iw_opd"))
 OFF_POLICY_IN_EVALUATION = ("gold", "iw_opd", "online_dpo")  # these sample in training only
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Any) -> Iterator[MakeTrainer]:
-    made = []
-
-    def make(kind: str, **settings: Any) -> Any:
-        made.append(build(kind, str(tmp_path), **settings))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if trainer.args.use_vllm or trainer.use_vllm:
-            detach(trainer)
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    yield from trainers(str(tmp_path))
 
 
 def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, RolloutBatch]]:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import LOGPROB_TOLERANCE, PROMPTS, build, logged, make_model, make_tokenizer, plain_logprobs
+from trl_setup import (
+    KINDS,
+    LOGPROB_TOLERANCE,
+    PROMPTS,
+    MakeTrainer,
+    logged,
+    make_model,
+    make_tokenizer,
+    plain_logprobs,
+    trainers,
+)
 
-from stoker.rollout import InvalidConfigError, SamplingParams, UnsupportedModelError
+from stoker.rollout import InvalidConfigError, RolloutBatch, SamplingParams, UnsupportedModelError
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -18,23 +28,13 @@ from peft import LoraConfig, get_peft_model
 
 from stoker.integrations.trl import attach, detach
 
-MakeTrainer = Callable[..., Any]
 IDS: list[list[int]] = make_tokenizer()(PROMPTS)["input_ids"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    made = []
-
-    def make(kind: str, **settings: Any) -> Any:
-        made.append(build(kind, str(tmp_path), **settings))
-        return made[-1]
-
-    yield make
-    for trainer in made:
-        if trainer.use_vllm:
-            detach(trainer)
+    yield from trainers(str(tmp_path))
 
 
 def adapter(**options: Any) -> LoraConfig:
@@ -69,6 +69,44 @@ def test_training_an_adapter(make_trainer: MakeTrainer, kind: str, options: dict
         torch.testing.assert_close(completion.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
         assert bare.completions[0].token_ids == first.completions[0].token_ids
     assert [o.completions[0].token_ids for o in learned] != [o.completions[0].token_ids for o in again]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("grpo", "rloo")])
+def test_every_kind_samples_with_the_live_adapter(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model = get_peft_model(make_model(), adapter(init_lora_weights=False))
+    trainer = make_trainer(kind, model=model, max_steps=2, learning_rate=0.1)
+    engine = attach(trainer)
+    before = adapted_weights(trainer)
+    sample = engine.generate_batch
+    worst = []
+
+    def check(prompts: Any, params: Any) -> RolloutBatch:
+        batch = sample(prompts, params)
+        training = model.training
+        model.eval()
+        worst.append(
+            max(
+                abs(a - b)
+                for output in batch
+                for c in output.completions
+                for a, b in zip(
+                    c.logprobs,
+                    plain_logprobs(model, output.prompt_token_ids, c.token_ids, params[0].temperature),
+                    strict=True,
+                )
+            )
+        )
+        model.train(training)
+        return batch
+
+    monkeypatch.setattr(engine, "generate_batch", check)
+    trainer.train()
+    after = adapted_weights(trainer)
+    assert len(worst) == 2 and max(worst) < LOGPROB_TOLERANCE
+    assert all("lora_" in name for name in before) and any(not torch.equal(before[n], after[n]) for n in before)
+    assert engine.stats().mirror_bytes == 0
 
 
 def test_the_reference_policy_is_the_engine_without_the_adapter(make_trainer: MakeTrainer) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,11 +62,19 @@ def count_a(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("a")) for text in completions]
 
 
+@functools.cache
+def settle() -> None:
+    """Every ``train`` ends in a garbage collection: let it not walk through all that was imported, each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A trainer of a kind. more: arguments of its constructor, on top of those every kind needs; settings: of its config."""
     from datasets import Dataset
 
     trainer_class, config_class = _classes(kind)
+    settle()
     arguments: dict[str, Any] = {
         "output_dir": output_dir,
         "per_device_train_batch_size": 8,
@@ -152,6 +163,34 @@ def _classes(kind: str) -> tuple[Any, Any]:
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     return OnlineDPOTrainer, OnlineDPOConfig
+
+
+MakeTrainer = Callable[..., Any]
+
+
+def trainers(output_dir: str) -> Iterator[MakeTrainer]:
+    """For a fixture: builds trainers, and detaches in the end whatever is attached then."""
+    from stoker.integrations.trl import detach
+
+    made = []
+
+    def make(kind: str = "grpo", **settings: Any) -> Any:
+        made.append(build(kind, output_dir, **settings))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.args.use_vllm or trainer.use_vllm:
+            detach(trainer)
+
+
+def ask(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Completions and log-probabilities as TRL gets them."""
+    if trainer.state.global_step != trainer._last_loaded_step:
+        trainer.vllm_generation.sync_weights()
+    _, completions, logprobs, ids = trainer.vllm_generation.generate(prompts, None, 1)
+    assert ids == [[[token] for token in c] for c in completions]
+    return completions, [[row[0] for row in rows] for rows in logprobs]
 
 
 def logged(trainer: Any, key: str) -> list[float]:

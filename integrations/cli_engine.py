@@ -1,0 +1,66 @@
+"""The engine of a command: its flags, its configuration, and the model it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from stoker.integrations.jsonl import CommandError
+from stoker.kernels.errors import InvalidConfigError
+
+_MAX_RANK = 512  # of an adapter, the most the kernels are made for
+_MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")
+    engine.add_argument("--dtype", default="auto", metavar="X", help="bfloat16, float32, ... (that of the files)")
+    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="sequences at a time (%(default)s)")
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and completion together (the model's)"
+    )
+    engine.add_argument(
+        "--kv-cache-memory", default="auto", metavar="X", help="4GiB, say (what fits in part of the free memory)"
+    )
+
+
+def config_of(args: argparse.Namespace) -> Any:
+    from stoker.rollout import EngineConfig
+
+    try:
+        return EngineConfig(
+            device=args.device,
+            dtype=args.dtype,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.max_model_len,
+            kv_cache_memory=args.kv_cache_memory,
+            max_lora_rank=_MAX_RANK,
+        )
+    except InvalidConfigError as error:
+        args.parser.error(str(error))
+
+
+def load(args: argparse.Namespace) -> Any:
+    from stoker.rollout import RolloutEngine
+
+    engine = RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
+    if getattr(args, "adapter", None) is not None:
+        engine.load_adapter(args.adapter, args.adapter)
+    return engine
+
+
+def _folder(model: str) -> str:
+    """The local folder of a model; one of the hub is fetched, or found where an earlier fetch has left it."""
+    if os.path.isdir(model):
+        return model
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise CommandError(f"{model}: there is no such folder")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model, allow_patterns=_MODEL_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CommandError(f"{model} is neither a folder here nor a model that could be fetched: {reason}") from error

@@ -1,0 +1,38 @@
+"""A folder with a small model, and JSON Lines files, for the tests of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trl_setup import make_model, make_tokenizer
+
+TEMPLATE = "{% for m in messages %}h{{ m.content }}{% endfor %}{% if add_generation_prompt %}g{% endif %}"
+
+
+def write(path: Path, lines: list[Any]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def make_folder(path: Path) -> str:
+    make_model().save_pretrained(path)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def make_files(path: Path) -> tuple[str, str]:
+    """An input of every kind of line, and an output that is not there."""
+    lines = [
+        {"prompt": "abc", "id": 7},
+        {"messages": [{"role": "user", "content": "fed"}]},
+        {"token_ids": [3, 4, 5], "completions": "replaced"},
+    ]
+    return write(path / "in.jsonl", lines), str(path / "out.jsonl")
