@@ -49,7 +49,7 @@ def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
 
 
 @triton.jit
-def _segment(
+def sum_over(
     x_ptr,
     weight_ptr,
     x_inside,
@@ -60,7 +60,7 @@ def _segment(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sum over one segment of the depth, fp32 [BLOCK_M, BLOCK_N]."""
+    """Sum over part of the depth, fp32 [BLOCK_M, BLOCK_N]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
@@ -117,7 +117,7 @@ def _matmul_kernel(
     if PARALLEL:
         number = tl.program_id(1)
         begin = number * segment_depth
-        total = _segment(
+        total = sum_over(
             x_tile,
             weight_tile,
             x_inside,
@@ -134,7 +134,7 @@ def _matmul_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for number in range(SEGMENTS):
             begin = number * segment_depth
-            total += _segment(
+            total += sum_over(
                 x_tile,
                 weight_tile,
                 x_inside,

@@ -89,7 +89,7 @@ def ops_for(
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
 
-    table = triton_ops.DETERMINISTIC if deterministic else triton_ops.TRITON
+    table = triton_ops.DETERMINISTIC if deterministic else triton_ops.measured()
     reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
     if reason is None:
         return table
