@@ -34,13 +34,11 @@ class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
     def __init__(self) -> None:
-        self._chosen: dict[tuple[Any, ...], tuple[str, Callable[..., Tensor]]] = {}
+        self.chosen: dict[
+            str, str
+        ] = {}  # by the most rows, the weight and what else is done: who multiplies, and how long each takes
+        self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._arrived: dict[torch.device, Tensor] = {}
-
-    @property
-    def chosen(self) -> dict[str, str]:
-        """By the most rows, the weight and what else is done: who multiplies."""
-        return {f"{key[0]} x {key[1][0]} x {key[1][1]}{key[2]}": name for key, (name, _) in self._chosen.items()}
 
     def __call__(
         self,
@@ -79,14 +77,14 @@ class MeasuredLinear:
     ) -> Callable[..., Tensor]:
         rows = -(-x.shape[0] // _STEP) * _STEP
         given = {"bias": bias, **options}
-        what = "".join(f", {name}" for name in ("bias", "norm", "gated", "residual") if given[name] is not None)
-        key = rows, tuple(weight.shape), what, x.dtype
-        if key not in self._chosen:
+        what = [name for name in ("bias", "norm", "gated", "residual") if given[name] is not None]
+        key = rows, weight.shape, *what, x.dtype
+        if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
                 return by_torch
-            self._chosen[key] = self._measured(x, weight, bias, options)
-            _log.debug("%s rows of %s%s: %s multiplies", rows, list(weight.shape), what, self._chosen[key][0])
-        return self._chosen[key][1]
+            found, self._ways[key] = self._measured(x, weight, bias, options)
+            self.chosen[", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])] = found
+        return self._ways[key]
 
     def _measured(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
@@ -108,12 +106,13 @@ class MeasuredLinear:
             for name in calls.keys() - right.keys():
                 _log.warning("%s is wrong for %s rows of %s, and not used", name, x.shape[0], list(weight.shape))
             taken = microseconds(right, x.device)
-            best = min(taken, key=lambda name: taken[name])
+            order = sorted(taken, key=lambda name: taken[name])
+            best, found = order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
             _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
-            best = "torch"
-        return best, ways[best]
+            best = found = "torch"
+        return found, ways[best]
 
     def _others(self, x: Tensor, weight: Tensor) -> _Ways:
         """Besides torch's."""

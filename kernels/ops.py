@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class Ops:
     # Device memory that attention's workspace takes, once for every (query heads, value dimension) there is: its bytes for
     # (most rows, columns of the block table, block size, heads, value dimension).
     attention_workspace: Callable[..., int] | None = None
+    # By rows, weight and what else the operation does, for the matmuls of which that was measured so far: who multiplies,
+    # and who would take longer.
+    matmuls: Mapping[str, str] = field(default_factory=dict)
 
 
 REFERENCE = Ops(

@@ -49,7 +49,8 @@ TRITON = replace(
 
 def measured() -> Ops:
     """TRITON, with matmuls of some dozens of rows by what one engine finds to be the fastest."""
-    return replace(TRITON, linear=MeasuredLinear())
+    linear = MeasuredLinear()
+    return replace(TRITON, linear=linear, matmuls=linear.chosen)
 
 
 # The same bits for a row alone and among any others, where TRITON's depend on how many there are.

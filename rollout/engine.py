@@ -412,6 +412,7 @@ class RolloutEngine:
             finished_requests=counters.finished_requests,
             fused_layers=self._binding.fused_layers,
             num_layers=self._binding.shell.num_layers,
+            matmuls=dict(self._binding.ops.matmuls),
             last_update_seconds=self._updates.last_seconds,
             last_update_bytes=self._updates.last_bytes,
             mirror_bytes=self._binding.source.nbytes,
