@@ -14,6 +14,7 @@ from compile_attention import Recorder, as_on_hopper, build, launches
 from stoker.kernels import checksum, linear, linear_invariant, linear_streamed, moe, norm_rotary, sampling, window
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+from stoker.kernels.reference.window import Record
 
 
 def zeros(*size: int) -> torch.Tensor:
@@ -45,7 +46,9 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")
     names = ("token_ids", "positions", "slots", "seq_lens", "last_lens")
     rows = torch.zeros(64, 3, dtype=torch.long)
-    window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **dict.fromkeys(names, rows[:, 0]))
+    for record in (None, Record(rows[:, 0], rows, torch.zeros(64, 3), rows[:, 0], rows[:, 0])):
+        fields = dict.fromkeys(names, rows[:, 0]) | {"logprobs": torch.zeros(64), "record": record}
+        window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
     moe.experts(zeros(8, dim), ids, weights, zeros(4, 512, dim), zeros(4, dim, 256), gate=Gate())
