@@ -224,7 +224,7 @@ def test_on_a_device_the_fastest_is_found_among_right_ones(tokens: int, caplog: 
     for width, depth, options in ((3072, 2048, "n"), (2048, 2048, "r"), (16384, 2048, "ng"), (2048, 8192, "r")):
         arguments = make_linear(tokens, width, depth, options, torch.bfloat16)
         assert_close(linear(**arguments), expected_linear(**arguments), torch.bfloat16)
-    assert len(linear.chosen) == 4 and not caplog.records
+    assert len(linear.chosen) == 4 and not [r for r in caplog.records if r.name == "stoker"]
     calls = {name: lambda name=name: torch.cuda._sleep(20000 if name == "long" else 1000) for name in ("long", "short")}
     found = linear_measured.microseconds(calls, DEVICE)
     assert found["long"] > found["short"] > 0
