@@ -22,7 +22,6 @@ from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _log = logging.getLogger("stoker")
-_Ways = Mapping[str, Callable[..., Tensor]]
 _LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
 _STEP = 16  # so many rows are measured together
 _ROUNDS = 7
@@ -34,9 +33,8 @@ class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
     def __init__(self) -> None:
-        self.chosen: dict[
-            str, str
-        ] = {}  # by the most rows, the weight and what else is done: who multiplies, and how long each takes
+        # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
+        self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
         self._arrived: dict[torch.device, Tensor] = {}
 
@@ -92,6 +90,8 @@ class MeasuredLinear:
         ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
         try:
             expected = by_torch(x, weight, bias, **options).float()
+            if not expected.isfinite().all():
+                raise ValueError("the product is not finite")
             ways |= self._others(x, weight)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
@@ -114,19 +114,19 @@ class MeasuredLinear:
             best = found = "torch"
         return found, ways[best]
 
-    def _others(self, x: Tensor, weight: Tensor) -> _Ways:
+    def _others(self, x: Tensor, weight: Tensor) -> dict[str, Callable[..., Tensor]]:
         """Besides torch's."""
         tiles, device = tiles_of(weight.shape[0]), x.device
         if device not in self._arrived or self._arrived[device].numel() < tiles:
             self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
         size = weight.shape[0], weight.shape[1]
-        ways: dict[str, Callable[..., Tensor]] = {
+        others: dict[str, Callable[..., Tensor]] = {
             f"streamed, {n} splits": partial(_streamed, splits=n, arrived=self._arrived[device])
             for n in splits_to_try(size, x.dtype.itemsize, multiprocessors(device))
         }
         if x.shape[0] <= MOST_SKINNY:
-            ways["skinny"] = skinny
-        return ways
+            others["skinny"] = skinny
+        return others
 
 
 def _streamed(
