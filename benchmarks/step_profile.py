@@ -40,7 +40,7 @@ KINDS = {
     "adapters": ("shrink", "expand_kernel", "look_up"),
     "matmul": (
         *("gemm", "gemv", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "cublas", "splitk"),
-        *("skinny", "single_kernel", "add_segments"),
+        *("skinny", "single_kernel", "streamed", "add_segments"),
     ),
     "norm, rotary, KV write": ("norm", "rotary", "write_kv", "write_kernel", "index_copy"),
     "activation": ("silu", "gelu", "swiglu", "act_mul"),
@@ -95,6 +95,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
             wall = time.perf_counter() - start
         done = sum(len(h.result().completions[0].token_ids) for h in handles) / batch - 1
         ceiling = ceilings.measure(model, device, rows=(batch,), kv_tokens=batch * context)
+        matmuls = engine.stats().matmuls
     if device == "cuda":
         events = [e for e in trace.events() if e.device_type == DeviceType.CUDA]
         parts = attribute((e.name, e.time_range.start, e.time_range.end) for e in events)
@@ -117,6 +118,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
         "parts_us": {part: us / done for part, us in sorted(parts.items(), key=lambda p: -p[1])},
         "idle_share": parts.get("waits" if device == "cuda" else "host", 0.0) * 1e-6 / wall,
         "kernels_per_step": len(events) / done,
+        "matmuls": matmuls,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from stoker.engine.model import ModelShell
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import Sampler, SamplingRows
 from stoker.engine.step_inputs import Batch
+from stoker.kernels.reference.window import Record
 
 _log = logging.getLogger("stoker")
 _Key = tuple[object, ...]
@@ -26,7 +27,7 @@ _Key = tuple[object, ...]
 @dataclass(frozen=True, slots=True)
 class _Graph:
     replay: Callable[[], None]
-    step: Tensor  # int64 [1], the row of ``outputs`` that the next replay writes
+    step: Tensor  # int64 [rows], the row of ``outputs`` that the next replay writes
     outputs: tuple[Tensor, ...]  # as ``Pending.copies``, [window, rows, ...] each
 
 
@@ -95,7 +96,6 @@ class GraphStep:
 
     def _capture(self, batch: Batch) -> _Graph | None:
         rows, device = batch.token_ids.shape[0], batch.token_ids.device
-        step = torch.zeros(1, dtype=torch.long, device=device)
         sizes: list[tuple[int, ...]] = [(self.window, rows)]
         if batch.sampling.top_logprobs:
             sizes.append((self.window, rows, batch.sampling.top_logprobs))
@@ -103,22 +103,24 @@ class GraphStep:
             torch.zeros(size, dtype=dtype, device=device) for size in sizes for dtype in (torch.long, torch.float32)
         )
 
-        def finish(results: Sequence[Tensor]) -> None:
-            for output, result in zip(outputs, results, strict=True):
-                output.index_copy_(0, step, result[None])
-            step.add_(1)
-            batch.advance(self.eager.ops, results[0])
+        step = torch.zeros(rows, dtype=torch.long, device=device)
+        record = Record(step, outputs[0], outputs[1], batch.sampled, batch.sampling.slots)
+
+        def finish(results: Sequence[Tensor], record: Record) -> None:
+            for output, result in zip(outputs[2:], results[2:], strict=True):
+                output.index_copy_(0, step[:1], result[None])
+            batch.advance(self.eager.ops, results[0], results[1], record)
 
         def body() -> None:
             (noise,) = self.sampler.noise(batch.sampling, batch.seq_lens, 1)
             out = self.eager.step(batch, noise)
-            finish([t for t in (out.tokens, out.logprobs, out.top_ids, out.top_logprobs) if t is not None])
+            finish([t for t in (out.tokens, out.logprobs, out.top_ids, out.top_logprobs) if t is not None], record)
 
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
                 # A kernel's code cannot always be loaded while its launch is captured, and a batch of a single step has not
-                # come to this. Nothing reads the batch's buffers any more.
-                finish([output[0].clone() for output in outputs])
+                # come to this. Of the batch's buffers the next plan reads only the newest tokens.
+                finish([output[0].clone() for output in outputs], replace(record, newest=batch.sampled.clone()))
                 return _Graph(self.runtime.capture(body), step, outputs)
         except RuntimeError as error:  # of which torch.OutOfMemoryError is one
             _log.warning("decode steps of %d rows run without a CUDA graph: capturing one failed (%s)", rows, error)

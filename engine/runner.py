@@ -105,6 +105,7 @@ class EagerStep:
                 if not batch.any_sampled:
                     return Pending((), scores)
                 outputs.append(self._sample(batch, hidden, noise[step]))
+            batch.sampled.index_copy_(0, batch.sampling.slots, outputs[-1].tokens)
             results = [torch.stack([out.tokens for out in outputs]), torch.stack([out.logprobs for out in outputs])]
             if outputs[0].top_ids is not None:
                 results.append(torch.stack([out.top_ids for out in outputs if out.top_ids is not None]))
@@ -112,7 +113,7 @@ class EagerStep:
             return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results), scores)
 
     def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:
-        """One step of the batch, which stays where it is."""
+        """One step of the batch, which stays where it is; what is sampled is kept nowhere."""
         return self._sample(batch, self._hidden(batch), noise)
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -123,6 +124,4 @@ class EagerStep:
     def _sample(self, batch: Batch, hidden: Tensor, noise: Tensor | None) -> SamplerOutput:
         last = None if batch.decode else batch.last_token
         logits = self.model.logits_of(hidden, last, batch.adapters)
-        out = self.sampler(logits, batch.sampling, batch.seq_lens, noise)
-        batch.sampled.index_copy_(0, batch.sampling.slots, out.tokens)
-        return out
+        return self.sampler(logits, batch.sampling, batch.seq_lens, noise)

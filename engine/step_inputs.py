@@ -19,6 +19,7 @@ from stoker.engine.scheduler import Plan
 from stoker.engine.scorer import ScoreRows
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
+from stoker.kernels.reference.window import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,11 @@ class Batch:
     adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
 
-    def advance(self, ops: Ops, tokens: Tensor) -> None:
-        """On to the next step of a decode window: each row's sampled token is its input. tokens: int64 [R]."""
+    def advance(self, ops: Ops, tokens: Tensor, logprobs: Tensor | None = None, record: Record | None = None) -> None:
+        """On to the next step of a decode window: each row's sampled token is its input.
+
+        tokens: int64 [R]; record: where they are written besides, with ``logprobs``, fp32 [R].
+        """
         ops.advance(
             tokens,
             self.sampling.stop_ids,
@@ -60,6 +64,8 @@ class Batch:
             slots=self.slots,
             seq_lens=self.seq_lens,
             last_lens=self.last_lens,
+            logprobs=logprobs,
+            record=record,
         )
         self.attention.next_step()
 

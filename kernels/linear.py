@@ -1,8 +1,9 @@
 """A projection with what stands before and after it in a decoder layer, for a GPU.
 
-Up to ``_SKINNY`` tokens it is bound by the reading of the weight: one Triton kernel reads every byte of it once and does
-norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between small
-kernels. ``linear_invariant`` gives a row the same bits whatever stands beside it, for the price of a slower product.
+Below ``FEWEST_FOR_TORCH`` tokens it is bound by the reading of the weight: one Triton kernel reads every byte of it once and
+does norm, activation and residual on the way. With more tokens it is a matrix product of the vendor's library between small
+kernels, or of some dozens by what ``linear_measured`` finds to be faster. ``linear_invariant`` gives a row the same bits
+whatever stands beside it, for the price of a slower product.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,7 +22,8 @@ from stoker.kernels.launch import await_turn_with_weight
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
-_SKINNY = 4
+FEWEST_FOR_TORCH = 5  # tokens
+MOST_SKINNY = 16
 _CPU_MULTIPROCESSORS = 132  # the interpreter plays the GPU these kernels are made for
 
 
@@ -221,15 +223,20 @@ def skinny_config(tokens: int, weight: tuple[int, int], itemsize: int, processor
     return (32 if triton.cdiv(width, 32) >= 2 * processors else 16), 512 // itemsize, 5
 
 
-def _skinny(
+def skinny(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
     norm: Norm | None,
     gated: Activation | None,
     residual: Tensor | None,
     scale: float,
 ) -> Tensor:
+    """As the reference's ``linear``. x: [T, D], T up to ``MOST_SKINNY``; weight: [N, D]; the rows of both contiguous."""
+    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
+    if norm is not None and x.dtype == torch.float16 and x.shape[0] > 1:
+        x, norm = rms_norm(x, *norm), None
     tokens, depth = x.shape
     full_width = weight.shape[0]
     width = full_width if gated is None else full_width // 2
@@ -278,13 +285,9 @@ def linear(
     in_place: bool = False,
 ) -> Tensor:
     """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
-    rows_whole = all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
-    skinny = x.shape[0] <= _SKINNY and rows_whole
-    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
-    if norm is not None and (not skinny or (x.dtype == torch.float16 and x.shape[0] > 1)):
-        x, norm = rms_norm(x, *norm), None
-    if skinny:
-        return _skinny(x, weight, bias, norm, gated, residual, scale)
+    if x.shape[0] < FEWEST_FOR_TORCH and all(t is None or t.stride(1) == 1 for t in (x, weight, residual)):
+        return skinny(x, weight, bias, norm=norm, gated=gated, residual=residual, scale=scale)
+    x = x if norm is None else rms_norm(x, *norm)
     if residual is not None and bias is None and gated is None:
         # Out of place, torch (up to 2.13 at least) copies the residual first: a node more of every captured step.
         return torch.addmm(residual, x, weight.t(), alpha=scale, out=residual if in_place else None)

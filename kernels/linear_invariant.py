@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_turn, await_turn_with_weight
 from stoker.kernels.linear import store_outputs, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -49,7 +49,7 @@ def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
 
 
 @triton.jit
-def _segment(
+def sum_over(
     x_ptr,
     weight_ptr,
     x_inside,
@@ -60,7 +60,7 @@ def _segment(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Sum over one segment of the depth, fp32 [BLOCK_M, BLOCK_N]."""
+    """Sum over part of the depth, fp32 [BLOCK_M, BLOCK_N]."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
@@ -95,10 +95,10 @@ def _matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One tile of the result, or with ``PARALLEL`` one segment of one, which goes to ``partial`` [SEGMENTS, T, N]."""
-    await_turn(DEPENDENT)
     full_width = 2 * width if GATED is not None else width
     tiles_m = tl.cdiv(tokens, BLOCK_M)
     tiles_n = tl.cdiv(full_width, BLOCK_N)
@@ -110,31 +110,34 @@ def _matmul_kernel(
 
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_at = weight_rows(columns, width, GATED)
+    first = tl.program_id(1) * segment_depth  # 0 where one program does all segments
+    await_turn_with_weight(
+        weight_ptr + first, weight_at, weight_stride, full_width, depth - first, STAGES * BLOCK_K, DEPENDENT
+    )
     x_tile = x_ptr + rows[:, None] * x_stride
-    weight_tile = weight_ptr + weight_rows(columns, width, GATED).to(tl.int64)[None, :] * weight_stride
+    weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
     x_inside = (rows < tokens)[:, None]
     weight_inside = (columns < full_width)[None, :]
     if PARALLEL:
-        number = tl.program_id(1)
-        begin = number * segment_depth
-        total = _segment(
+        total = sum_over(
             x_tile,
             weight_tile,
             x_inside,
             weight_inside,
-            begin,
-            min(begin + segment_depth, depth),
+            first,
+            min(first + segment_depth, depth),
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
         )
-        at = (number * tokens + rows)[:, None] * full_width + columns[None, :]
+        at = (tl.program_id(1) * tokens + rows)[:, None] * full_width + columns[None, :]
         tl.store(partial_ptr + at, total, mask=x_inside & weight_inside)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for number in range(SEGMENTS):
             begin = number * segment_depth
-            total += _segment(
+            total += sum_over(
                 x_tile,
                 weight_tile,
                 x_inside,
@@ -267,6 +270,7 @@ def _matmul(
         BLOCK_N=c.block_n,
         BLOCK_K=c.block_k,
         GROUP=8,
+        STAGES=4,
         num_warps=4,
         num_stages=4,
     )

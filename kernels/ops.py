@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class Ops:
     # Device memory that attention's workspace takes, once for every (query heads, value dimension) there is: its bytes for
     # (most rows, columns of the block table, block size, heads, value dimension).
     attention_workspace: Callable[..., int] | None = None
+    # By rows, weight and what else the operation does, for the matmuls of which that was measured so far: who multiplies,
+    # and who would take longer.
+    matmuls: Mapping[str, str] = field(default_factory=dict)
 
 
 REFERENCE = Ops(
@@ -89,7 +92,7 @@ def ops_for(
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
 
-    table = triton_ops.DETERMINISTIC if deterministic else triton_ops.TRITON
+    table = triton_ops.DETERMINISTIC if deterministic else triton_ops.measured()
     reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
     if reason is None:
         return table

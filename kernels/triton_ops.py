@@ -18,9 +18,10 @@ from stoker.kernels import (
     window,
 )
 from stoker.kernels.attention import unsupported
-from stoker.kernels.ops import REFERENCE
+from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.ops import REFERENCE, Ops
 
-__all__ = ["DETERMINISTIC", "TRITON", "unsupported"]
+__all__ = ["DETERMINISTIC", "TRITON", "measured", "unsupported"]
 
 TRITON = replace(
     REFERENCE,
@@ -44,6 +45,13 @@ TRITON = replace(
     static_plans=True,
     attention_workspace=attention.workspace_bytes,
 )
+
+
+def measured() -> Ops:
+    """TRITON, with matmuls of some dozens of rows by what one engine finds to be the fastest."""
+    linear = MeasuredLinear()
+    return replace(TRITON, linear=linear, matmuls=linear.chosen)
+
 
 # The same bits for a row alone and among any others, where TRITON's depend on how many there are.
 DETERMINISTIC = replace(

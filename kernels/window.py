@@ -1,4 +1,4 @@
-"""From one step of a decode window to the next, in one kernel: some fifteen of torch's are a tenth of a small model's step."""
+"""From one step of a decode window to the next, in one kernel: some twenty of torch's are a tenth of a small model's step."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -9,12 +9,15 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
+from stoker.kernels.reference.window import Record
 
 
-@triton.jit
+# Log-probabilities lie where the number of rows says, which is no reason to compile this again while a step is captured.
+@triton.jit(do_not_specialize_on_alignment=["logprobs_ptr"])
 def _advance_kernel(
     tokens_ptr, stop_ids_ptr, first_stop_ptr, table_ptr, token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,
-    last_lens_ptr, stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
+    last_lens_ptr, logprobs_ptr, step_ptr, all_tokens_ptr, all_logprobs_ptr, newest_ptr, kept_slots_ptr,
+    stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr, RECORD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     await_turn(DEPENDENT)
@@ -34,6 +37,13 @@ def _advance_kernel(
     tl.store(last_lens_ptr + row, tl.where(over, 0, last))
     tl.store(positions_ptr + row, position)
     tl.store(slots_ptr + row, tl.where(over, 0, block * BLOCK_SIZE + position % BLOCK_SIZE))
+    if RECORD:
+        step = tl.load(step_ptr + row)
+        at = step * tl.num_programs(0) + row
+        tl.store(all_tokens_ptr + at, token)
+        tl.store(all_logprobs_ptr + at, tl.load(logprobs_ptr + row))
+        tl.store(newest_ptr + tl.load(kept_slots_ptr + row), token)
+        tl.store(step_ptr + row, step + 1)
 
 
 def advance(
@@ -48,8 +58,13 @@ def advance(
     slots: Tensor,
     seq_lens: Tensor,
     last_lens: Tensor,
+    logprobs: Tensor | None = None,
+    record: Record | None = None,
 ) -> None:
-    """As the reference; one-dimensional tensors are contiguous, and so are the rows of the others."""
+    """As the reference; one-dimensional tensors are contiguous, and so are the rows of the others and a record's tensors."""
+    kept = (
+        (tokens,) * 5 if record is None else (record.step, record.tokens, record.logprobs, record.newest, record.slots)
+    )
     _advance_kernel[tokens.shape](
         tokens,
         stop_ids,
@@ -60,10 +75,13 @@ def advance(
         slots,
         seq_lens,
         last_lens,
+        tokens if logprobs is None else logprobs,
+        *kept,
         stop_ids.stride(0),
         block_tables.stride(0),
         stop_ids.shape[1],
         BLOCK_SIZE=block_size,
+        RECORD=record is not None,
         STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,
         **launch.options(tokens.device),

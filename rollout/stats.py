@@ -14,7 +14,8 @@ class EngineStats:
 
     weight_version, is_sleeping: as the engine's. num_kv_blocks: of ``kv_block_bytes`` each, without the null block;
     num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep. fused_layers: how many of ``num_layers`` run in their
-    fused form. mirror_bytes: the engine's own copy of the weights, where it has one. last_update_seconds: of
+    fused form. matmuls: by rows, weight and what else is done, who multiplies, fastest first, where that was measured on
+    the device. mirror_bytes: the engine's own copy of the weights, where it has one. last_update_seconds: of
     ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs on the trainer's tensors.
 
     num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
@@ -37,6 +38,7 @@ class EngineStats:
     finished_requests: int
     fused_layers: int
     num_layers: int
+    matmuls: dict[str, str]
     last_update_seconds: float
     last_update_bytes: int
     mirror_bytes: int
@@ -62,6 +64,7 @@ def stats_of(memory: EngineMemory, updates: WeightUpdates) -> EngineStats:
         finished_requests=counters.finished_requests,
         fused_layers=binding.fused_layers,
         num_layers=binding.shell.num_layers,
+        matmuls=dict(binding.ops.matmuls),
         last_update_seconds=updates.last_seconds,
         last_update_bytes=updates.last_bytes,
         mirror_bytes=binding.source.nbytes,

@@ -11,9 +11,10 @@ import torch
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, as_on_hopper, build, launches
 
-from stoker.kernels import checksum, linear, linear_invariant, moe, norm_rotary, sampling, window
+from stoker.kernels import checksum, linear, linear_invariant, linear_streamed, moe, norm_rotary, sampling, window
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+from stoker.kernels.reference.window import Record
 
 
 def zeros(*size: int) -> torch.Tensor:
@@ -35,12 +36,19 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     )
     for tokens in (1, 4):
         linear.linear(zeros(tokens, dim), zeros(2 * hidden, dim), norm=norm, gated="gelu_tanh")
+    arrived = torch.zeros(256, dtype=torch.int32)
+    for tokens in (40, 128):
+        streamed = linear_streamed.streamed
+        streamed(zeros(tokens, hidden), zeros(dim, hidden), None, None, zeros(tokens, dim), 0.3, 7, arrived)
+        streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), "gelu_tanh", None, 1.0, 1, arrived)
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
     linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")
     names = ("token_ids", "positions", "slots", "seq_lens", "last_lens")
     rows = torch.zeros(64, 3, dtype=torch.long)
-    window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **dict.fromkeys(names, rows[:, 0]))
+    for record in (None, Record(rows[:, 0], rows, torch.zeros(64, 3), rows[:, 0], rows[:, 0])):
+        fields = dict.fromkeys(names, rows[:, 0]) | {"logprobs": torch.zeros(64), "record": record}
+        window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
     moe.experts(zeros(8, dim), ids, weights, zeros(4, 512, dim), zeros(4, dim, 256), gate=Gate())
@@ -51,7 +59,7 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
 
 if __name__ == "__main__":
     as_on_hopper()
-    for module in (norm_rotary, linear, linear_invariant, window, checksum, sampling, moe):
+    for module in (norm_rotary, linear, linear_invariant, linear_streamed, window, checksum, sampling, moe):
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B

@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import VOCAB
 from numpy.typing import NDArray
-from test_pipeline import PretendDevice, build, close, params, prompts
+from pretend_device import PretendDevice, build, close, params, prompts
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime, CudaRuntime

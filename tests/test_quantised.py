@@ -10,7 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from test_pipeline import STATIC, PretendDevice
+from pretend_device import STATIC, PretendDevice
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM

@@ -18,8 +18,8 @@ import pytest
 import torch
 from cases_attention import DEVICE, Heads, Paged, Row
 from families import make_model
+from pretend_device import build
 from test_attention import TOLERANCE
-from test_pipeline import build
 from torch import Tensor
 
 from stoker.kernels.attention import attend, unsupported, workspace_bytes, write_kv

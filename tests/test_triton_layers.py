@@ -13,8 +13,8 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-import torch.nn.functional as F
 from families import VOCAB, make_model
+from linears import EPS, HF_NAMES, expected_linear, expected_norm, make_linear
 from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP, Gemma2RMSNorm
@@ -30,16 +30,10 @@ from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, 
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
-EPS = 1e-5
-HF_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 TABLES = [TRITON, DETERMINISTIC]
 names = {id(TRITON): "triton", id(DETERMINISTIC): "deterministic"}
 tables = pytest.mark.parametrize("ops", TABLES, ids=lambda ops: names[id(ops)])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def expected_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: bool = False) -> Tensor:
-    return F.rms_norm(x.double(), weight.shape, weight.double() + offset, eps)
 
 
 @dtypes
@@ -218,36 +212,6 @@ def test_kernels_that_come_up_early_see_all_that_was_written(tokens: int, monkey
     assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
 
 
-def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
-    out = x.double() if norm is None else expected_norm(x, *norm)
-    out = F.linear(out, weight.double(), None if bias is None else bias.double())
-    if gated is not None:
-        gate, up = out.chunk(2, -1)
-        out = ACT2FN[HF_NAMES[gated]](gate) * up
-    return out if residual is None else scale * out + residual.double()
-
-
-GATED: dict[str, Activation] = {"g": "silu", "t": "gelu_tanh", "e": "gelu"}
-
-
-def make_linear(tokens: int, width: int, depth: int, options: str, dtype: torch.dtype):
-    """options: letters of bias, norm, or norm with Offset, residual, scaled residual, gated by SiLU, Tanh GELU, or Erf GELU."""
-    gated = next((act for letter, act in GATED.items() if letter in options), None)
-    scaled = "s" in options
-    has_residual = scaled or "r" in options
-    wide = randn(tokens, depth + 3, dtype=dtype)
-    x = wide[:, :depth] if has_residual else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
-    return {
-        "x": x,
-        "weight": randn(width, depth, dtype=dtype, scale=depth**-0.5),
-        "bias": randn(width, dtype=dtype) if "b" in options else None,
-        "norm": Norm(randn(depth, dtype=dtype), EPS, "o" in options) if set("no") & set(options) else None,
-        "gated": gated,
-        "residual": randn(tokens, width // 2 if gated else width, dtype=dtype) if has_residual else None,
-        "scale": 0.3 if scaled else 1.0,
-    }
-
-
 LINEARS = [
     # As q, k, v; out; gate and up; down; all at once; with sizes that divide no tile.
     (1, 64, 80, "nb"),
@@ -413,7 +377,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-P", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
-    layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "matmul", "add_segments"]
+    layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
     others = ["order", "grouped", "weighted_sum", "advance", "noise"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
     assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel"}

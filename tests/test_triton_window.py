@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from triton_oracle import DEVICE
 
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.window import Record
 from stoker.kernels.triton_ops import TRITON
 
 VOCAB, BLOCK_SIZE = 9, 4
@@ -38,9 +40,31 @@ def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int) -> No
         row["last_lens"] = row["seq_lens"] + random.randint(0, steps)
     found = {name: torch.tensor([row[name] for row in state], device=DEVICE) for name in FIELDS}
     over = 0
-    for _ in range(steps):
+    slots = torch.randperm(rows + 2, device=DEVICE)[:rows]
+    slots[rows // 2 :] = rows + 2  # as of padded rows
+    record = Record(
+        torch.full((rows,), 2, device=DEVICE),
+        torch.full((2 + steps, rows), -1, device=DEVICE),
+        torch.full((2 + steps, rows), -1.0, device=DEVICE),
+        torch.full((rows + 3,), -1, device=DEVICE),
+        slots,
+    )
+    for step in range(steps):
         tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
-        ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found)
+        if step % 2:  # the way of a step that is not captured
+            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found)
+        else:
+            logprobs, before = torch.rand(3, rows, device=DEVICE)[1], copy.deepcopy(record)
+            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found, logprobs=logprobs, record=record)
+            at = 2 + step // 2
+            assert (record.step == at + 1).all()
+            assert torch.equal(record.tokens[at], tokens) and torch.equal(record.logprobs[at], logprobs)
+            assert (record.newest[slots[: rows // 2]] == tokens[: rows // 2]).all()
+            for name in ("tokens", "logprobs"):
+                kept = torch.arange(2 + steps, device=DEVICE) != at
+                assert torch.equal(getattr(record, name)[kept], getattr(before, name)[kept])
+            others = torch.ones(rows + 3, dtype=torch.bool, device=DEVICE).index_fill_(0, slots, False)
+            assert (record.newest[others] == -1).all()
         arguments = (t.tolist() for t in (tokens, stop_ids, first_stop, table))
         state = [advanced(*given) for given in zip(state, *arguments, strict=True)]
         assert {name: t.tolist() for name, t in found.items()} == {name: [r[name] for r in state] for name in FIELDS}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from families import make_model
-from test_pipeline import PretendDevice, build, close
+from pretend_device import PretendDevice, build, close
 from torch import Tensor
 
 from stoker.engine import device as device_module

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where what a step of R rows samples is kept, on the device."""
+
+    step: Tensor  # int64 [R], which step of its window it is: one number, but for each row its own
+    tokens: Tensor  # int64 [W, R], by step
+    logprobs: Tensor  # fp32 [W, R]
+    newest: Tensor  # int64 [S], tokens by slot
+    slots: Tensor  # int64 [R]; whose token is of no use share one
 
 
 def advance(
@@ -18,6 +31,8 @@ def advance(
     slots: Tensor,
     seq_lens: Tensor,
     last_lens: Tensor,
+    logprobs: Tensor | None = None,
+    record: Record | None = None,
 ) -> None:
     """Make what each of R decode rows sampled its next input: ``token_ids`` and what follows are changed in place.
 
@@ -26,8 +41,15 @@ def advance(
 
     tokens: int64 [R], sampled; stop_ids: int64 [R, S]; first_stop: int64 [R], position of the first token that may be one;
     block_tables: int64 [R, M]; token_ids, positions: int64 [R], inputs; slots: int64 [R], where their keys go; seq_lens:
-    int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over.
+    int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over. record: where
+    tokens and their ``logprobs``, fp32 [R], are written besides; its step is then the next.
     """
+    if record is not None:
+        assert logprobs is not None
+        record.tokens.index_copy_(0, record.step[:1], tokens[None])
+        record.logprobs.index_copy_(0, record.step[:1], logprobs[None])
+        record.newest.index_copy_(0, record.slots, tokens)
+        record.step.add_(1)
     token_ids.copy_(tokens)
     stopped = (tokens[:, None] == stop_ids).any(1)
     stopped.logical_and_(seq_lens >= first_stop)

@@ -1,0 +1,168 @@
+"""A projection by whatever is the fastest on this device, which is measured when a weight's shape first meets some dozens of rows.
+
+How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so does the best
+number of splits. Of what is wrong, does not compile or finds no memory nothing is taken: then the library multiplies.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, multiprocessors, skinny
+from stoker.kernels.linear import linear as by_torch
+from stoker.kernels.linear_streamed import MOST_ROWS, splits_to_try, streamed, tiles_of
+from stoker.kernels.norm_rotary import rms_norm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+_log = logging.getLogger("stoker")
+_LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
+_STEP = 16  # so many rows are measured together
+_ROUNDS = 7
+_CYCLES = 6_000_000  # about 3 ms, in which the host launches all that is then timed
+_ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
+
+
+class MeasuredLinear:
+    """``Ops.linear`` of one engine, whose steps follow one another on the device."""
+
+    def __init__(self) -> None:
+        # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
+        self.chosen: dict[str, str] = {}
+        self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+        self._arrived: dict[torch.device, Tensor] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gated: Activation | None = None,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+        in_place: bool = False,
+    ) -> Tensor:
+        """As the reference's. x: [T, D]; weight: [N, D]."""
+        options: dict[str, Any] = {"norm": norm, "gated": gated, "residual": residual, "scale": scale}
+        multiply = by_torch
+        if self._is_streamed(x, weight, residual):
+            multiply = self._fastest(x, weight, bias, options)
+        if multiply is by_torch:
+            return by_torch(x, weight, bias, in_place=in_place, **options)
+        return multiply(x, weight, bias, **options)
+
+    @staticmethod
+    def _is_streamed(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+        """Whether there is a choice at all."""
+        return (
+            FEWEST_FOR_TORCH <= x.shape[0] <= MOST_ROWS
+            and x.dtype in _ERROR
+            and weight.dtype == x.dtype
+            and weight.nbytes >= _LEAST_BYTES
+            and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
+        )
+
+    def _fastest(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> Callable[..., Tensor]:
+        rows = -(-x.shape[0] // _STEP) * _STEP
+        given = {"bias": bias, **options}
+        what = [name for name in ("bias", "norm", "gated", "residual") if given[name] is not None]
+        key = rows, weight.shape, *what, x.dtype
+        if key not in self._ways:
+            if is_capturing(x.device):  # nothing can be measured now
+                return by_torch
+            found, self._ways[key] = self._measured(x, weight, bias, options)
+            self.chosen[", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])] = found
+        return self._ways[key]
+
+    def _measured(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> tuple[str, Callable[..., Tensor]]:
+        ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
+        try:
+            expected = by_torch(x, weight, bias, **options).float()
+            if not expected.isfinite().all():
+                raise ValueError("the product is not finite")
+            ways |= self._others(x, weight)
+            calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
+            if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
+                calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
+            most = _ERROR[x.dtype] * expected.abs().max()
+            right = {
+                name: call
+                for name, call in calls.items()
+                if name == "torch" or bool((call().float() - expected).abs().max() <= most)
+            }
+            del expected
+            for name in calls.keys() - right.keys():
+                _log.warning("%s is wrong for %s rows of %s, and not used", name, x.shape[0], list(weight.shape))
+            taken = microseconds(right, x.device)
+            order = sorted(taken, key=lambda name: taken[name])
+            best, found = order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
+        except Exception as error:  # whatever the compiler, the driver or the allocator says
+            size = list(weight.shape)
+            _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
+            best = found = "torch"
+        return found, ways[best]
+
+    def _others(self, x: Tensor, weight: Tensor) -> dict[str, Callable[..., Tensor]]:
+        """Besides torch's."""
+        tiles, device = tiles_of(weight.shape[0]), x.device
+        if device not in self._arrived or self._arrived[device].numel() < tiles:
+            self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+        size = weight.shape[0], weight.shape[1]
+        others: dict[str, Callable[..., Tensor]] = {
+            f"streamed, {n} splits": partial(_streamed, splits=n, arrived=self._arrived[device])
+            for n in splits_to_try(size, x.dtype.itemsize, multiprocessors(device))
+        }
+        if x.shape[0] <= MOST_SKINNY:
+            others["skinny"] = skinny
+        return others
+
+
+def _streamed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: Norm | None,
+    gated: Activation | None,
+    residual: Tensor | None,
+    scale: float,
+    splits: int,
+    arrived: Tensor,
+) -> Tensor:
+    x = x if norm is None else rms_norm(x, *norm)
+    return streamed(x, weight, bias, gated, residual, scale, splits, arrived)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Median device time of each call, what it reads not in cache, as in a step, where a whole model lies between."""
+    event: Any = partial(torch.cuda.Event, enable_timing=True)
+    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+    other = torch.zeros(cache // 2, dtype=torch.float32, device=device)  # twice as large
+    times: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+    torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+    for _ in range(_ROUNDS):
+        for name, call in calls.items():
+            other.sum()
+            start, end = event(), event()
+            start.record()
+            call()
+            end.record()
+            times[name].append((start, end))
+    end.synchronize()
+    return {name: statistics.median(1e3 * s.elapsed_time(e) for s, e in pairs) for name, pairs in times.items()}

@@ -1,0 +1,48 @@
+"""Projections with what stands before and after them: random ones, and what they have to give, in fp64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+from triton_oracle import randn
+
+from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+EPS = 1e-5
+HF_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def expected_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: bool = False) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double() + offset, eps)
+
+
+def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
+    out = x.double() if norm is None else expected_norm(x, *norm)
+    out = F.linear(out, weight.double(), None if bias is None else bias.double())
+    if gated is not None:
+        gate, up = out.chunk(2, -1)
+        out = ACT2FN[HF_NAMES[gated]](gate) * up
+    return out if residual is None else scale * out + residual.double()
+
+
+GATED: dict[str, Activation] = {"g": "silu", "t": "gelu_tanh", "e": "gelu"}
+
+
+def make_linear(tokens: int, width: int, depth: int, options: str, dtype: torch.dtype):
+    """options: letters of bias, norm, or norm with Offset, residual, scaled residual, gated by SiLU, Tanh GELU, or Erf GELU."""
+    gated = next((act for letter, act in GATED.items() if letter in options), None)
+    scaled = "s" in options
+    has_residual = scaled or "r" in options
+    wide = randn(tokens, depth + 3, dtype=dtype)
+    x = wide[:, :depth] if has_residual else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
+    return {
+        "x": x,
+        "weight": randn(width, depth, dtype=dtype, scale=depth**-0.5),
+        "bias": randn(width, dtype=dtype) if "b" in options else None,
+        "norm": Norm(randn(depth, dtype=dtype), EPS, "o" in options) if set("no") & set(options) else None,
+        "gated": gated,
+        "residual": randn(tokens, width // 2 if gated else width, dtype=dtype) if has_residual else None,
+        "scale": 0.3 if scaled else 1.0,
+    }

@@ -1,0 +1,263 @@
+"""Decode steps as graphs: what is captured when, what a capture leaves behind, and when graphs are forgotten."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pretend_device import STATIC, PretendDevice, build, close, params, prompts
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stoker.engine.device import CpuRuntime, CudaRuntime
+from stoker.kernels.ops import Ops
+from stoker.rollout import SamplingParams
+
+
+def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
+    captured: list[int] = []
+
+    @dataclass(frozen=True)
+    class Counting(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            captured.append(1)
+            return super().capture(body)
+
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with build(runtime=Counting) as engine:
+        for _ in range(3):
+            engine.generate_batch(prompts(4), greedy)
+        assert len(captured) == 1  # four rows
+        engine.generate_batch(prompts(2), greedy)
+        assert len(captured) == 2
+        engine.update_weights()
+        engine.generate_batch(prompts(4), greedy)
+        assert len(captured) == 2  # the weights are where they were
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    @dataclass(frozen=True)
+    class Refusing(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            raise torch.OutOfMemoryError("no memory left")
+
+    several = (prompts(6), params(6))
+    with build(runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*several)
+    with build(runtime=Refusing) as engine:
+        for _ in range(2):
+            close(engine.generate_batch(*several), expected)
+        warnings = [r.getMessage() for r in caplog.records if "without a CUDA graph" in r.getMessage()]
+        assert len(warnings) == len(engine.core.runner._graphs) == len(set(map(str, engine.core.runner._graphs)))  # type: ignore[attr-defined]
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, noted: Callable[[str], Callable[..., None]]) -> None:
+    """As much of ``torch.cuda`` as a capture calls."""
+    stream, streams = SimpleNamespace(wait_stream=lambda other: None), iter(range(1))
+    graph = SimpleNamespace(capture_begin=noted("begin"), capture_end=noted("end"), replay=noted("replay"))
+    for name, value in {
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: graph,
+        "current_stream": lambda device: stream,
+        "Stream": lambda device: next(streams) or stream,  # one, for it may be a stream that somebody uses
+        "stream": lambda chosen: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", noted("clear"), raising=False)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
+def test_a_capture_leaves_nothing_of_cublas_or_of_inference_mode(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch keeps from a capture would be written to, or given back, long after it."""
+    done: list[tuple[str, bool]] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_, **__: done.append((name, torch.is_inference_mode_enabled()))
+
+    def body() -> None:
+        noted("body")()
+        if error is not None:
+            raise error
+
+    pretend_cuda(monkeypatch, noted)
+    with torch.inference_mode(), nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
+        runtime = CudaRuntime(torch.device("cuda"))
+        runtime.capture(body)
+        runtime.capture(noted("body"))
+    if error is None:
+        assert done[5:] == done[:5]
+    assert done[:5] == [("clear", True), ("begin", False), ("body", True), ("end", True), ("clear", True)]
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("not while capturing")])
+def test_no_garbage_is_collected_inside_a_capture(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finalisers, of a KV cache that is unmapped above all, may synchronise, and no capture survives that."""
+    done: list[str] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            weakref.finalize(self, done.append, "finalised").atexit = False
+
+    def body() -> None:
+        Cycle()
+        kept = [[i] for i in range(1000)]  # any of them could start a collection
+        done.append(f"body {len(kept)}")
+        if error is not None:
+            raise error
+
+    pretend_cuda(monkeypatch, lambda name: lambda *_, **__: done.append(name))
+    runtime, threshold = CudaRuntime(torch.device("cuda")), gc.get_threshold()
+    for enabled in (False, True):
+        done.clear()
+        try:
+            gc.set_threshold(10)
+            (gc.enable if enabled else gc.disable)()
+            with nullcontext() if error is None else pytest.raises(RuntimeError, match="capturing"):
+                runtime.capture(body)
+            assert gc.isenabled() == enabled
+        finally:
+            gc.set_threshold(*threshold)
+            gc.enable()
+        gc.collect()
+        assert done[:3] == ["clear", "begin", "body 1000"] and done.index("finalised") > done.index("end")
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["as torch 2.11", "as later ones"])
+@pytest.mark.parametrize("where", ["begin", "body", "end"])
+def test_a_capture_that_cannot_be_ended_is_over_for_the_allocator_too(
+    where: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its share of the pool is given back, by torch or here, or the pool would stay for ever."""
+
+    def failing(name: str) -> Callable[..., None]:
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError(name)
+
+        return fail if name in ("end", where) else lambda *_, **__: None
+
+    def end_allocation(*args: Any) -> None:
+        done.append(("end", *args))
+        if known:
+            raise RuntimeError("not currently recording")
+
+    def body() -> None:
+        if where == "body":
+            raise RuntimeError("body")
+
+    done: list[Any] = []
+    pretend_cuda(monkeypatch, failing)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *args: done.append(("release", *args)), raising=False)
+    pools = iter([(0, 7), (0, 8)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    runtime = CudaRuntime(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=f"^{where}$"):
+        runtime.capture(body)
+    # What still takes the capture to be under way looks at its graph, and lets no other one have its pool.
+    assert len(runtime._abandoned) == (not known) and runtime._pool == ([(0, 7)] if known else [])
+    assert done == [("end", 3, (0, 7))] + ([] if known else [("release", 3, (0, 7))])
+
+
+class _Operations(TorchDispatchMode):
+    """Torch's operations by name and dtypes, and those of the table by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [str(t.dtype) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.seen.add((str(func), *given))
+        return func(*args, **(kwargs or {}))
+
+    def noted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            self.seen.add((name,))
+            return operation(*args, **options)
+
+        return call
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_nothing_runs_for_the_first_time_when_it_is_captured(window: int) -> None:
+    """Code that is loaded during a capture may end it."""
+    captured: list[set[tuple[str, ...]]] = []  # and the operations before it
+
+    class Device(PretendDevice):
+        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+            captured.append(set(operations.seen))
+            return super().capture(body)
+
+    operations = _Operations()
+    noted = {
+        f.name: operations.noted(f.name, getattr(STATIC, f.name))
+        for f in fields(Ops)
+        if callable(getattr(STATIC, f.name))
+    }
+    with build(ops=replace(STATIC, **noted), runtime=Device, decode_window=window) as engine, operations:
+        for settings in ({}, {"logprobs": 2}):
+            # One token with the prompt, and a window of decode steps, after which it is captured.
+            engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1 + window, ignore_eos=True, **settings))
+            *_, graph = engine.core.runner._graphs.values()  # type: ignore[attr-defined]
+            graph.step.zero_()
+            operations.seen.clear()
+            graph.replay()
+            assert ("advance",) in operations.seen
+            assert operations.seen <= captured[-1]
+    assert len(captured) == 2
+
+
+def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:
+    with build() as engine:
+        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        before = engine.generate_batch(prompts(4), greedy)
+        engine.sleep()
+        assert not engine.core.runner._graphs  # type: ignore[attr-defined]
+        engine.wake_up()
+        close(engine.generate_batch(prompts(4), greedy), before)
+        model = engine._binding.source.module
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data = p.data.clone() * 1.5  # elsewhere, and other numbers
+        engine.update_weights()
+        assert not engine.core.runner._graphs  # type: ignore[attr-defined]
+        with build(runtime=CpuRuntime) as plain, torch.no_grad():
+            for mine, theirs in zip(plain._binding.source.module.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+            expected = plain.generate_batch(prompts(4), greedy)
+        after = engine.generate_batch(prompts(4), greedy)
+        assert [c.token_ids for o in after for c in o.completions] == [
+            c.token_ids for o in expected for c in o.completions
+        ]
+
+
+def test_given_tokens_are_scored_whatever_was_captured() -> None:
+    """Sequences of two tokens are scored in batches that look like decode steps."""
+    pairs = [[i, i + 1] for i in range(1, 9)]
+    greedy = SamplingParams(max_tokens=6, temperature=0, prompt_logprobs=1)
+    with build(runtime=CpuRuntime) as plain:
+        expected, batch = plain.score(pairs), plain.generate_batch(prompts(9), greedy)
+    with build(max_num_batched_tokens=24) as engine:
+        for _ in range(2):
+            for one, other in zip(engine.score(pairs), expected, strict=True):
+                torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+            again = engine.generate_batch(prompts(9), greedy)
+            close(again, batch)
+            for one, other in zip(again, batch, strict=True):
+                assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+                torch.testing.assert_close(
+                    one.prompt_logprobs.logprobs, other.prompt_logprobs.logprobs, rtol=0, atol=2e-5
+                )
+        assert engine.core.runner._graphs

@@ -1,0 +1,123 @@
+"""The engine with the kernels of a CUDA device, in Triton's interpreter, and its deterministic mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import make_model
+from pretend_device import bits, build, close, prompts
+
+from stoker.engine.device import CpuRuntime
+from stoker.kernels import linear
+from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.kernels.ops import REFERENCE, Ops, ops_for
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
+
+
+def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """As short as still makes chunks, windows and blocks: the interpreter takes 10 ms a program."""
+    return [p[:9] for p in prompts(count)], [
+        SamplingParams(seed=i, max_tokens=4, ignore_eos=True) for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(family: str) -> None:
+    with build(family, runtime=CpuRuntime, num_layers=1) as plain:
+        expected = plain.generate_batch(*few(5))
+    with build(
+        family, ops=TRITON, num_layers=1, decode_window=1
+    ) as engine:  # the second step is captured, the third replayed
+        assert engine.stats().fused_layers == engine.stats().num_layers
+        close(engine.generate_batch(*few(5)), expected)
+        assert engine.core.runner.has_graphs
+
+
+def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is() -> None:
+    prompts = [[1, 2, 3]]
+    settings = SamplingParams(n=2, seed=1, max_tokens=2, repetition_penalty=1.2, top_k=5, logprobs=2, ignore_eos=True)
+    with build(ops=TRITON, num_layers=1, block_size=2) as engine:
+        expected, scores = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        engine.update_weights()
+        torch.set_default_device("meta")
+        try:
+            found, again = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
+        finally:
+            torch.set_default_device(None)
+        assert found == expected
+        for one, other in zip(again, scores, strict=True):
+            for name in ("token_ids", "logprobs", "ranks", "top_ids"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])
+def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
+    several, settings = few(3)
+    with build("qwen3", ops=ops, num_layers=1, max_num_batched_tokens=8) as engine:  # prompts in chunks
+        together = bits(engine.generate_batch(several, settings))
+        hit = bits(engine.generate_batch(several, settings))
+        engine.update_weights()
+        scored = engine.score(
+            [p + t[0][0] for p, t in zip(several, together, strict=True)], start=[len(p) for p in several]
+        )
+    with build("qwen3", ops=ops, num_layers=1, enable_prefix_caching=False) as engine:
+        alone = [bits(engine.generate_batch([p], [s]))[0] for p, s in zip(several[1:], settings[1:], strict=True)]
+    rescored = [[(t[0][0], s.logprobs.tolist())] for t, s in zip(together, scored, strict=True)]
+    same = (together[1:] == alone, together == hit, together == rescored)
+    assert same == (True, True, True) if ops is DETERMINISTIC else not all(same)
+    assert [[c[0] for c in row] for row in together[1:]] == [[c[0] for c in row] for row in alone]
+
+
+def test_deterministic_bits_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed a second time, now as a prompt, gives the bits of the first."""
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
+    several, settings = few(2)
+    settings = [replace(s, max_tokens=7) for s in settings]
+    with build("qwen3", ops=DETERMINISTIC, num_layers=1) as engine:
+        undisturbed = bits(engine.generate_batch(several, settings))
+        block_bytes = engine.stats().kv_block_bytes
+    with build("qwen3", ops=DETERMINISTIC, num_layers=1, kv_cache_memory=8 * block_bytes) as engine:
+        assert bits(engine.generate_batch(several, settings)) == undisturbed
+        assert engine.stats().num_preemptions > 0
+
+
+def test_a_gemma_is_deterministic_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms after the projections, GeGLU, and softcaps."""
+    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
+    several, settings = few(2)
+    with build("gemma2", ops=DETERMINISTIC, num_layers=1, max_num_batched_tokens=8) as engine:
+        together = bits(engine.generate_batch(several, settings))
+        assert together[1] == bits(engine.generate_batch(several[1:2], settings[1:2]))[0]
+    with build("gemma2", runtime=CpuRuntime, num_layers=1) as plain:
+        expected = plain.generate_batch(several, settings)
+    assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
+
+
+def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
+        RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
+    # No layer of the one is fused, and of the other's layers all but the experts.
+    for family, name in (("cohere2", "Cohere2ForCausalLM"), ("mixtral", "MixtralForCausalLM")):
+        with pytest.raises(UnsupportedModelError, match=f"{name} has layers that run their own matmuls"):
+            RolloutEngine(make_model(family), config=EngineConfig(deterministic=True))
+
+
+def test_a_layer_that_the_kernels_cannot_run_has_torch_attention(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = torch.device("cuda")
+    table = ops_for(cuda, [(64, 64, torch.bfloat16), (576, 512, torch.float16)])
+    assert table.paged_attention is TRITON.paged_attention and table.static_plans
+    assert ops_for(cuda, [(64, 64, torch.bfloat16)], deterministic=True) is DETERMINISTIC
+    table = ops_for(cuda, [(64, 64, torch.bfloat16), (1024, 64, torch.bfloat16)])
+    assert (
+        table.paged_attention is REFERENCE.paged_attention
+        and table.rms_norm is TRITON.rms_norm
+        and not table.static_plans
+    )
+    assert len(caplog.records) == 1 and "1024" in caplog.text and "slow" in caplog.text
+    with pytest.raises(InvalidConfigError, match=r"deterministic=True cannot be had: .*float64"):
+        ops_for(cuda, [(64, 64, torch.float64)], deterministic=True)

@@ -1,0 +1,240 @@
+"""A projection of some dozens of rows by a streamed weight, and the choice of what multiplies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from linears import expected_linear, make_linear
+from torch import Tensor
+from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+
+from stoker.kernels import launch, linear_measured, ops
+from stoker.kernels.linear_measured import MeasuredLinear
+from stoker.kernels.linear_streamed import splits_to_try, streamed, tiles_of
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.reference.norm_rotary import Norm
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+
+
+def streamed_as_asked(arguments: dict[str, Any], splits: int) -> Tensor:
+    names = ("x", "weight", "bias", "gated", "residual", "scale")
+    weight = arguments["weight"]
+    arrived = torch.zeros(tiles_of(weight.shape[0]), dtype=torch.int32, device=DEVICE)
+    out = streamed(*(arguments[name] for name in names), splits, arrived)
+    assert not arrived.any(), "the next product counts on"
+    return out
+
+
+# As q, k, v; out; gate and up; with sizes that divide no tile; all at once. Splits that cannot be had are fewer.
+CASES = [
+    (5, 130, 300, "b", 2),
+    (17, 37, 600, "r", 3),
+    (64, 140, 96, "g", 1),
+    (33, 262, 400, "bsg", 9),
+    (65, 36, 300, "rt", 4),
+    (128, 200, 136, "s", 1),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_streamed(case: tuple[int, int, int, str, int], dtype: torch.dtype) -> None:
+    *sizes, splits = case
+    arguments = make_linear(*sizes, dtype)  # type: ignore[arg-type]
+    assert_close(streamed_as_asked(arguments, splits), expected_linear(**arguments), dtype)
+
+
+def test_more_splits_are_other_sums_and_the_same_splits_the_same_bits() -> None:
+    arguments = make_linear(9, 130, 800, "", torch.float32)
+    once, again, other = (streamed_as_asked(arguments, splits) for splits in (5, 5, 1))
+    assert torch.equal(once, again) and not torch.equal(once, other)
+
+
+@pytest.mark.gpu
+def test_the_last_program_adds_up_in_order_whoever_it_is() -> None:
+    arguments = make_linear(64, 2048, 8192, "r", torch.bfloat16)
+    first = streamed_as_asked(arguments, 16)
+    assert all(torch.equal(streamed_as_asked(arguments, 16), first) for _ in range(200))
+
+
+@pytest.mark.gpu
+def test_streamed_kernels_that_come_up_early_see_all_that_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads what the one before wrote, and counts in the same counters."""
+    up, down = (randn(*size, dtype=torch.bfloat16, scale=0.02) for size in ((6144, 1024), (1024, 3072)))
+    start, arrived = randn(40, 1024, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    norm = Norm(torch.ones(1024, dtype=torch.bfloat16, device=DEVICE), 1e-6)
+
+    def chain() -> Tensor:
+        x = start
+        for _ in range(50):
+            wide = streamed(TRITON.rms_norm(x, *norm), up, None, "silu", None, 1.0, 2, arrived)
+            x = streamed(wide, down, None, None, x, 1.0, 16, arrived)
+        return x
+
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+
+
+def test_the_splits_fill_the_chip_and_are_no_shorter_than_they_may_be() -> None:
+    for width, depth, processors in itertools.product((64, 2048, 3072, 16384, 128256), (48, 2048, 18944), (1, 132)):
+        tiles = tiles_of(width)
+        for splits in splits_to_try((width, depth), 2, processors):
+            assert splits == 1 or (tiles * splits <= 2 * processors and depth // splits >= 256)
+        assert max(splits_to_try((width, depth), 2, processors)) > 1 or depth < 512 or 2 * tiles > processors
+    assert splits_to_try((2048, 8192), 2, 132) == [8, 16]
+
+
+# -- what multiplies --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Times to be found, by the beginnings of names; "torch" takes 5 and any other 9. The calls that were timed run."""
+    times = {"torch": 5.0}
+
+    def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+        for call in calls.values():
+            call()
+        return {name: min([t for n, t in times.items() if name.startswith(n)], default=9.0) for name in calls}
+
+    monkeypatch.setattr(linear_measured, "microseconds", microseconds)
+    monkeypatch.setattr(linear_measured, "_LEAST_BYTES", 0)
+    return times
+
+
+OPTIONS = ["nb", "r", "boes"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("fastest", ["torch", "streamed", "skinny"])
+def test_the_fastest_multiplies_and_the_result_is_the_same(
+    fastest: str, options: str, measured: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    linear, arguments = MeasuredLinear(), make_linear(7, 38, 300, options, torch.float16)
+    measured[fastest] = 1.0
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    for _ in range(2):
+        assert_close(linear(**arguments), expected_linear(**arguments), torch.float16)
+    assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
+    ((what, who),) = linear.chosen.items()
+    assert what.startswith("16 x 38 x 300") and who.startswith(fastest) and not caplog.records
+
+
+def test_what_has_been_measured_is_not_measured_again(measured: dict[str, float]) -> None:
+    linear, seen = MeasuredLinear(), []
+    cases = [(7, "n"), (16, "n"), (17, "n"), (7, "r"), (7, "n"), (128, "n")]
+    for tokens, options in cases:
+        linear(**make_linear(tokens, 22, 64, options, torch.float16))
+        seen.append(len(linear.chosen))
+    assert seen == [1, 1, 2, 3, 3, 4]
+
+
+def test_there_is_a_choice_only_for_some_dozens_of_rows_of_a_large_weight(
+    measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = MeasuredLinear()
+    for tokens, dtype in ((4, torch.float16), (129, torch.float16), (7, torch.float32)):
+        linear(**make_linear(tokens, 38, 64, "n", dtype))
+    turned = make_linear(7, 38, 64, "n", torch.float16)
+    turned["weight"] = turned["weight"].t().contiguous().t()
+    assert_close(linear(**turned), expected_linear(**turned), torch.float16)
+    monkeypatch.setattr(linear_measured, "_LEAST_BYTES", 38 * 64 * 2 + 1)
+    linear(**make_linear(7, 38, 64, "n", torch.float16))
+    assert not linear.chosen
+    monkeypatch.setattr(linear_measured, "_LEAST_BYTES", 38 * 64 * 2)
+    linear(**make_linear(7, 38, 64, "n", torch.float16))
+    assert linear.chosen
+
+
+def test_nothing_is_measured_while_a_step_is_captured(
+    measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, arguments = MeasuredLinear(), make_linear(7, 38, 300, "", torch.float16)
+    monkeypatch.setattr(linear_measured, "is_capturing", lambda device: True)
+    assert_close(linear(**arguments), expected_linear(**arguments), torch.float16)
+    assert not linear.chosen
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0.5])
+def test_what_is_wrong_is_not_used(
+    wrong: float, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: Any) -> Tensor:
+        out = streamed(*arguments)
+        out[-1, -1] += wrong * out.abs().max()
+        return out
+
+    measured["streamed"] = 1.0
+    monkeypatch.setattr(linear_measured, "streamed", broken)
+    linear, arguments = MeasuredLinear(), make_linear(20, 38, 300, "n", torch.float16)
+    assert_close(linear(**arguments), expected_linear(**arguments), torch.float16)
+    assert [who.startswith("torch 5.0 us") for who in linear.chosen.values()] == [True]
+    assert all("is wrong for 20 rows of [38, 300]" in r.getMessage() for r in caplog.records) and caplog.records
+
+
+@pytest.mark.parametrize("where", ["streamed", "microseconds"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory left"), AttributeError("_sleep"), ValueError("ptxas")]
+)
+def test_what_fails_is_not_used(
+    error: Exception,
+    where: str,
+    measured: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    measured["streamed"] = 1.0
+    monkeypatch.setattr(linear_measured, where, fail)
+    linear, arguments = MeasuredLinear(), make_linear(20, 38, 300, "r", torch.float16)
+    for _ in range(2):
+        assert_close(linear(**arguments), expected_linear(**arguments), torch.float16)
+    assert list(linear.chosen.values()) == ["torch"]
+    assert [r.levelno for r in caplog.records] == [logging.WARNING] and str(error) in caplog.text
+
+
+def test_nothing_is_concluded_from_what_is_not_finite(
+    measured: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every way would look wrong."""
+    linear, arguments = MeasuredLinear(), make_linear(20, 38, 64, "", torch.float16)
+    arguments["weight"][0, 0] = float("nan")
+    assert linear(**arguments).isnan().any()
+    assert list(linear.chosen.values()) == ["torch"] and "the product is not finite" in caplog.text
+
+
+def test_each_engine_measures_for_itself_and_a_deterministic_one_never() -> None:
+    cuda = torch.device("cuda")
+    one, other = (ops.ops_for(cuda, [(64, 64, torch.bfloat16)]) for _ in range(2))
+    assert isinstance(one.linear, MeasuredLinear) and one.linear is not other.linear
+    assert ops.ops_for(cuda, deterministic=True).linear is DETERMINISTIC.linear
+    assert ops.ops_for(torch.device("cpu")).linear is REFERENCE.linear
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("tokens", [16, 128])
+def test_on_a_device_the_fastest_is_found_among_right_ones(tokens: int, caplog: pytest.LogCaptureFixture) -> None:
+    linear = MeasuredLinear()
+    for width, depth, options in ((3072, 2048, "n"), (2048, 2048, "r"), (16384, 2048, "ng"), (2048, 8192, "r")):
+        arguments = make_linear(tokens, width, depth, options, torch.bfloat16)
+        assert_close(linear(**arguments), expected_linear(**arguments), torch.bfloat16)
+    assert len(linear.chosen) == 4 and not [r for r in caplog.records if r.name == "stoker"]
+    calls = {name: lambda name=name: torch.cuda._sleep(20000 if name == "long" else 1000) for name in ("long", "short")}
+    found = linear_measured.microseconds(calls, DEVICE)
+    assert found["long"] > found["short"] > 0
