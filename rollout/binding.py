@@ -80,6 +80,7 @@ class ModelBinding:
         self._active: tuple[str, ...] = ()
         self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
         self._numbers: list[int] | None = None
+        self._changed = False  # adapters were, when another one was loaded
         self._sums: dict[
             str, tuple[str, ...]
         ] = {}  # adapters of the model that were active at once, by the name of that
@@ -182,11 +183,12 @@ class ModelBinding:
         else:
             adapters = self._find_adapters()
             moved = self._take_adapters(shell, adapters)
+        changed, self._changed = self._changed, False
         if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
             self._numbers = None
             return moved
         known, self._numbers = self._numbers, numbers(adapters, self.source.device)
-        return (before is not None and moved) or (known is not None and known != self._numbers)
+        return changed or (before is not None and moved) or (known is not None and known != self._numbers)
 
     def _find_adapters(self) -> dict[str, AdapterWeights]:
         """All that may change: the live model's, and those of other models."""
@@ -241,6 +243,8 @@ class ModelBinding:
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
         adapter.bases.clear()  # they are those of the model
+        sampled = self._numbers is not None
+        changed = sampled and self._look_at_adapters(self.shell, announced=False)
         self.unload_adapter(name)
         if changes:
             self.loaded[name] = read
@@ -249,8 +253,9 @@ class ModelBinding:
                 self.packed[name] = pack(adapter, runtime_for(self.source.device))
                 adapter = self.packed[name].adapter
             self._copies[name] = adapter
-        self._layout = None
-        self._look_at_adapters(self.shell)
+        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
+        self._look_at_adapters(self.shell, announced=not sampled)
+        self._changed = changed
 
     def unload_adapter(self, name: str) -> None:
         for known in (self.loaded, self._copies, self.packed, self.adapters):

@@ -40,6 +40,8 @@ class WeightUpdates:
                 self.last_bytes = self._binding.refresh(layouts=self._core.has_work)
             else:
                 self.last_bytes = self._binding.put_in_service(staged)
+            if self._core.has_work:  # it goes on under these weights before anything else has looked at them
+                self._binding.notice()
             self._take(self.version + 1 if version is None else version, recompute=False)
         self.last_seconds = time.perf_counter() - start
 
