@@ -51,3 +51,15 @@ def test_of_the_live_adapter_where_another_is_loaded(before: bool) -> None:
         check_noticed(engine, model, version=1)
         engine.load_adapter("third", other)  # of itself changes nothing
         assert engine.generate_batch(PROMPTS, adapted.GREEDY)[0].cached_tokens and engine.weight_version == 1
+
+
+def test_of_the_base_that_a_slots_magnitudes_were_made_of() -> None:
+    model = adapted.peft_model(use_dora=True)
+    with RolloutEngine(model, config=adapted.CONFIG) as engine:
+        engine.generate_batch(PROMPTS, adapted.GREEDY)
+        engine.update_weights()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("q_proj.base_layer.weight"):
+                    parameter.mul_(2)
+        check_noticed(engine, model, version=2)
