@@ -186,6 +186,8 @@ class ModelBinding:
         else:
             adapters = self._find_adapters()
             moved = self._take_adapters(shell, adapters)
+        if announced:
+            self._adapted = False
         if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
             self._numbers = None
             return moved
@@ -244,9 +246,10 @@ class ModelBinding:
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
-        if self._numbers is not None:  # with which what changed until now is forgotten below
-            self._adapted |= self._look_at_adapters(self.shell, announced=False)
         adapter.bases.clear()  # they are those of the model
+        sampled = self._numbers is not None
+        if sampled:  # what changed until now would be forgotten below
+            self._adapted |= self._look_at_adapters(self.shell, announced=False)
         self.unload_adapter(name)
         if changes:
             self.loaded[name] = read
@@ -255,8 +258,8 @@ class ModelBinding:
                 self.packed[name] = pack(adapter, runtime_for(self.source.device))
                 adapter = self.packed[name].adapter
             self._copies[name] = adapter
-        self._layout = None
-        self._look_at_adapters(self.shell)
+        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
+        self._look_at_adapters(self.shell, announced=not sampled)
 
     def unload_adapter(self, name: str) -> None:
         for known in (self.loaded, self._copies, self.packed, self.adapters):

@@ -161,7 +161,8 @@ class Loop:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            self._resumed.wait(left)
+            if self.is_paused:
+                self._resumed.wait(left)
             self._turn_over.clear()
             if self._wanted:  # a lock alone would let this thread have every turn
                 self._turn_over.wait(_PATIENCE)
@@ -182,8 +183,8 @@ class Loop:
     def resume(self, *, recompute: bool) -> None:
         if recompute:
             self.do("resume", self.core.scheduler.preempt_all)
+        self._resumed.set()  # before the name goes: an interrupt in between leaves a pause, and nobody who waits for ever
         self._paused_by = None
-        self._resumed.set()
 
     def abandon(self, requests: Sequence[Request]) -> None:
         """Abort before the next step. Takes no lock: a garbage collector may call it anywhere."""

@@ -45,6 +45,10 @@ class WeightUpdates:
                 self.last_bytes = self._look(lambda: self._binding.refresh(layouts=self._core.has_work))
             else:
                 self.last_bytes = self._look(lambda: self._binding.put_in_service(staged))
+            # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
+            derives = self._binding.shell.lora.derives
+            if self._core.has_work or any(map(derives, self._binding.adapters.values())):
+                self._look(self._binding.notice)
             self._take(self.version + 1 if version is None else version, recompute=False)
         self.last_seconds = time.perf_counter() - start
 

@@ -123,6 +123,28 @@ def test_after_an_interrupt_nothing_is_lost(owner, name, call, monkeypatch):
         assert tokens(engine.generate_batch([NEEDLE], NEEDLE_PARAMS)) == tokens(needle_alone())
 
 
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("name", ["clear", "set"])
+def test_a_pause_or_its_end_that_is_interrupted_is_nothing_to_wait_for(name, ran, monkeypatch):
+    with build(decode_window=1) as engine:
+        event = engine._loop._resumed
+        original = getattr(event, name)
+
+        def interrupted():
+            if ran:
+                original()
+            raise KeyboardInterrupt
+
+        if name == "set":
+            engine.pause()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(event, name, interrupted)
+            engine.resume() if name == "set" else engine.pause()
+        if engine.is_paused:
+            engine.resume()
+        assert engine.submit(NEEDLE, GREEDY).result(timeout=3).completions[0].finish_reason == "length"
+
+
 def test_an_interrupt_while_an_interrupt_is_dealt_with(monkeypatch):
     with build() as engine:
         with monkeypatch.context() as patch:

@@ -290,13 +290,16 @@ def test_prompts_that_begin_alike_are_computed_once_though_submitted_apart(famil
 
 
 def test_an_interrupt_between_two_steps_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def strike(*_: Any) -> None:
-        raise KeyboardInterrupt
+    calls = iter(range(100))  # before the batch, before its first step, and then between two
+
+    def strike() -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
 
     with build() as engine:
         other = engine.submit(PROMPTS[0], long())
         with monkeypatch.context() as patch:
-            patch.setattr(engine._loop._resumed, "wait", strike)
+            patch.setattr(engine._loop, "check_not_paused", strike)
             with pytest.raises(KeyboardInterrupt):
                 engine.generate_batch(PROMPTS[1:], long())
         assert engine.core.under_way == other._requests

@@ -1,0 +1,65 @@
+"""Weights that change without a word, where nothing has looked at them since they were last announced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import adapted
+import oracle
+import pytest
+import torch
+
+from stoker.rollout import EngineConfig, RolloutEngine
+
+PROMPTS = adapted.PROMPTS[2:3]
+MIRROR = replace(adapted.CONFIG, dtype="float64")  # whose own weights do not change with the adapter's
+
+
+def check_noticed(engine: RolloutEngine, model: Any, version: int) -> None:
+    """No KV of the adapter as it was serves the prompt."""
+    output = engine.generate_batch(PROMPTS, adapted.GREEDY)[0]
+    (completion,) = output.completions
+    assert output.cached_tokens == 0 and set(completion.weight_versions) == {version}
+    expected = oracle.logprobs(model, PROMPTS[0], completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [adapted.CONFIG, MIRROR], ids=["aliased", "mirror"])
+def test_after_an_update_with_a_request_under_way(config: EngineConfig) -> None:
+    model = adapted.peft_model()
+    with RolloutEngine(model, config=config) as engine:
+        handle = engine.submit(PROMPTS[0], adapted.GREEDY)
+        engine.pause()
+        engine.update_weights()
+        engine.resume()
+        assert set(handle.result().completions[0].weight_versions) == {1}
+        adapted.shake(model, seed=2)
+        check_noticed(engine, model, version=2)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_of_the_live_adapter_where_another_is_loaded(before: bool) -> None:
+    model, other = adapted.peft_model(), adapted.peft_model()
+    with RolloutEngine(model, config=MIRROR) as engine:
+        engine.generate_batch(PROMPTS, adapted.GREEDY)
+        if before:
+            adapted.shake(model, seed=2)
+        engine.load_adapter("other", other)
+        if not before:
+            adapted.shake(model, seed=2)
+        check_noticed(engine, model, version=1)
+        engine.load_adapter("third", other)  # of itself changes nothing
+        assert engine.generate_batch(PROMPTS, adapted.GREEDY)[0].cached_tokens and engine.weight_version == 1
+
+
+def test_of_the_base_that_a_slots_magnitudes_were_made_of() -> None:
+    model = adapted.peft_model(use_dora=True)
+    with RolloutEngine(model, config=adapted.CONFIG) as engine:
+        engine.generate_batch(PROMPTS, adapted.GREEDY)
+        engine.update_weights()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("q_proj.base_layer.weight"):
+                    parameter.mul_(2)
+        check_noticed(engine, model, version=2)
