@@ -55,8 +55,8 @@ class Loop:
         """
         self._refuse_inside_a_step(action)
         me = threading.get_ident()
-        self._wanted.add(me)
         try:
+            self._wanted.add(me)
             with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
                 self._wanted.discard(me)
                 self._owner = me
