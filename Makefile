@@ -34,9 +34,10 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/python -P -m stoker.examples.grpo_arithmetic --output outputs/demo $(ARGS)
 
-# `pytest`, not `python -m pytest`: the latter puts the repository root on sys.path.
+# `pytest`, not `python -m pytest`: the latter puts the repository root on sys.path. A test runs on one thread, so there
+# are as many processes as processors; a file's tests share what is made for them.
 test: lint
-	$(BIN)/pytest -m "not gpu" $(ARGS)
+	$(BIN)/pytest -m "not gpu" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -P -m stoker.benchmarks.rollout --output benchmarks/results $(ARGS)
