@@ -7,11 +7,10 @@
 TRL has no registry of generation backends. Most of its trainers ask ``trainer.vllm_generation`` for completions while
 ``trainer.use_vllm`` is set, and want two methods of it: ``sync_weights`` and ``generate``. ``OnlineDPOTrainer`` calls
 its own ``_generate_vllm``. ``attach`` puts an object with these methods there, has the end of a rollout's last turn
-reported to it, and patches nothing else. For GRPO this
-also turns on what TRL ties to a backend that returns log-probabilities: the importance-sampling correction, and the
-``sampling/`` metrics that compare the engine's log-probabilities with the trainer's. The two agree best in one dtype:
-over fp32 weights TRL's default ``bf16=True`` runs the trainer's forward in bf16 while the engine samples in fp32, and
-the correction covers the difference.
+reported to it, and patches nothing else. For GRPO this also turns on what TRL ties to a backend that returns
+log-probabilities: the importance-sampling correction, and the ``sampling/`` metrics that compare the engine's
+log-probabilities with the trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs
+the trainer's forward in bf16 while the engine samples in fp32, and the correction covers the difference.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
     with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
     generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back between generations, so during
-    backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is ``args.seed``. The process index
-    is added to the seed, so that processes that share a prompt sample differently.
+    backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is
+    ``args.seed``. The process index is added to the seed, so that processes that share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
