@@ -18,10 +18,7 @@ from trl_setup import (
     trainers,
 )
 
-from stoker.rollout import (
-    EngineConfig,
-    RolloutEngine,
-)
+from stoker.rollout import EngineConfig, RolloutEngine
 
 pytest.importorskip("trl", reason="TRL is not installed")
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _TOKENS = 32
 # Reading the matrices of a piece takes as long as so many tokens of it.
 _PIECE = 8
+# Pieces that are held are moved together once they cost a step so many times what it needs: moving costs a few steps.
+_WASTE = 1.25
 # Up to so many numbers, zeros among them cost less than a product for each linear.
 _BLOCK_DIAGONAL = 65536
 
@@ -274,8 +276,8 @@ def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
 class Stacks:
     """Copies of the matrices of the adapters that run, for all tables of a model; right until an adapter changes.
 
-    They stay while the same adapters run. Those of others are copied beside them; where most are gone, what is left is
-    moved together.
+    They stay while the same adapters run. Those of others are copied beside them; where too many are of nobody, what is
+    left is moved together.
     """
 
     def __init__(self) -> None:
@@ -314,7 +316,7 @@ class Stacks:
         widths = {*counts.values(), -(-adapted // len(counts))}
         cost, width = min((_cost(_of_width(counts, width).total(), width), width) for width in widths)
         of_held = min(self._of_held(counts), default=None)
-        if of_held is None or of_held[0] > 1.25 * cost:
+        if of_held is None or of_held[0] > _WASTE * cost:
             self._hold(_of_width(counts, width))
             return _together(self._slots, width, tokens, spans, slots)
         _, count, width = of_held
