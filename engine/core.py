@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from stoker.engine.plan import Plan
 from stoker.engine.request import Adapter, Request
 from stoker.engine.runner import Pending, Runner
-from stoker.engine.scheduler import Plan, Scheduler
+from stoker.engine.scheduler import Scheduler
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, StokerError
 

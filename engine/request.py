@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from stoker.engine.scoring import Scoring
-from stoker.kernels.errors import StokerError
+from stoker.kernels.errors import RequestFailedError, StokerError
 
 
 class Status(Enum):
@@ -131,16 +132,48 @@ class Request:
         """End before it was queued."""
         self.error, self.finish_reason, self.status = error, "error", Status.FINISHED
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
-        """Take several sampled tokens at once; False, and nothing taken, where one of them may end the completion."""
-        if self.stop_string is not None or self.remaining <= len(tokens) or not self.spec.stop_ids.isdisjoint(tokens):
+    def take(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[dict[int, float]] | None,
+        version: int,
+        num_rows: int,
+    ) -> bool:
+        """Take what the steps of a plan sampled, up to a token that ends the completion; True where one did.
+
+        A NaN log-probability fails the request. num_rows: how many requests ran with it, for the error to say.
+        """
+        if not math.isnan(sum(logprobs)) and self._take_all(tokens, logprobs, version):
+            return False
+        for step, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            if math.isnan(logprob):
+                self.finish_reason = "error"
+                self.error = RequestFailedError(
+                    f"the model gave NaN logits at position {self.total} under weight version {version}, in step "
+                    f"{step + 1} of a plan of {num_rows} rows: check the weights and the learning rate; the engine and its "
+                    "other requests go on"
+                )
+                return True
+            done = self._append(token, logprob, version)
+            if top_logprobs is not None and self.spec.top_logprobs:
+                self.top_logprobs.append(top_logprobs[step])
+            if done:
+                return True
+        return False
+
+    def _take_all(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
+        """The short way for the usual case, that nothing happens; False, and nothing taken, where something may."""
+        if self.stop_string is not None or self.spec.top_logprobs or self.remaining <= len(tokens):
+            return False
+        if not self.spec.stop_ids.isdisjoint(tokens):
             return False
         self.tokens += tokens
         self.logprobs += logprobs
         self.weight_versions += [version] * len(tokens)
         return True
 
-    def append(self, token: int, logprob: float, version: int) -> bool:
+    def _append(self, token: int, logprob: float, version: int) -> bool:
         """Take a sampled token; True when it ends the completion."""
         self.tokens.append(token)
         self.logprobs.append(logprob)

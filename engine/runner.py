@@ -12,8 +12,8 @@ from torch import Tensor
 from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell, StepContext
+from stoker.engine.plan import Sampled
 from stoker.engine.sampler import Sampler, SamplerOutput
-from stoker.engine.scheduler import Sampled
 from stoker.engine.scorer import PendingScores, Scorer
 from stoker.engine.step_inputs import Batch
 from stoker.kernels.ops import Ops

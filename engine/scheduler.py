@@ -6,7 +6,6 @@ prefix-cache hit and the return of a preempted request differ only in how far ap
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -16,34 +15,10 @@ from typing import Any
 
 from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.plan import Plan, Sampled
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.engine.request import Request, Status
-from stoker.engine.scoring import TokenScores
-from stoker.kernels.errors import RequestFailedError, StokerError
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step, or ``num_steps`` decode steps in a row when every request computes one token."""
-
-    requests: list[Request]
-    starts: list[int]  # tokens each has computed before
-    num_new: list[int]  # tokens each computes (in the first step)
-    num_samples: list[int]  # tokens each samples for keeps: 0 while its prompt is not through, at most num_steps
-    scored: list[range]  # given tokens each scores
-    num_steps: int
-    admitted: list[Request]  # those that got a slot since the last plan
-    copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a plan's steps sampled, on the host: [num_steps][requests]. What is beyond ``num_samples`` means nothing."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    top: list[list[dict[int, float]]] | None = None
-    scores: list[TokenScores | None] | None = None  # of each request
+from stoker.kernels.errors import StokerError
 
 
 @dataclass(slots=True)
@@ -173,9 +148,7 @@ class Scheduler:
                 self.counters.scored_tokens += scores.end - scores.first
             if request.status is Status.FINISHED:  # by a token of an earlier plan
                 continue
-            done = False
-            if samples and not self._take_all(request, samples, sampled, row):
-                done = any(self._take(request, sampled, step, row) for step in range(samples))
+            done = samples > 0 and self._take(request, sampled, row, samples)
             # The key and value of the last token are computed with the next one, of which nothing is known yet.
             self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
             if scores is not None and request.scoring is not None:
@@ -189,31 +162,13 @@ class Scheduler:
             self.counters.finished_requests += len(finished)
         return finished
 
-    def _take_all(self, request: Request, samples: int, sampled: Sampled, row: int) -> bool:
-        """The short way for the usual case, that nothing happens within the window."""
+    def _take(self, request: Request, sampled: Sampled, row: int, samples: int) -> bool:
+        before = request.num_output
+        tokens = [step[row] for step in sampled.tokens[:samples]]
         logprobs = [step[row] for step in sampled.logprobs[:samples]]
-        if math.isnan(sum(logprobs)) or request.spec.top_logprobs:
-            return False
-        if not request.extend([step[row] for step in sampled.tokens[:samples]], logprobs, self.weight_version):
-            return False
-        self.counters.generated_tokens += samples
-        return True
-
-    def _take(self, request: Request, sampled: Sampled, step: int, row: int) -> bool:
-        token, logprob = sampled.tokens[step][row], sampled.logprobs[step][row]
-        if math.isnan(logprob):
-            request.finish_reason = "error"
-            request.error = RequestFailedError(
-                f"the model gave NaN logits at position {request.total} under weight version {self.weight_version}, in "
-                f"step {step + 1} of a plan of {len(sampled.logprobs[step])} rows: check the weights and the learning rate; "
-                "the engine and its other requests go on"
-            )
-            done = True
-        else:
-            done = request.append(token, logprob, self.weight_version)
-            self.counters.generated_tokens += 1
-            if sampled.top is not None and request.spec.top_logprobs:
-                request.top_logprobs.append(sampled.top[step][row])
+        top = None if sampled.top is None else [step[row] for step in sampled.top[:samples]]
+        done = request.take(tokens, logprobs, top, self.weight_version, len(sampled.tokens[0]))
+        self.counters.generated_tokens += request.num_output - before
         return done
 
     def _finish(self, request: Request) -> None:

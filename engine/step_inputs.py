@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stoker.engine.device import Runtime
 from stoker.engine.packed_inputs import PackedInputs, Spec
+from stoker.engine.plan import Plan
 from stoker.engine.request import Request
 from stoker.engine.sampler import SamplingRows
-from stoker.engine.scheduler import Plan
 from stoker.engine.scorer import ScoreRows
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows

@@ -17,8 +17,9 @@ from itertools import accumulate, repeat
 from typing import Any
 
 from stoker.engine.adapter_slots import AdapterSlots
+from stoker.engine.plan import Plan, Sampled
 from stoker.engine.request import Adapter, Request, SamplingSpec, Status
-from stoker.engine.scheduler import Plan, Sampled, Scheduler
+from stoker.engine.scheduler import Scheduler
 
 VOCAB = 5  # few, so that prompts share prefixes and samples meet again
 FAULTY = 99

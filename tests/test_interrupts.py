@@ -22,6 +22,7 @@ from small_engine import (
 )
 
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.request import Request
 from stoker.engine.runner import EagerStep
 from stoker.engine.sampler import PenaltyState
 from stoker.engine.scheduler import Scheduler
@@ -99,7 +100,8 @@ def interrupt_at(call: int, function):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *((Scheduler, name) for name in ("plan", "commit", "_reserve", "_admit", "_take", "_release")),
+        *((Scheduler, name) for name in ("plan", "commit", "_reserve", "_admit", "_release")),
+        (Request, "take"),
         (BlockPool, "allocate"),
         (StepInputs, "fill"),
         (EagerStep, "__call__"),

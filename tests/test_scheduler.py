@@ -24,8 +24,8 @@ from machine import (
 )
 
 import stoker.engine.scheduler
+from stoker.engine.plan import Sampled
 from stoker.engine.request import Adapter, Request, Status
-from stoker.engine.scheduler import Sampled
 from stoker.kernels.errors import RequestFailedError
 
 ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)

@@ -1,0 +1,32 @@
+"""The two messages around a step: what the scheduler has to be done, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.engine.request import Request
+from stoker.engine.scoring import TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step, or ``num_steps`` decode steps in a row when every request computes one token."""
+
+    requests: list[Request]
+    starts: list[int]  # tokens each has computed before
+    num_new: list[int]  # tokens each computes (in the first step)
+    num_samples: list[int]  # tokens each samples for keeps: 0 while its prompt is not through, at most num_steps
+    scored: list[range]  # given tokens each scores
+    num_steps: int
+    admitted: list[Request]  # those that got a slot since the last plan
+    copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a plan's steps sampled, on the host: [num_steps][requests]. What is beyond ``num_samples`` means nothing."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    top: list[list[dict[int, float]]] | None = None
+    scores: list[TokenScores | None] | None = None  # of each request
