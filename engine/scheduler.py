@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -92,10 +92,10 @@ class Scheduler:
                 scored.append(self._claim(request, num_new))
 
         if not preempted:
-            for request in self._admissible():
+            for request, other in self._admissible():
                 if budget == 0:
                     break
-                if not (num_new := self._admit(request, budget, copies)):
+                if not (num_new := self._admit(request, other, budget, copies)):
                     break
                 admitted.append(request)
                 work.append((request, num_new))
@@ -233,28 +233,34 @@ class Scheduler:
 
     # -- admission -----------------------------------------------------------------------------------------------
 
-    def _admissible(self) -> Iterable[Request]:
+    def _admissible(self) -> Iterator[tuple[Request, Request | None]]:
         """Waiting requests in order of arrival, as long as there are slots, for them and for their adapters.
 
-        A sample whose prompt another sample is computing right now waits for it; its slot is kept for it, so that later
-        arrivals do not tear the group apart.
+        With each comes a running sample of the same prompt that has computed all of it, if there is one. A sample whose
+        prompt another one is computing right now waits for it; its slot is kept for it, so that later arrivals do not tear
+        the group apart.
         """
-        candidates = self.adapter_slots.admissible(self.waiting, self.running)
-        for request in list(islice(candidates, len(self._free_slots))):
+        candidates = list(islice(self.adapter_slots.admissible(self.waiting, self.running), len(self._free_slots)))
+        samples: dict[int, list[Request]] = {}  # by group, those whose prompt may serve another
+        for request in self.running if candidates else ():
+            if not request.older_kv:
+                samples.setdefault(id(request.group), []).append(request)
+        for request in candidates:
             if request.pending or request.launched:  # preempted, and what it waits for not known yet
                 return
-            computing = any(r.group is request.group and not r.older_kv for r in self.running)
-            if not computing or self._with_prompt(request) is not None:
-                yield request
+            mine = samples.setdefault(id(request.group), [])
+            through = next((r for r in mine if r.computed >= r.num_prompt - _ends_at_once(r)), None)
+            if not mine or through is not None:
+                yield request, through
+                if request.status is Status.RUNNING:
+                    mine.append(request)
 
-    def _with_prompt(self, request: Request) -> Request | None:
-        """A running sample of the same prompt that has computed all of it."""
-        mine = (r for r in self.running if r.group is request.group and not r.older_kv)
-        return next((r for r in mine if r.computed >= r.num_prompt - _ends_at_once(r)), None)
+    def _admit(self, request: Request, other: Request | None, budget: int, copies: dict[int, int]) -> int:
+        """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait.
 
-    def _admit(self, request: Request, budget: int, copies: dict[int, int]) -> int:
-        """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait."""
-        shared, computed, from_cache = self._already_computed(request)
+        other: of ``_admissible``.
+        """
+        shared, computed, from_cache = self._already_computed(request, other)
         for block in shared:
             self.pool.share(block)
         request.block_ids, request.computed = shared, computed
@@ -280,7 +286,7 @@ class Scheduler:
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
         return num_new
 
-    def _already_computed(self, request: Request) -> tuple[list[int], int, bool]:
+    def _already_computed(self, request: Request, other: Request | None) -> tuple[list[int], int, bool]:
         """Blocks that hold the beginning of the request, how many tokens of it, and whether the cache had them.
 
         At least one token is left to compute, so that there is a hidden state to sample from, and with it all from which
@@ -288,7 +294,7 @@ class Scheduler:
         it first.
         """
         scoring = None if request.scoring is None or request.scoring.launched else request.scoring
-        if (other := self._with_prompt(request)) is not None:
+        if other is not None:
             blocks, computed, from_cache = other.block_ids, other.num_prompt, False
         else:
             cache = self.prefix_cache

@@ -189,11 +189,10 @@ class Adapters:
         choices: list[Any] = list(choice) if several else [choice] * rows  # type: ignore[arg-type]
         if len(choices) != rows:
             raise InvalidRequestError(f"{len(choices)} adapters for {rows} rows: give one, or one per row")
-        return [self._find(c) for c in choices]
+        live = self._binding.active_adapter() if any(c is LIVE for c in choices) else None  # which looks at the model
+        return [self._find(live if c is LIVE else c) for c in choices]
 
-    def _find(self, choice: AdapterChoice) -> Adapter | None:
-        if choice is LIVE:
-            choice = self._binding.active_adapter()
+    def _find(self, choice: str | None) -> Adapter | None:
         if choice is None:
             return None
         if not isinstance(choice, str) or choice not in self._known:

@@ -70,6 +70,25 @@ def test_chats_go_through_the_template():
         assert tokens(batch)[1] == [oracle.greedy(model, encode("<user>hi<bot>"), 8)]
 
 
+def test_a_group_is_tokenised_once_and_each_output_has_ids_of_its_own():
+    calls = []
+    bytewise = tokenizer()
+
+    def counting(text):
+        calls.append(text)
+        return bytewise(text)
+
+    counting.eos_token_id = bytewise.eos_token_id
+    with build(make_model("llama", vocab_size=TEXT_VOCAB), tokenizer=counting) as engine:
+        first, again, other = "hello", "".join(["he", "llo"]), "you"
+        batch = engine.generate_batch([first, again, other, first], GREEDY)
+    assert calls == ["hello", "you", "hello"]
+    prompts = [output.prompt_token_ids for output in batch]
+    assert prompts == [encode("hello"), encode("hello"), encode("you"), encode("hello")]
+    prompts[0].append(0)
+    assert prompts[1] == encode("hello")
+
+
 def test_parameters_per_prompt_and_order_of_results():
     prompts = [draw(i, 3 + i) for i in range(6)]
     params = [SamplingParams(temperature=0, max_tokens=1 + i, n=1 + i % 3) for i in (5, 0, 3, 1, 4, 2)]

@@ -91,6 +91,22 @@ def test_what_many_adapters_become_is_seen_at_once() -> None:
                 shake(model, seed=20)
 
 
+def test_the_model_is_looked_at_as_often_for_many_prompts_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+    look = binding.ModelBinding._is_as_seen
+    monkeypatch.setattr(
+        binding.ModelBinding, "_is_as_seen", lambda self, **how: looks.append(True) or look(self, **how)
+    )
+    with RolloutEngine(two_adapters(), config=CONFIG) as engine:
+        counts = []
+        for prompts, adapter in (([[1]], LIVE), ([[1], [2]] * 8, LIVE), ([[1], [2]] * 8, [LIVE, "other"] * 8)):
+            engine.generate_batch(prompts, GREEDY, adapter=adapter)
+            counts.append(len(looks))
+            looks.clear()
+    assert counts[0] > 0
+    assert len(set(counts)) == 1
+
+
 def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """While others run, and though nobody looked at the numbers since."""
     model = two_adapters()
