@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.experts import as_run, expert_tables
+from stoker.engine.experts import as_run, bias_tables, expert_tables
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
@@ -67,13 +67,13 @@ def check_fits(
     for key, weights in link.experts.items():
         path, _, leaf = key.rpartition(".")
         module = _module(name, path, modules)
-        tables = expert_tables(module)
-        if leaf not in tables:
+        shapes: dict[str, tuple[int, ...]] = {**expert_tables(module), **bias_tables(module)}
+        if leaf not in shapes:
             raise UnsupportedModelError(
                 f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
                 "of target_parameters"
             )
-        _check_matrices(name, key, as_run(module, weights), tables[leaf], dtype)
+        _check_matrices(name, key, as_run(module, weights), shapes[leaf], dtype)
     _check_states(name, link, modules, fused)
 
 

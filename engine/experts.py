@@ -9,7 +9,7 @@ They run as they are until an adapter is over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from stoker.kernels.reference.moe import ExpertAdapters, Gate
 EXPERTS = "stoker_experts"
 _DEFAULT = "grouped_mm"
 _STATE = "stoker_experts"  # of a module that was taken over
+_BIAS = "_bias"  # what transformers calls biases of a projection, after its name
 
 
 @dataclass(slots=True)
@@ -95,9 +96,34 @@ def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     return {n: (s[0], s[2], s[1]) if swapped else tuple(s) for n, s in shapes.items()}
 
 
+def bias_tables(module: Any) -> dict[str, tuple[int, int]]:
+    """The shapes of what ``expert_tables`` have for biases, (experts, outputs) by name."""
+    biased = getattr(module, "has_bias", False)
+    return {f"{name}{_BIAS}": shape[:2] for name, shape in expert_tables(module).items() if biased}
+
+
+def projection_of(key: str) -> str:
+    """The parameter of experts that an adapter is over, or whose biases it is over."""
+    return key.removesuffix(_BIAS)
+
+
 def as_run(module: nn.Module, weights: LoraWeights) -> LoraWeights:
     """An adapter of experts, from how PEFT has it: as if dense ones had their outputs before their inputs."""
     return weights._replace(a=weights.b.mT, b=weights.a.mT) if _is_dense(module) else weights
+
+
+def with_biases(module: nn.Module, key: str, adapters: Mapping[str, LoraWeights]) -> LoraWeights:
+    """What adapters do to a projection of experts and to its biases. key: the projection's; adapters: by parameter."""
+    if (weights := adapters.get(key)) is not None:
+        weights = as_run(module, weights)
+    biases = adapters.get(f"{key}{_BIAS}")
+    if biases is None:
+        assert weights is not None
+        return weights
+    if weights is None:
+        experts, outputs, inputs = expert_tables(module)[key.rpartition(".")[2]]
+        weights = LoraWeights(biases.a.new_empty(experts, 0, inputs), biases.a.new_empty(experts, outputs, 0), 1.0)
+    return weights._replace(shift=biases.scale * (biases.b.float() @ biases.a.float()))
 
 
 def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) -> None:

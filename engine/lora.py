@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of, states_of
-from stoker.engine.experts import adapt_experts, as_run, expert_tables
+from stoker.engine.experts import adapt_experts, expert_tables, projection_of, with_biases
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
@@ -119,7 +119,11 @@ class LoraLayers:
     def derives(self, adapter: AdapterWeights) -> bool:
         """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
         return any(
-            link.magnitudes or link.offsets or link.biases or any(path in link.linears for path in self._router_paths)
+            link.magnitudes
+            or link.offsets
+            or link.biases
+            or any(path in link.linears for path in self._router_paths)
+            or any(key != projection_of(key) for key in link.experts)
             for link in adapter.links
         )
 
@@ -155,8 +159,9 @@ class LoraLayers:
             for path in dict.fromkeys((*link.linears, *link.biases)):
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
                     chains.setdefault(path, []).append(self._complete(path, link))
-            for key, weights in link.experts.items():
-                chains.setdefault(key, []).append(as_run(self._modules[key.rpartition(".")[0]], weights))
+            for key in dict.fromkeys(map(projection_of, link.experts)):
+                experts = self._modules[key.rpartition(".")[0]]
+                chains.setdefault(key, []).append(with_biases(experts, key, link.experts))
             states |= states_of(link, self._modules)
             tokens |= self._with_tied(link.tokens)
         self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}

@@ -240,8 +240,9 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
-        experts = [n for n, tensor in self.source.tensors().items() if tensor.dim() == 3]
-        read, changes = adapter_reader(name, source, experts)
+        dims = {n: tensor.dim() for n, tensor in self.source.tensors().items()}
+        parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
+        read, changes = adapter_reader(name, source, parameters)
         adapter = read()
         if name in live_adapters(unwrap(self.model)):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")

@@ -122,25 +122,27 @@ def test_an_embedding_is_a_linear_of_one_hot_rows(ops: Ops, columns: bool, token
 @pytest.mark.parametrize("ops", OPS)
 def test_a_table_of_experts(ops: str) -> None:
     """As PEFT lays them side by side, of which every expert has a part that is neither rows nor columns."""
-    experts, slots = 3, torch.tensor([2, 0, 1, 2, 5, 1], device=DEVICE)
-    chosen = torch.tensor([2, 1, 0, 0, 1, 2], device=DEVICE)
+    experts, slots = 3, torch.tensor([2, 0, 1, 2, 5, 1, 3], device=DEVICE)
+    chosen = torch.tensor([2, 1, 0, 0, 1, 2, 2], device=DEVICE)
     table, weights = LoraTable([20], [None], NUM_SLOTS, DEVICE, experts), {}
-    for slot, rank in ((1, 2), (2, 5)):
+    for slot, rank, shifted in ((1, 2, False), (2, 5, True), (3, 0, True)):
         side_by_side = LoraWeights(randn(experts * rank, 9), randn(20, experts * rank), 0.3 * slot)
-        weights[slot] = by_expert(side_by_side, experts)
+        shift = randn(experts, 20) if shifted else None
+        weights[slot] = by_expert(side_by_side, experts)._replace(shift=shift)
         table.put(0, slot, weights[slot])
-    x, out = randn(6, 9), randn(6, 20)
+    x, out = randn(7, 9), randn(7, 20)
     expected = out.double()
     for row, (slot, expert) in enumerate(zip(slots.tolist(), chosen.tolist(), strict=True)):
         if slot in weights:
             a, b = weights[slot].a[expert].double(), weights[slot].b[expert].double()
-            expected[row] += 0.3 * slot * (b @ (a @ x[row].double()))
+            shift = 0 if weights[slot].shift is None else weights[slot].shift[expert].double()
+            expected[row] += 0.3 * slot * (b @ (a @ x[row].double())) + shift
     rows = AdapterRows(expert_slots(slots, chosen, experts))
     OPS[ops].lora(x, out, table, rows)
     assert_close(out, expected, torch.float32)
     table.put(0, 2, None)
     changed = OPS[ops].lora(x, out.clone(), table, rows)
-    assert (changed != out).any(1).tolist() == (slots == 1).tolist()
+    assert (changed != out).any(1).tolist() == ((slots == 1) | (slots == 3)).tolist()
 
 
 @pytest.mark.parametrize("ops", OPS)

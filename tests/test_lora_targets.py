@@ -30,6 +30,7 @@ from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, 
 from stoker.rollout import LIVE, EngineConfig, RolloutEngine, UnsupportedModelError
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+BIASES = ["mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"]
 LLAMA4_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 EMBEDDING = "base_model.model.model.embed_tokens"
 OF_EMBEDDING = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
@@ -56,6 +57,15 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True}),
     ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[:1]}),
     ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS}),
+    ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": BIASES[1:], "use_rslora": True}),
+    (
+        "gpt_oss",
+        {
+            "target_modules": [],
+            "target_parameters": [*BIASES, *EXPERTS],
+            "rank_pattern": {"gate_up_proj_bias": 3, "experts.down_proj": 5},
+        },
+    ),
     ("glm4_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
     ("llama4", {"target_modules": ["o_proj"], "target_parameters": LLAMA4_EXPERTS}),
     ("llama4", {"target_modules": [], "target_parameters": LLAMA4_EXPERTS[1:], "r": 7}),
@@ -102,6 +112,7 @@ def test_like_peft(family: str, options: dict[str, Any], tmp_path: Path) -> None
         ("qwen3", {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}),
         ("mistral", {"target_modules": ["q_proj"], "trainable_token_indices": [5, 3]}),
         ("qwen3_moe", {"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": [EXPERTS[0], *BIASES]}),
     ],
     ids=str,
 )
@@ -314,10 +325,6 @@ def other_method(config: Any) -> PeftModel:
         (
             lambda: other_method(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
             r"of type PROMPT_TUNING: the engine runs LoRA",
-        ),
-        (
-            lambda: peft_model("gpt_oss", target_modules=ONE, target_parameters=["experts.down_proj_bias"]),
-            r"targets .*experts.down_proj_bias: target_parameters may name",
         ),
         (lambda: peft_model("mixtral", target_modules=[], target_parameters=EXPERTS, r=65), r"has rank 65"),
     ],

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,12 +50,13 @@ _DEFAULTS = {  # of what the configs that older versions saved do not have
 }
 
 
-def adapter_reader(name: str, source: Any, parameters: Sequence[str]) -> tuple[Callable[[], AdapterWeights], bool]:
+def adapter_reader(name: str, source: Any, parameters: Mapping[str, int]) -> tuple[Callable[[], AdapterWeights], bool]:
     """What reads an adapter as it is now, and whether it may read another one later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
     dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
-    copied. parameters: names of the base's 3-D parameters, the experts', which files do not tell from linears.
+    copied. parameters: of the base, those that are the experts', which files do not tell from linears, and how many
+    dimensions each has.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
@@ -93,7 +94,7 @@ def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], A
     return read
 
 
-def _from_folder(name: str, folder: str, parameters: Sequence[str]) -> AdapterWeights:
+def _from_folder(name: str, folder: str, parameters: Mapping[str, int]) -> AdapterWeights:
     file = os.path.join(folder, "adapter_model.safetensors")
     try:
         with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as text:
@@ -106,7 +107,9 @@ def _from_folder(name: str, folder: str, parameters: Sequence[str]) -> AdapterWe
         ) from error
 
 
-def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any, parameters: Sequence[str]) -> AdapterWeights:
+def from_state_dict(
+    name: str, tensors: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
+) -> AdapterWeights:
     """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
     config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
@@ -158,7 +161,7 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], config: Any, param
 
 
 def _take(
-    adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Sequence[str]
+    adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
 ) -> None:
     """One layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
     path, *around = key.split(".base_layer")
@@ -177,7 +180,7 @@ def _take(
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     weights = LoraWeights(part["A"], part["B"], float(scale))
     if parameter:
-        adapter.experts[parameter] = by_expert(weights, found // rank)
+        adapter.experts[parameter] = by_expert(weights, found // rank) if parameters[parameter] == 3 else weights
     else:
         adapter.linears[path] = weights
     if "offset" in part:
@@ -186,8 +189,8 @@ def _take(
         adapter.magnitudes[path] = part["magnitude_vector"]
 
 
-def _targeted_parameter(path: str, around: int, config: Any, parameters: Sequence[str]) -> str | None:
-    """Which of a module's 3-D parameters a layer targets that has so many others around it. None: it is over a linear."""
+def _targeted_parameter(path: str, around: int, config: Any, parameters: Iterable[str]) -> str | None:
+    """Which of a module's own parameters a layer targets that has so many others around it. None: it is over a linear."""
     targets = config.target_parameters or ()
     own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
     return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first

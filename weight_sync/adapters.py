@@ -235,10 +235,7 @@ def _take_lora(adapter: AdapterWeights, path: str, module: Any, kind: str, name:
     if kind == "parameter" and module.get_param().dim() == 3:
         adapter.experts[f"{path}.{module.parameter_name}"] = by_expert(weights, module.num_experts)
     elif kind == "parameter" and module.parameter_name != "weight":
-        raise UnsupportedModelError(
-            f"an adapter targets {path}.{module.parameter_name}: target_parameters may name the experts' projections and the "
-            "weights of linear layers"
-        )
+        adapter.experts[f"{path}.{module.parameter_name}"] = weights
     else:
         adapter.linears[path] = weights
     if name in module.lora_magnitude_vector:

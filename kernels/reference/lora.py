@@ -21,7 +21,7 @@ from stoker.kernels.reference.lora_stacks import Pieces, Stacks, change
 
 
 class LoraWeights(NamedTuple):
-    """What an adapter does to one linear: ``y + scale * b @ (a @ x)``. Of experts there is one such pair each.
+    """What an adapter does to one linear: ``y + scale * b @ (a @ x)``. Of experts there is one such pair, and shift, each.
 
     gain: DoRA's magnitude over the norm of each adapted row (arXiv:2402.09353), which multiplies the result but its bias.
     shift: added in the end.
@@ -31,14 +31,17 @@ class LoraWeights(NamedTuple):
     b: Tensor  # [N, r], or [E, N, r]
     scale: float
     gain: Tensor | None = None  # fp32 [N]
-    shift: Tensor | None = None  # fp32 [N]
+    shift: Tensor | None = None  # fp32 [N], or [E, N]
 
     @property
     def rank(self) -> int:
         return self.a.shape[-2]
 
     def of(self, expert: int) -> LoraWeights:
-        return self if self.a.dim() == 2 else self._replace(a=self.a[expert], b=self.b[expert])
+        if self.a.dim() == 2:
+            return self
+        shift = None if self.shift is None else self.shift[expert]
+        return self._replace(a=self.a[expert], b=self.b[expert], shift=shift)
 
 
 class TokenRows(NamedTuple):
@@ -56,7 +59,8 @@ class AdapterWeights:
     magnitudes: dict[str, Tensor] = field(default_factory=dict)  # of linears and embeddings with DoRA, [N]
     offsets: dict[str, Tensor] = field(default_factory=dict)  # bias of b, [N]
     biases: dict[str, Tensor] = field(default_factory=dict)  # in place of a module's own, [N]
-    experts: dict[str, LoraWeights] = field(default_factory=dict)  # by the name of the 3-D parameter
+    # By the name of the 3-D parameter; or of a table of biases [E, N], of which a is [r, N] and b is [E, r].
+    experts: dict[str, LoraWeights] = field(default_factory=dict)
     tokens: dict[str, TokenRows] = field(default_factory=dict)  # of an embedding or a head, in place of its own
     saved: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # state of modules that are replaced whole
     bases: dict[str, Tensor] = field(default_factory=dict)  # weights of the base that were saved with the adapter
@@ -254,9 +258,10 @@ class LoraTable:
         row += [*first.a.stride(), *first.b.stride()]
         if self._written.get((linear, slot)) != row:
             entries[:] = row
-            for column, matrix in enumerate((weights.a, weights.b)):
-                if matrix.dim() == 3:
-                    nbytes = matrix.stride(0) * matrix.element_size()
+            of_experts = {} if weights.a.dim() == 2 else {0: weights.a, 1: weights.b, 3: weights.shift}
+            for column, tensor in of_experts.items():
+                if tensor is not None:
+                    nbytes = tensor.stride(0) * tensor.element_size()
                     entries[:, column] += torch.arange(self.experts, device="cpu").numpy() * nbytes
             block.changed = True
             self._written[linear, slot] = row
