@@ -74,11 +74,13 @@ class _Held:
 
     room: _Room | None
     parts: dict[tuple[object, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # Of the same, of keys and of values: the cache and what is held of it, both [heads of all places, D].
+    flat: dict[tuple[object, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def gather(self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows of a piece of the reference's plan."""
         d = plan.decodes[number]
-        return self.own(plan, number, d.table, plan.last_key(d), (key_cache, value_cache))
+        return self.own(plan, number, d.table, plan.last_key(number), (key_cache, value_cache))
 
     def own(
         self, plan: AttentionPlan, part: object, table: Tensor, last: Tensor, caches: tuple[Tensor, Tensor]
@@ -88,7 +90,8 @@ class _Held:
         table: int64 [R, L / block]; last: int64 [R, 1], where each row's newest key is.
         """
         size, heads = caches[0].shape[1:3]
-        held = self.parts.get((part, caches[0].data_ptr()))
+        which = part, caches[0].data_ptr()
+        held = self.parts.get(which)
         if held is None:
             return self.keys(plan, part, table, lambda: reference.written_keys(last, table.shape[1] * size), caches)
         rows, length = len(last), held[0].shape[2]
@@ -96,8 +99,8 @@ class _Held:
         at = plan.once(
             (part, "at", heads), lambda: (torch.arange(rows * heads).view(rows, heads) * length + last).flatten()
         )
-        for cache, kept in zip(caches, held, strict=True):
-            kept.flatten(0, 2).index_copy_(0, at, cache.flatten(0, 2).index_select(0, newest))
+        for cache, kept in self.flat[which]:
+            kept.index_copy_(0, at, cache.index_select(0, newest))
         return held
 
     def keys(
@@ -120,8 +123,9 @@ class _Held:
         if room is None:
             key, value = (c.flatten(0, 2).index_select(0, places).view(n) for c, n in zip(caches, sizes, strict=True))
             return key, value
-        for cache, out in zip(caches, room, strict=True):
-            torch.index_select(cache.flatten(0, 2), 0, places, out=out.flatten(0, 2))
+        self.flat[which] = [(c.flatten(0, 2), out.flatten(0, 2)) for c, out in zip(caches, room, strict=True)]
+        for cache, kept in self.flat[which]:
+            torch.index_select(cache, 0, places, out=kept)
         self.parts[which] = room[0], room[1]
         return self.parts[which]
 

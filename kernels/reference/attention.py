@@ -86,10 +86,15 @@ class AttentionPlan:
     def next_step(self) -> None:
         self._masks.clear()
 
-    def last_key(self, d: Decode) -> Tensor:
-        """Position of each row's newest key, int64 [r, 1]."""
-        lens = self.seq_lens if d.rows is None else self.seq_lens.index_select(0, d.rows)
-        return lens[:, None] - 1
+    def last_key(self, number: int) -> Tensor:
+        """Position of the newest key of each row of a piece, int64 [r, 1]."""
+
+        def last() -> Tensor:
+            rows = self.decodes[number].rows
+            lens = self.seq_lens if rows is None else self.seq_lens.index_select(0, rows)
+            return lens[:, None] - 1
+
+        return self.once((number, "last"), last)
 
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What ``make`` returns, made once a step for all layers."""
@@ -112,7 +117,7 @@ def key_slots(table: Tensor, keys: Tensor, block_size: int) -> Tensor:
 
 def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
     """A ``Gather`` that reads the blocks of every row at every step."""
-    table, last, size = plan.decodes[number].table, plan.last_key(plan.decodes[number]), plan.block_size
+    table, last, size = plan.decodes[number].table, plan.last_key(number), plan.block_size
 
     def slots() -> Tensor:
         return key_slots(table, written_keys(last, table.shape[1] * size), size)
@@ -228,25 +233,27 @@ def paged_attention(
     """
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     group = heads // kv_heads
-    out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
 
-    for number, d in enumerate(plan.decodes):
+    def decoded(number: int, d: Decode) -> Tensor:
         key, value = plan.gather(plan, number, key_cache, value_cache)
         rows, length = key.shape[0], key.shape[2]
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
-        def decode_bias(d: Decode = d, length: int = length) -> Tensor:
-            hidden = visibility.hidden(plan.last_key(d), torch.arange(length, device=query.device))
+        def decode_bias() -> Tensor:
+            hidden = visibility.hidden(plan.last_key(number), torch.arange(length, device=query.device))
             return _as_bias(hidden, query.dtype)[:, None, None]
 
         bias = plan.once((number, visibility, query.dtype), decode_bias)
         sink = None if sinks is None else sinks.view(1, kv_heads, group, 1)
-        result = _attend(q, key, value, bias, scale, softcap, sink).reshape(rows, heads, -1)
-        if d.rows is None:  # it is the only piece of the plan
-            return result
-        out.index_copy_(0, d.rows, result)
+        return _attend(q, key, value, bias, scale, softcap, sink).reshape(rows, heads, -1)
 
+    if plan.decodes and plan.decodes[0].rows is None:  # it is the only piece of the plan
+        return decoded(0, plan.decodes[0])
+    out = query.new_zeros(query.shape[0], heads, value_cache.shape[-1])
+    for number, d in enumerate(plan.decodes):
+        assert d.rows is not None
+        out.index_copy_(0, d.rows, decoded(number, d))
     for number, c in enumerate(plan.chunks):
         key = key_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]
         value = value_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]

@@ -26,7 +26,10 @@ def linear(
     which is then [T, N / 2]; residual: as the result; scale: of what is added to it; in_place: nobody reads the residual
     afterwards, so the result may take its place. Returns [T, N] in the dtype of ``x``.
     """
-    out = F.linear(x if norm is None else rms_norm(x, *norm), weight, bias)
+    x = x if norm is None else rms_norm(x, *norm)
+    if residual is not None and in_place and gated is None and bias is None and residual.dtype == torch.float32:
+        return residual.addmm_(x, weight.t(), alpha=scale)  # the same in one operation; others round before they add
+    out = F.linear(x, weight, bias)
     if gated is not None:
         out = act_mul(out, gated)
     return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
