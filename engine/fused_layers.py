@@ -57,14 +57,19 @@ class _Linears:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
             return self.ops.linear(x, self.weight, self.bias, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
+        # Adapters that do nothing but add may add to the residual as well.
+        onto = residual if in_place and scale == 1.0 and gated is None and self.lora.only_adds else None
         if self.weight is not None:
-            out = self.ops.linear(x, self.weight, self.bias)
+            out = self.ops.linear(x, self.weight, self.bias, residual=onto, in_place=onto is not None)
         else:
+            onto = None
             out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
         if rows is not None:
             self.lora.apply(x, out, rows)
         out = out if gated is None else self.ops.act_mul(out, gated)
-        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+        if residual is None or onto is not None:
+            return out
+        return torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ class Adapted:
         self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables: list[LoraTable] = []
         self._changes_nothing = True
+        self.only_adds = True  # to the output, whatever stands there
         self.reach(1)
 
     @property
@@ -59,6 +60,7 @@ class Adapted:
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
         self._changes_nothing = all(table.empty for table in self.tables)
+        self.only_adds = not any(table.scales for table in self.tables)
 
     def apply(self, x: Tensor, out: Tensor, rows: AdapterRows) -> None:
         """Change what the linears made of ``x``, in place. x: [T, D]; out: [T, N]."""
@@ -196,7 +198,7 @@ class LoraLayers:
             for slot, (ids, rows) in by_slot.items()
         ]
         groups = {id(group): group for group, _ in self._adapted.values()}
-        tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
+        tables = [[(t.max_rank, t.dtype, t.strided, t.empty, t.scales) for t in g.tables] for g in groups.values()]
         return tables, places
 
     def _complete(self, path: str, link: AdapterWeights) -> LoraWeights:
