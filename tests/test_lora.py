@@ -373,6 +373,11 @@ def test_what_a_captured_step_knows_changes_only_with_what_it_reads():
         for _ in range(3):
             engine.update_weights()
         assert lora.layout == layout and torch.equal(table.pointers, pointers)
+        for name, options, changes in (("same", {}, False), ("scales", {"use_dora": True}, True)):
+            other = peft_model(seed=5, **options)
+            engine.load_adapter(name, other)
+            engine.generate_batch([[1, 2, 3]], GREEDY, adapter=name)
+            assert (lora.layout != layout) == changes
 
 
 def test_an_adapter_in_use_keeps_its_slot() -> None:
