@@ -39,7 +39,7 @@ from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import unwrap, walk
 from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
-from stoker.weight_sync.staging import Staging, same_place
+from stoker.weight_sync.staging import Casts, Staging, same_place
 from stoker.weight_sync.tree import Tree
 
 
@@ -89,6 +89,7 @@ class ModelBinding:
         self.packed: dict[str, Packed] = {}  # of these, those that lie elsewhere than on the device
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
+        self._casts: Casts = {}
         self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
@@ -284,9 +285,11 @@ class ModelBinding:
                 "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
                 "itself, and call update_weights() without an argument"
             )
+        self._in_order()
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
             weights = checkpoint(type(self.shell.module), os.fspath(weights))
-        return receive(weights, self.source.tensors(), self.source.optional, check_finite=self._check_finite)
+        targets, optional = self.source.tensors(), self.source.optional
+        return receive(weights, targets, optional, check_finite=self._check_finite, casts=self._casts)
 
     def put_in_service(self, staged: Staging) -> int:
         self._in_order()

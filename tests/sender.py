@@ -6,11 +6,12 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import oracle
+import pytest
 import torch
 from families import make_model
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from stoker.kernels.errors import WeightTransferError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.weight_sync.receiving import receive
+from stoker.weight_sync.staging import Casts, Staging
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64)
@@ -53,6 +55,71 @@ class Failing(dict[str, Any]):
         return super().__getitem__(name)
 
 
+class Counted:
+    """A transfer of a user's own: it counts the bytes that pass, and notes what is agreed on."""
+
+    def __init__(self, transfer: Any) -> None:
+        self.transfer, self.passed = transfer, 0
+        self.coming: set[str] = set()
+
+    def begin(self, manifest: Any = None, judge: Any = None) -> Any:
+        self.passed = 0
+        manifest = self.transfer.begin(manifest, judge)
+        self.coming = {spec.name for spec in manifest.specs}
+        return manifest
+
+    def bucket(self, data: Any = None) -> Any:
+        data = self.transfer.bucket(data)
+        self.passed += data.numel()
+        return data
+
+    def finish(self, error: str | None = None) -> None:
+        self.transfer.finish(error)
+
+
+FEW = ("model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+ONE = "model.layers.0.self_attn.q_proj.weight"
+
+
+def changed(model: Any, *names: str) -> Any:
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).mul_(1.5)
+    return model
+
+
+def size(model: Any, *names: str) -> int:
+    """Bytes of the named parameters; without names, of all that are sent."""
+    return sum(p.nbytes for n, p in model.named_parameters() if n in names or not names)
+
+
+def broadcast_few(rank: int, transfer: BroadcastTransfer, engine: RolloutEngine | None) -> None:
+    """Two engines that hold different weights, of which one does not answer once."""
+    counted, version = Counted(transfer), 10
+    models = [changed(trained(3), *names) for names in ((), FEW, FEW, FEW)]
+    for number, model in enumerate(models):
+        if engine is None:
+            with suppress(WeightTransferError) if number == 2 else nullcontext():
+                send_weights(dict(model.named_parameters()), counted, bucket_bytes=1000)
+                assert number != 2, "sent to one who did not answer"
+        else:
+            if rank == 2:
+                for name in [(), (ONE, *FEW), (ONE,), ()][number]:
+                    engine._binding.source.tensors()[name].detach().mul_(1.5)
+            with pytest.MonkeyPatch.context() as patch:
+                if number == 2 and rank == 1:
+                    patch.setattr(Staging, "wanted", interrupted)
+                try:
+                    version = engine.update_weights(counted, version=version + 1)
+                    assert number != 2
+                except (KeyboardInterrupt, WeightTransferError) as error:
+                    assert number == 2 and (rank == 1 or "a receiver refuses: KeyboardInterrupt" in str(error))
+            if number != 2 or rank == 1:
+                check(engine, model, version)
+        expected = [0, size(model, *FEW, ONE), 0, size(model, ONE)][number]
+        assert counted.passed == expected, (rank, number, counted.passed, expected)
+
+
 def broadcast(rank: int) -> None:
     """Rank 0 trains, the others generate with it, through a misnamed tensor, a failure and an interrupt."""
     transfer = BroadcastTransfer(0)
@@ -70,7 +137,7 @@ def broadcast(rank: int) -> None:
             send_weights(Failing(trained(3).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
         for _ in range(2):
             send_weights(dict(trained(3).named_parameters()), transfer, bucket_bytes=2 * BUCKET_BYTES)
-        return
+        return broadcast_few(rank, transfer, None)
     with RolloutEngine(trained(0), config=CONFIG) as engine:
         for steps in (1, 2):
             assert engine.update_weights(transfer) == steps
@@ -97,11 +164,11 @@ def broadcast(rank: int) -> None:
         assert engine.update_weights(transfer) == 3
         if rank == 2:
             assert engine.update_weights(transfer) == 4
-            return check(engine, trained(3), 4)
-        check(engine, trained(3), 3)
+        check(engine, trained(3), 2 + rank)
+        broadcast_few(rank, transfer, engine)
 
 
-def interrupted(data: Any = None) -> Any:
+def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -142,6 +209,27 @@ def share(connection: Connection, die: bool, device: str = "cpu") -> None:
         send_weights(dict(trained(steps).to(device).named_parameters()), transfer, bucket_bytes=BUCKET_BYTES)
 
 
+def share_few(connection: Connection, states: int, last: bool) -> None:
+    """Sends the same twice, and that with a few tensors changed as often as ``states`` says, or is gone half-way."""
+    torch.set_num_threads(1)
+    transfer = SharedMemoryTransfer(connection, timeout=30)
+    original, buckets = transfer.bucket, 0
+
+    def gone(data: Any = None) -> Any:
+        nonlocal buckets
+        buckets += 1
+        if buckets == 2:
+            os._exit(1)
+        return original(data)
+
+    if not last:
+        for _ in range(2):
+            send_weights(dict(trained(1).named_parameters()), transfer)
+        transfer.bucket = gone  # type: ignore[method-assign]
+    for _ in range(states):
+        send_weights(dict(changed(trained(1), *FEW).named_parameters()), transfer, bucket_bytes=1000)
+
+
 # -- both ends in one process --------------------------------------------------------------------------------------
 
 
@@ -157,3 +245,15 @@ def take(transfer: Any, targets: dict[str, Tensor]) -> None:
 def sending(transfer: SharedMemoryTransfer, tensors: Any, bucket_bytes: int = 64) -> Iterator[Future[None]]:
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(send_weights, tensors, transfer, bucket_bytes=bucket_bytes)
+
+
+def passed(tensors: Any, targets: dict[str, Tensor], casts: Casts | None = None, *, finite: bool = False) -> set[str]:
+    """What travels in a transfer, after which the targets hold what was sent."""
+    here, there = over_a_pipe()
+    counted = Counted(here)
+    with sending(there, tensors, 8) as sent:
+        receive(counted, targets, (), check_finite=finite, casts=casts).commit()
+        sent.result(5)
+    assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
+    assert counted.passed == sum(tensors[name].nbytes for name in counted.coming)
+    return counted.coming

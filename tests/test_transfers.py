@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import sender
 import torch
-from sender import over_a_pipe, sending, take
+from sender import over_a_pipe, passed, sending, take
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
-from stoker.weight_sync.staging import Staging, TensorSpec
-from stoker.weight_sync.transport import Manifest, send_weights
+from stoker.weight_sync import manifest
+from stoker.weight_sync.manifest import Manifest, TensorSpec
+from stoker.weight_sync.staging import Casts, Staging
+from stoker.weight_sync.transport import send_weights
 
 
 def some_tensors() -> dict[str, Tensor]:
@@ -68,43 +70,6 @@ def test_a_transfer_without_any_element() -> None:
             sent.result()
 
 
-@pytest.mark.parametrize("as_pairs", [False, True])
-def test_the_names_of_a_tied_tensor_bring_the_same_values(as_pairs: bool) -> None:
-    tied = torch.zeros(2, 3)
-    targets = {"embed": tied, "head": tied}
-
-    def given(**tensors: Tensor) -> Any:
-        return iter(tensors.items()) if as_pairs else tensors
-
-    for new in ({"embed": torch.ones(2, 3)}, {"head": torch.ones(2, 3), "embed": torch.ones(2, 3, dtype=torch.double)}):
-        take(given(**new), targets)
-        assert torch.equal(tied, torch.ones(2, 3))
-        tied.zero_()
-    other = torch.ones(2, 3)
-    other[1, 2] = 2
-    with pytest.raises(WeightsMismatchError, match=r"embed and head are one tensor .* different values\. No weight"):
-        take(given(embed=torch.ones(2, 3), head=other), targets)
-    assert not tied.any()
-
-
-def test_what_is_sent_twice_is_called_that() -> None:
-    targets = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    pairs = [
-        ("a", torch.ones(2)),
-        ("a", torch.ones(2)),
-        ("b", torch.ones(3)),
-        ("c", torch.ones(1)),
-        ("c", torch.ones(1)),
-    ]
-    with pytest.raises(WeightsMismatchError) as caught:
-        take(iter(pairs), targets)
-    for part in ("a is sent twice", "unknown c", "c is sent twice"):
-        assert part in str(caught.value)
-    assert "in part" not in str(caught.value) and "b" not in str(caught.value).partition("No weight")[0].split()
-    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs[:3]]
-    assert "a is sent twice" in (Staging(targets, ()).check(specs) or "")
-
-
 def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
     here, there = over_a_pipe()
     tensors = some_tensors()
@@ -119,8 +84,8 @@ def test_a_sender_that_fails_and_lives_says_why_and_sends_again() -> None:
                 sent.result()
         assert not any(t.any() for t in targets.values())
     with ThreadPoolExecutor(1) as pool:  # that fails after the last of its buckets
-        manifest = Manifest((TensorSpec("scalar", (), torch.int64),), 64)
-        pool.submit(lambda: [there.begin(manifest), there.bucket(torch.ones(8).byte()), there.finish("of no use")])
+        one = Manifest((TensorSpec("scalar", (), torch.int64),), 64)
+        pool.submit(lambda: [there.begin(one), there.bucket(torch.ones(8).byte()), there.finish("of no use")])
         with pytest.raises(WeightTransferError, match="the sender gave up: of no use"):
             take(here, {"scalar": torch.tensor(0)})
     with sending(there, tensors) as sent:
@@ -240,6 +205,27 @@ def test_a_receiver_that_is_gone() -> None:
             sent.result(5)
 
 
+class Kept:
+    """A way of a user's own: one end after the other, and what is sent lies between."""
+
+    def __init__(self) -> None:
+        self.came: list[Tensor] = []
+        self.manifest: Any = None
+
+    def begin(self, manifest: Any = None, judge: Any = None) -> Any:
+        self.manifest = manifest or self.manifest
+        assert judge is None or judge(self.manifest.specs) is None
+        return self.manifest
+
+    def bucket(self, data: Tensor | None = None) -> Tensor:
+        if data is None:
+            return self.came.pop(0)
+        self.came.append(data.clone())
+        return data
+
+    def finish(self, error: str | None = None) -> None: ...
+
+
 def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
     tensors = {"turned": torch.randn(64, 48).t(), "expanded": torch.randn(1, 300).expand(7, 300), "b": torch.randn(500)}
 
@@ -251,28 +237,14 @@ def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
                 self.copied += args[0].numel()
             return func(*args, **(kwargs or {}))
 
-    class Nowhere:
-        """The other end of a transfer, which keeps what is sent."""
-
-        def __init__(self) -> None:
-            self.came: list[Tensor] = []
-
-        def begin(self, manifest: Any = None, judge: Any = None) -> Any: ...
-        def finish(self, error: str | None = None) -> None: ...
-        def bucket(self, data: Tensor | None = None) -> Tensor:
-            assert data is not None
-            self.came += data.clone().view(-1, 4)
-            return data
-
-    transfer = Nowhere()
+    transfer = Kept()
     with Counting() as counting:
         send_weights(tensors, transfer, bucket_bytes=100)
     sent_bytes = sum(t.nbytes for t in tensors.values())
-    assert len(transfer.came) * 4 == sent_bytes, "which the transfer here copies as well"
-    assert counting.copied == 64 * 48 + 7 * 300 + sent_bytes
-    assert torch.equal(
-        torch.stack(transfer.came).view(torch.float32).view(-1), torch.cat([t.reshape(-1) for t in tensors.values()])
-    )
+    came = torch.cat(transfer.came)
+    assert came.nbytes == sent_bytes, "which the transfer here copies as well"
+    assert counting.copied == 2 * (64 * 48 + 7 * 300) + sent_bytes, "and once for their checksums"
+    assert torch.equal(came.view(torch.float32), torch.cat([t.reshape(-1) for t in tensors.values()]))
 
 
 def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,6 +269,7 @@ def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.Mo
         assert handles == [9] + [0] * (6 * number + 5), "8 bytes, three times, then 9, 9, 2"
         assert here._shared is not None and there._shared is not None
     place = here._shared.data_ptr()
+    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     with sending(there, tensors, 44) as sent:
         take(here, targets)
         sent.result(5)
@@ -324,3 +297,106 @@ def test_a_transfer_that_was_begun_anew(told: bool, monkeypatch: pytest.MonkeyPa
         take(here, targets)
         sent.result()
     assert torch.equal(targets["a"], new["a"])
+
+
+# -- only what changed ---------------------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_holds_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "_LOT_BYTES", 64)
+    tensors = some_tensors()
+    targets = {name: tensor.clone() for name, tensor in tensors.items()}
+    targets["turned"] = tensors["turned"].contiguous()
+    assert passed(tensors, targets) == set()
+    tensors["half"][2] = 5
+    tensors["flags"].logical_not_()
+    targets["double"][3] = 0
+    assert passed(tensors, targets) == {"half", "flags", "double"}
+
+
+def test_what_a_cast_makes_of_a_content_is_known_once_it_came() -> None:
+    tensors = {"a": torch.randn(9), "b": torch.randn(5), "c": torch.arange(4), "d": torch.randn(3).half()}
+    targets = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in tensors.items()} | {"c": torch.zeros(4).int()}
+    casts: Casts = {}
+    assert passed(tensors, targets, casts) == {*tensors}
+    assert passed(tensors, targets, casts) == set()
+    targets["a"][2] += 1
+    targets["c"][0] += 1
+    assert passed(tensors, targets, casts) == {"a", "c"}
+    tensors["b"] = tensors["b"] * 2
+    assert passed(tensors, targets, casts) == {"b"}
+    targets["b"] = targets["b"].double()
+    assert passed(tensors, targets, casts) == {"b"}
+    assert passed(tensors, targets, {}) == {*tensors}, "an engine that began anew"
+
+
+def test_what_was_refused_is_never_known() -> None:
+    targets = {"a": torch.zeros(3, dtype=torch.float16)}
+    casts: Casts = {}
+    for _ in range(2):
+        with pytest.raises(WeightsMismatchError, match="a has values up to"):
+            passed({"a": torch.full((3,), 1e5)}, targets, casts)
+        targets["a"].fill_(float("inf"))
+    nan = {"a": torch.full((3,), float("nan")), "b": torch.ones(2)}
+    with pytest.raises(WeightsMismatchError, match="a holds NaN"):
+        passed(nan, {"a": nan["a"].clone(), "b": torch.ones(2)}, finite=True)
+
+
+def test_the_names_of_a_tied_tensor_of_which_one_changed() -> None:
+    tied = torch.ones(2, 3)
+    targets = {"embed": tied, "head": tied}
+    twos = torch.full((2, 3), 2.0)
+    for one in ("embed", "head"):
+        with pytest.raises(WeightsMismatchError, match="one tensor in the model, and came with different values"):
+            passed({"embed": tied.clone(), "head": tied.clone()} | {one: twos}, targets)
+        assert tied.eq(1).all()
+    assert passed({"embed": twos, "head": twos}, targets) == {"embed", "head"}
+    assert passed({"head": twos}, targets) == set()
+
+
+def test_what_did_not_change_is_told_from_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)}
+    new = {"a": torch.zeros(3), "b": torch.ones(2), "c": torch.ones(1)}
+    here, there = over_a_pipe()
+    with sending(there, {"a": new["a"], "b": new["b"]}) as sent:
+        with pytest.raises(WeightsMismatchError, match=r"do not fit: missing c\. "):
+            take(here, targets)
+        with pytest.raises(WeightTransferError, match="missing c"):
+            sent.result(5)
+    kept = Kept()
+    send_weights(new, kept)
+    begin = kept.begin
+    with monkeypatch.context() as patch, pytest.raises(WeightsMismatchError, match=r"do not fit: missing b\. "):
+        patch.setattr(
+            kept,
+            "begin",
+            lambda judge: (begin(judge=judge), judge.wanted(kept.manifest.specs)) and kept.manifest.only([2]),
+        )
+        take(kept, targets)
+    assert not any(t.any() for t in targets.values())
+    take(kept, targets)  # by a way that asks for refusals alone, and brings everything
+    assert kept.came == [] and all(torch.equal(targets[name], new[name]) for name in new)
+
+
+def test_what_changes_here_while_others_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = {"a": torch.zeros(3), "b": torch.zeros(2)}
+    new = {"a": torch.zeros(3), "b": torch.ones(2)}
+    here, there = over_a_pipe()
+    bucket = here.bucket
+    monkeypatch.setattr(here, "bucket", lambda: (bucket(), targets["a"].fill_(3))[0])
+    with sending(there, new) as sent:
+        with pytest.raises(WeightTransferError, match="a changed here while others arrived.*None of what arrived"):
+            take(here, targets)
+        sent.result(5)
+    assert not targets["b"].any()
+    assert passed(new, targets) == {"a", "b"}
+
+
+def test_a_receiver_that_is_interrupted_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = over_a_pipe(timeout=30)
+    with sending(there, {"a": torch.ones(3)}) as sent:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Staging, "wanted", sender.interrupted)
+            take(here, {"a": torch.zeros(3)})
+        with pytest.raises(WeightTransferError, match="gave up: KeyboardInterrupt"):
+            sent.result(5)

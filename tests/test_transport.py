@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError, WeightsMismatchError, WeightTransferError
 from stoker.rollout import RolloutEngine
+from stoker.weight_sync.manifest import TensorSpec
+from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.transport import SharedMemoryTransfer
 
 
@@ -209,6 +211,43 @@ def test_the_models_own_tensors_under_other_names() -> None:
     assert torch.equal(square, transposed)
 
 
+@pytest.mark.parametrize("as_pairs", [False, True])
+def test_the_names_of_a_tied_tensor_bring_the_same_values(as_pairs: bool) -> None:
+    tied = torch.zeros(2, 3)
+    targets = {"embed": tied, "head": tied}
+
+    def given(**tensors: Tensor) -> Any:
+        return iter(tensors.items()) if as_pairs else tensors
+
+    for new in ({"embed": torch.ones(2, 3)}, {"head": torch.ones(2, 3), "embed": torch.ones(2, 3, dtype=torch.double)}):
+        take(given(**new), targets)
+        assert torch.equal(tied, torch.ones(2, 3))
+        tied.zero_()
+    other = torch.ones(2, 3)
+    other[1, 2] = 2
+    with pytest.raises(WeightsMismatchError, match=r"embed and head are one tensor .* different values\. No weight"):
+        take(given(embed=torch.ones(2, 3), head=other), targets)
+    assert not tied.any()
+
+
+def test_what_is_sent_twice_is_called_that() -> None:
+    targets = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    pairs = [
+        ("a", torch.ones(2)),
+        ("a", torch.ones(2)),
+        ("b", torch.ones(3)),
+        ("c", torch.ones(1)),
+        ("c", torch.ones(1)),
+    ]
+    with pytest.raises(WeightsMismatchError) as caught:
+        take(iter(pairs), targets)
+    for part in ("a is sent twice", "unknown c", "c is sent twice"):
+        assert part in str(caught.value)
+    assert "in part" not in str(caught.value) and "b" not in str(caught.value).partition("No weight")[0].split()
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs[:3]]
+    assert "a is sent twice" in (Staging(targets, ())(specs) or "")
+
+
 def test_an_update_while_the_cache_sleeps() -> None:
     with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
         engine.sleep()
@@ -229,29 +268,66 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_weights_in_service() -> Non
     assert "the sender, rank 0, was lost while waiting for a bucket" in message and "keeps the weights" in message
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_shared_memory_between_two_processes(dies: bool) -> None:
+@contextmanager
+def from_process(function: Callable[..., None], *arguments: Any) -> Iterator[sender.Counted]:
+    """The end here of a transfer from a process that runs the function."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     here, there = context.Pipe()
-    process = context.Process(target=sender.share, args=(there, dies))
+    process = context.Process(target=function, args=(there, *arguments))
     process.start()
     there.close()
     try:
-        transfer = SharedMemoryTransfer(here, timeout=30)
-        with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
-            assert engine.update_weights(transfer) == 1
-            sender.check(engine, sender.trained(1), 1)
-            if dies:
-                with pytest.raises(WeightTransferError, match=r"the sender is gone.*keeps the weights"):
-                    engine.update_weights(transfer)
-                sender.check(engine, sender.trained(1), 1)
-            else:
-                assert engine.update_weights(transfer) == 2
-                sender.check(engine, sender.trained(2), 2)
+        yield sender.Counted(SharedMemoryTransfer(here, timeout=30))
     finally:
         process.join(20)
         process.kill()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_shared_memory_between_two_processes(dies: bool) -> None:
+    with from_process(sender.share, dies) as transfer, RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        assert engine.update_weights(transfer) == 1
+        sender.check(engine, sender.trained(1), 1)
+        if dies:
+            with pytest.raises(WeightTransferError, match=r"the sender is gone.*keeps the weights"):
+                engine.update_weights(transfer)
+            sender.check(engine, sender.trained(1), 1)
+        else:
+            assert engine.update_weights(transfer) == 2
+            sender.check(engine, sender.trained(2), 2)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_only_what_an_engine_does_not_hold_is_moved(dtype: str) -> None:
+    """Whoever wrote it, through ends of either side, into the model's own tensors or casts of the sender's."""
+    config = type(sender.CONFIG)(kv_cache_memory="1MiB", max_model_len=64, dtype=dtype)
+    held, few = sender.trained(1), sender.changed(sender.trained(1), *sender.FEW)
+    everything, part, one = sender.size(few), sender.size(few, *sender.FEW), sender.size(few, sender.ONE)
+    with RolloutEngine(sender.trained(0), config=config) as engine:
+
+        def update(transfer: Any, moved: int, model: Any) -> None:
+            version = engine.update_weights(transfer)
+            written = moved * (2 if dtype == "float64" else 1)
+            assert (transfer.passed, engine.stats().last_update_bytes) == (moved, written)
+            sender.check(engine, model, version)
+
+        with from_process(sender.share_few, 1, False) as transfer:
+            update(transfer, everything, held)
+            update(transfer, 0, held)
+            with pytest.raises(WeightTransferError, match=r"the sender is gone.*keeps the weights"):
+                engine.update_weights(transfer)
+            sender.check(engine, held, 2)
+        with from_process(sender.share_few, 5, True) as transfer:
+            update(transfer, part, few)
+            engine._binding.source.tensors()[sender.ONE].detach().neg_()
+            update(transfer, one, few)
+            engine.update_weights(weights(0))
+            update(transfer, everything, few)
+            engine.update_weights(None if dtype == "float64" else weights(2))
+            update(transfer, everything, few)
+            with RolloutEngine(few, config=config) as engine:
+                update(transfer, everything if dtype == "float64" else 0, few)
 
 
 def test_a_sender_that_is_not_heard_of() -> None:

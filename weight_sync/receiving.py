@@ -9,26 +9,32 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
-from stoker.weight_sync.staging import Staging
-from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, not_weights, reason_of, spec_of
+from stoker.weight_sync.manifest import not_weights, spec_of
+from stoker.weight_sync.staging import Casts, Staging
+from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, reason_of
 
 NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
 
 
 def receive(
-    weights: NewWeights, targets: Mapping[str, Tensor], optional: Collection[str], *, check_finite: bool
+    weights: NewWeights,
+    targets: Mapping[str, Tensor],
+    optional: Collection[str],
+    *,
+    check_finite: bool,
+    casts: Casts | None = None,
 ) -> Staging:
-    """All of the new weights, checked, beside ``targets``, which are not touched.
+    """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that are others.
 
-    Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
+    casts: as of ``Staging``, to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
     """
-    staging = Staging(targets, optional, check_finite)
+    staging = Staging(targets, optional, check_finite, {} if casts is None else casts)
     if isinstance(weights, str | os.PathLike):
         _from_file(os.fspath(weights), staging)
     elif isinstance(weights, WeightTransfer):
         _from_transfer(weights, staging)
     elif isinstance(weights, Mapping):
-        _refuse(staging.check([spec_of(name, tensor) for name, tensor in weights.items()]))
+        _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
         for name, tensor in weights.items():
             staging.hold(name, tensor)
     elif isinstance(weights, Iterable):
@@ -54,7 +60,7 @@ def _from_file(path: str, staging: Staging) -> None:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             specs = [spec_of(name, file.get_tensor(name)) for name in names]  # mapped, not read
-            _refuse(staging.check(specs))
+            _refuse(staging(specs))
             for spec in specs:
                 staging.expect(spec)
                 staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
@@ -63,8 +69,8 @@ def _from_file(path: str, staging: Staging) -> None:
 
 
 def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
-    manifest = transfer.begin(judge=staging.check)
-    _refuse(staging.check(manifest.specs))
+    manifest = transfer.begin(judge=staging)
+    _refuse(staging(manifest.specs))
     try:
         for spec in manifest.specs:  # those without elements too, which are in no bucket
             staging.expect(spec)

@@ -10,52 +10,70 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from stoker.kernels.errors import WeightsMismatchError
-from stoker.weight_sync.checksum import unfit
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.manifest import TensorSpec
 
 _UNCHANGED = "No weight was changed: the engine keeps its version"
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """What is to come under a name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+# By name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
+Casts = dict[str, tuple[TensorSpec, torch.dtype, int]]
 
 
 @dataclass
 class Staging:
     """The second of two buffers: what arrives is written here, in the dtypes of the engine, and put in service at once.
 
-    So a transfer that dies half-way has changed nothing. It costs the memory of a second copy of the weights while a
+    So a transfer that dies half-way has changed nothing. It costs the memory of a second copy of what arrives while a
     transfer is under way (none for tensors the caller holds anyway), and one copy at memory speed at its end.
 
-    targets: the tensors in service, tied ones under each name. optional: names that need not come.
+    As the judge of a transfer it wants what the engine does not hold at that moment, whoever wrote that: the sender's
+    checksum of a tensor is compared with one of the tensor in service. Where dtypes differ, the latter has to be that
+    which the sender's content has after the cast: known if that content came before.
+
+    targets: the tensors in service, tied ones under each name. optional: names that need not come. casts: what is known
+    of casts, and learnt here; a content's checksum does not change, so this is never out of date.
     """
 
     targets: Mapping[str, Tensor]
     optional: Collection[str]
     check_finite: bool = False
+    casts: Casts = field(default_factory=dict)
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
+    _coming: dict[str, TensorSpec] = field(default_factory=dict)
+    _held: dict[str, int] = field(default_factory=dict)  # checksums of what the engine has already
 
-    def check(self, specs: Sequence[TensorSpec]) -> str | None:
+    def __call__(self, specs: Sequence[TensorSpec]) -> str | None:
         """Why these cannot be taken, naming every one that is missing, unknown, twice there, or of another shape or kind."""
         problems = [problem for spec in specs if (problem := self._problem(spec)) is not None]
         problems += [f"{name} is sent twice" for name, count in Counter(s.name for s in specs).items() if count > 1]
-        problems += self._missing({spec.name for spec in specs})
+        problems += self._missing({spec.name for spec in specs}.union(self._held))
         return f"the weights do not fit: {'; '.join(problems)}. {_UNCHANGED}" if problems else None
+
+    def wanted(self, specs: Sequence[TensorSpec]) -> list[int]:
+        """The places among ``specs``, which fit, of those whose content is not known to be the one in service."""
+        sums = {spec.name: number for spec in specs if (number := self._in_service(spec)) is not None}
+        found = self._sums(sums)
+        self._held = {name: number for name, number in sums.items() if found[name] == number}
+        return [place for place, spec in enumerate(specs) if spec.name not in self._held]
+
+    def _in_service(self, spec: TensorSpec) -> int | None:
+        """The checksum that the content would have in the engine's dtype, where that is known."""
+        dtype = self.targets[spec.name].dtype
+        if spec.dtype == dtype:
+            return spec.checksum
+        known = self.casts.get(spec.name)
+        return known[2] if known is not None and known[:2] == (spec, dtype) else None
+
+    def _sums(self, names: Collection[str]) -> dict[str, int]:
+        """Checksums of tensors in service."""
+        tensors = {id(self.targets[name]): self.targets[name] for name in names}
+        device = next((t.device for t in tensors.values()), torch.device("cpu"))
+        numbers = dict(zip(tensors, checksums(tensors.values(), device), strict=True))
+        return {name: numbers[id(self.targets[name])] for name in names}
 
     def _problem(self, spec: TensorSpec) -> str | None:
         target = self.targets.get(spec.name)
@@ -96,6 +114,7 @@ class Staging:
         else:
             like = self.targets[spec.name]
             self._new[spec.name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self._coming[spec.name] = spec
         self._came.setdefault(spec.name, 0)
         return problem is None
 
@@ -109,23 +128,44 @@ class Staging:
         self._problems += unfit([(name, tensor, self.targets[name].dtype)], finite=self.check_finite)
 
     def finish(self) -> None:
-        """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be has come and can be taken."""
+        """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be is here and can be taken.
+
+        ``WeightTransferError`` where something that was not to come is no longer what it was.
+        """
+        stays = {name: number for name, number in self._held.items() if name not in self._came}
         problems = list(dict.fromkeys(self._problems))
-        problems += self._missing(self._came)
+        problems += unfit([(n, self.targets[n], self.targets[n].dtype) for n in stays], finite=self.check_finite)
+        problems += self._missing({*self._came, *stays})
         problems += [f"{name} came in part" for name, new in self._new.items() if self._came[name] != new.numel()]
-        first: dict[int, str] = {}
-        for name, new in self._new.items():
-            other = first.setdefault(id(self.targets[name]), name)
-            if other != name and not torch.equal(self._new[other].to(new), new):
+        first: dict[int, tuple[str, Tensor]] = {}
+        for name, new in (self._new | {name: self.targets[name] for name in stays}).items():
+            other, value = first.setdefault(id(self.targets[name]), (name, new))
+            if value is not new and not torch.equal(value.to(new), new):
                 problems.append(f"{other} and {name} are one tensor in the model, and came with different values")
         if problems:
             raise WeightsMismatchError(f"the weights do not fit: {'; '.join(problems)}. {_UNCHANGED}")
+        changed = [name for name, number in self._sums(stays).items() if number != stays[name]]
+        if changed:
+            raise WeightTransferError(
+                f"{', '.join(changed)} changed here while others arrived, and would be missing: send again, and call "
+                "update_weights again. None of what arrived was taken"
+            )
+        self._learn()
+
+    def _learn(self) -> None:
+        """What became of the sender's content by the casts to the engine's dtypes."""
+        cast = {n: s for n, s in self._coming.items() if s.checksum is not None and s.dtype != self._new[n].dtype}
+        content = [self._new[name] for name in cast]
+        sums = checksums(content, content[0].device) if content else []
+        for (name, spec), number in zip(cast.items(), sums, strict=True):
+            self.casts[name] = spec, self._new[name].dtype, number
 
     def commit(self) -> int:
         """Put everything in service. Returns the bytes that were written."""
         targets = [self.targets[name].detach() for name in self._new]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, list(self._new.values()))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, list(self._new.values()))
         self._new = {}
         return sum(t.nbytes for t in targets)
 

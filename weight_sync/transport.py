@@ -6,10 +6,8 @@ A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other e
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,45 +16,12 @@ import torch.distributed as dist
 import torch.multiprocessing  # registers how tensors travel through a Connection: by handle, not by value
 from torch import Tensor
 
-from stoker.kernels.errors import InvalidRequestError, WeightTransferError
-from stoker.weight_sync.staging import TensorSpec
+from stoker.kernels.errors import WeightTransferError
+from stoker.weight_sync.manifest import Answer, Judge, Manifest, announce, answer
 from stoker.weight_sync.version import uninterrupted
 
 BUCKET_BYTES = 256 * 2**20
 OLD_STAYS = "The engine keeps the weights and the version it had"
-_END, _ABORT = 0, -1
-
-Judge = Callable[[Sequence[TensorSpec]], str | None]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a transfer brings, how it is cut into buckets, and a number that no other transfer has."""
-
-    specs: tuple[TensorSpec, ...]
-    bucket_bytes: int
-    transfer_id: int = field(default_factory=lambda: secrets.randbits(62))
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest bucket."""
-        return min(self.bucket_bytes, sum(s.nbytes for s in self.specs))
-
-    def buckets(self) -> Iterator[list[tuple[TensorSpec, int, int]]]:
-        """(spec, first element, elements) of each bucket. Widest dtypes first, so that all are aligned."""
-        bucket: list[tuple[TensorSpec, int, int]] = []
-        room = self.bucket_bytes
-        for spec in sorted(self.specs, key=lambda s: -s.dtype.itemsize):
-            start = 0
-            while start < spec.numel:
-                if room < spec.dtype.itemsize:
-                    yield bucket
-                    bucket, room = [], self.bucket_bytes
-                count = min(spec.numel - start, room // spec.dtype.itemsize)
-                bucket.append((spec, start, count))
-                start, room = start + count, room - count * spec.dtype.itemsize
-        if bucket:
-            yield bucket
 
 
 @runtime_checkable
@@ -68,7 +33,11 @@ class WeightTransfer(Protocol):
     """
 
     def begin(self, manifest: Manifest | None = None, judge: Judge | None = None) -> Manifest:
-        """The sender gives ``manifest``, of what is to come; a receiver gets it, and may refuse it by ``judge``."""
+        """The sender gives ``manifest``, of all there is; a receiver gets it, and may refuse it by ``judge``.
+
+        Returns what is to travel, the same at all ends: ``manifest``, or of it ``only`` what ``judge.wanted`` says
+        at any of the receivers.
+        """
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         """The sender passes on ``data``, uint8 [n]; a receiver gets it, to be read before its next call."""
@@ -80,11 +49,15 @@ class WeightTransfer(Protocol):
 def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Send named tensors to the engine at the other end of ``transfer``, whose ``update_weights`` is given that end.
 
-    tensors: all of the model's, by its names, in any floating-point dtype. They travel in flat buckets of at most
-    ``bucket_bytes``. Raises ``WeightTransferError`` where the other end refuses, fails, or is not heard of in time.
+    tensors: all of the model's, by its names, in any floating-point dtype. Only those travel that some receiver does not
+    hold already, in flat buckets of at most ``bucket_bytes``. That is told by checksums, for which both ends read their
+    weights once at memory speed, whoever wrote them; after a change of content that leaves its checksum as it was, by
+    rare chance (``stoker.kernels.reference.checksum`` says which), a tensor would not travel. Where an engine has
+    another dtype, a tensor travels once before it can be known again.
+
+    Raises ``WeightTransferError`` where the other end refuses, fails, or is not heard of in time.
     """
-    manifest = Manifest(tuple(spec_of(name, t) for name, t in tensors.items()), max(8, bucket_bytes))
-    transfer.begin(manifest)
+    manifest = transfer.begin(announce(tensors, bucket_bytes))
     try:
         device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         buffer = torch.empty(manifest.largest, dtype=torch.uint8, device=device)
@@ -104,23 +77,6 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
         transfer.finish(reason_of(error))
         raise
     transfer.finish()
-
-
-def not_weights(given: Any) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"weights={type(given).__name__}: give None, named tensors (a mapping, or (name, tensor) pairs), the path of a "
-        "safetensors file or folder, or a WeightTransfer"
-    )
-
-
-def spec_of(name: Any, tensor: Any) -> TensorSpec:
-    if not isinstance(name, str) or not isinstance(tensor, Tensor):
-        raise not_weights(tensor)
-    if type(tensor.detach()) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
-        raise InvalidRequestError(
-            f"{name} is a {type(tensor).__name__}: give plain tensors (full_tensor() of a DTensor)"
-        )
-    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
 def reason_of(error: BaseException) -> str:
@@ -183,13 +139,21 @@ class BroadcastTransfer(_Conversation):
         self._id = manifest.transfer_id
         if self._sends:
             self._send("begin", manifest)
-        mine = judge(manifest.specs) if judge is not None else None
-        verdicts: list[str | None] = [None] * dist.get_world_size(self.group)
-        self._with_others("agreeing on what is to come", lambda: dist.all_gather_object(verdicts, mine, self.group))
-        refused = [v for v in verdicts if v is not None]
-        if refused and mine is None:
+        failure: BaseException | None = None
+        mine: Answer = (None, ())
+        try:
+            if not self._sends:
+                mine = answer(judge, manifest)
+        except BaseException as error:  # the others wait for an answer
+            failure, mine = error, (reason_of(error), ())
+        answers: list[Answer] = [mine] * dist.get_world_size(self.group)
+        self._with_others("agreeing on what is to come", lambda: dist.all_gather_object(answers, mine, self.group))
+        if failure is not None:
+            raise failure
+        refused = [refusal for refusal, _ in answers if refusal is not None]
+        if refused and mine[0] is None:
             raise WeightTransferError(f"a receiver refuses: {refused[0]}")
-        return manifest
+        return manifest if refused else manifest.only(set().union(*(wanted for _, wanted in answers)))
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         if data is None:
@@ -268,20 +232,25 @@ class SharedMemoryTransfer(_Conversation):
             self._other, self._id, self._largest = "the receiver", manifest.transfer_id, manifest.largest
             try:
                 self._send("begin", manifest)
-                process, refusal = self._expect("judged")
+                process, refusal, wanted = self._expect("judged")
             except BaseException as error:
                 self._tell(reason_of(error))
                 raise
             self._other = f"the receiver, process {process},"
             if refusal is not None:
                 raise WeightTransferError(f"{self._other} refuses: {refusal}")
-            return manifest
+            return manifest.only(wanted)
         self._other = "the sender"
         manifest = self._expect("begin")
         assert manifest is not None
         self._id = manifest.transfer_id
-        self._send("judged", (os.getpid(), judge(manifest.specs) if judge is not None else None))
-        return manifest
+        try:
+            refusal, wanted = answer(judge, manifest)
+        except BaseException as error:
+            self._tell(reason_of(error))
+            raise
+        self._send("judged", (os.getpid(), refusal, wanted))
+        return manifest if refusal is not None else manifest.only(wanted)
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         if data is None:
