@@ -34,6 +34,10 @@ def train(model: nn.Module) -> None:
     torch._foreach_neg_([p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()])
 
 
+def first_layer(model: nn.Module) -> list[torch.Tensor]:
+    return [p for name, p in model.named_parameters() if ".layers.0." in name]
+
+
 def sums(model: nn.Module) -> list[int]:
     """What tells whether two models have the same weights."""
     parameters = list(model.parameters())
@@ -47,9 +51,19 @@ def join(store: str, rank: int, ranks: int, backend: str) -> None:
 
 
 def send(
-    spec: ModelSpec, device: str, dtype: torch.dtype, store: str, threads: int, updates: int, connection: Connection
+    spec: ModelSpec,
+    device: str,
+    dtype: torch.dtype,
+    store: str,
+    threads: int,
+    updates: int,
+    few: bool,
+    connection: Connection,
 ) -> None:
-    """A trainer: tells its checksums, then sends; through the connection, or by broadcast where there is a store."""
+    """A trainer: tells its checksums, then sends; through the connection, or by broadcast where there is a store.
+
+    few: it trains one layer.
+    """
     torch.set_num_threads(threads)
     model = spec.build(device, dtype)
     tensors = dict(model.named_parameters())
@@ -58,7 +72,10 @@ def send(
         join(store, 0, 2, "gloo")
         transfer = BroadcastTransfer(0)
     for _ in range(updates):
-        train(model)
+        if few:
+            torch._foreach_neg_(first_layer(model))
+        else:
+            train(model)
         connection.send(sums(model))
         send_weights(tensors, transfer)
     connection.recv()  # CUDA memory that the other process has open has to outlive its use there

@@ -122,10 +122,12 @@ def process(function: Callable[..., None], *arguments: Any) -> Iterator[Connecti
 
 
 @contextmanager
-def sender(scenario: Scenario, device: str, dtype: torch.dtype, store: str = "") -> Iterator[Connection]:
+def sender(
+    scenario: Scenario, device: str, dtype: torch.dtype, store: str = "", *, few: bool = False
+) -> Iterator[Connection]:
     """A trainer in another process, which sends as often as ``race`` takes."""
     rounds, threads = scenario.repeats + 1, torch.get_num_threads()
-    other = process(weight_ranks.send, scenario.spec, device, dtype, store, threads, rounds)
+    other = process(weight_ranks.send, scenario.spec, device, dtype, store, threads, rounds, few)
     with other as connection, ExitStack() as stack:
         if store:
             weight_ranks.join(store, 1, 2, "gloo")
@@ -138,7 +140,8 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path
     """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = scenario.spec.build(device, dtype)
-    new = {name: -p.detach() for name, p in model.named_parameters()}
+    start = {name: p.clone() for name, p in model.named_parameters()}
+    new = {name: -p for name, p in start.items()}
     size = sum(t.nbytes for t in new.values())
     train(model)
     expected = sums(model)  # and those of ``new``
@@ -155,15 +158,23 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path
     with ExitStack() as stack:
         engine = stack.enter_context(RolloutEngine(model, config=CONFIG))
 
-        def from_process(store: str) -> Way:
-            connection = stack.enter_context(sender(scenario, device, dtype, store))
+        def from_process(store: str, *, few: bool = False) -> Way:
+            connection = stack.enter_context(sender(scenario, device, dtype, store, few=few))
             transfer: Any = BroadcastTransfer(0) if store else SharedMemoryTransfer(connection, timeout=WAIT_S)
             theirs: list[Any] = []
+            lacking = weight_ranks.first_layer(model) if few else list(model.parameters())
+
+            def prepare() -> None:
+                model.load_state_dict(start, strict=False)
+                for parameter in lacking:  # what is held already would not be moved
+                    parameter.fill_(3.0)
+                theirs.append(connection.recv())
+
             return Way(
-                prepare=lambda: theirs.append(connection.recv()),
+                prepare=prepare,
                 update=lambda: pushed(engine, transfer),
                 check=lambda: sums(model) == theirs[-1],
-                traffic=2 * size,
+                traffic=2 * size + (2 * sum(p.nbytes for p in lacking) if few else 0),
             )
 
         def change() -> None:
@@ -174,6 +185,7 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path
             "named tensors": Way(prepare=change, update=lambda: pushed(engine, new), check=arrived, traffic=2 * size),
             "file": Way(prepare=change, update=lambda: pushed(engine, file), check=arrived, traffic=2 * size),
             "shared memory": from_process(""),
+            "shared memory, one layer": from_process("", few=True),
             "load_state_dict": Way(prepare=change, update=loaded, check=arrived, traffic=2 * size),
         }
         if device == "cpu":
@@ -187,7 +199,7 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path
 def of_masters(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
     """A bf16 mirror of fp32 masters, of which all or a few tensors have changed."""
     model = scenario.spec.build(device, torch.float32)
-    few = [p for name, p in model.named_parameters() if ".layers.0." in name]
+    few = weight_ranks.first_layer(model)
     held = sum(p.nbytes for p in model.parameters())
     with RolloutEngine(model, config=replace(CONFIG, dtype=torch.bfloat16)) as engine:
 

@@ -118,6 +118,8 @@ def test_weights_from_another_process_on_the_same_device(dies: bool) -> None:
                 assert engine.update_weights(transfer) == 2
                 assert_holds(engine, sender.trained(2), 2)
                 assert transfer._shared.data_ptr() == place, "opened once"
+                assert (engine.update_weights(transfer), engine.stats().last_update_bytes) == (3, 0)
+                assert_holds(engine, sender.trained(2), 3)
             del transfer
     finally:
         process.join(30)

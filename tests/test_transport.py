@@ -296,6 +296,8 @@ def test_shared_memory_between_two_processes(dies: bool) -> None:
         else:
             assert engine.update_weights(transfer) == 2
             sender.check(engine, sender.trained(2), 2)
+            assert (engine.update_weights(transfer), engine.stats().last_update_bytes) == (3, 0)
+            sender.check(engine, sender.trained(2), 3)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])

@@ -147,8 +147,8 @@ class Staging:
         changed = [name for name, number in self._sums(stays).items() if number != stays[name]]
         if changed:
             raise WeightTransferError(
-                f"{', '.join(changed)} changed here while others arrived, and would be missing: send again, and call "
-                "update_weights again. None of what arrived was taken"
+                f"{', '.join(changed)} changed in this process while the other weights arrived, and did not come: send "
+                "again, and call update_weights again. What arrived was not taken"
             )
         self._learn()
 
