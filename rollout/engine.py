@@ -247,9 +247,10 @@ class RolloutEngine:
         and parameters that were replaced or moved on their device are bound again; a mirror takes over what changed.
         Ranks of a sharded model call it together. Else: named tensors (all of them, in any floating-point dtype: a
         mapping, or (name, tensor) pairs, which may be made one by one), a safetensors file or a checkpoint folder, or a
-        ``WeightTransfer`` from another process. They are held beside the weights in service until all have come, so
-        whatever goes wrong half-way changes nothing, and then replace the engine's; where those are the model's own
-        tensors, the model's. version: a number above the present one; None counts up by one.
+        ``WeightTransfer`` from another process, which brings those that the engine does not hold. They are kept beside
+        the weights in service until all have come, so whatever goes wrong half-way changes nothing, and then replace
+        the engine's; where those are the model's own tensors, the model's. version: a number above the present one;
+        None counts up by one.
 
         The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two.
         Raises ``WeightsMismatchError`` for names, shapes, dtypes or values that do not fit, ``WeightTransferError``

@@ -169,10 +169,15 @@ def test_whoever_runs_the_model_waits_for_the_stream_that_weights_were_written_o
             patch.setattr(torch.cpu, "current_stream", lambda device=None: rollouts)
             getattr(engine, start)([PROMPT] if start != "submit" else PROMPT)
         assert rollouts.waits == [trainers] and trainers.waits, "which has waited for those before it"
+
+        def arriving() -> Any:
+            assert trainers.waits == [rollouts], "what is there is compared with what arrives"
+            yield from new.items()
+
         with monkeypatch.context() as patch:  # what was launched may still read what is to be written
             patch.setattr(torch.cpu, "current_stream", lambda device=None: trainers)
             trainers.waits.clear()
-            engine.update_weights(new)
+            engine.update_weights(arriving() if new is not None else None)
         assert trainers.waits == [rollouts]
 
 

@@ -70,8 +70,8 @@ def _from_file(path: str, staging: Staging) -> None:
 
 def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
     manifest = transfer.begin(judge=staging)
-    _refuse(staging(manifest.specs))
     try:
+        _refuse(staging(manifest.specs))
         for spec in manifest.specs:  # those without elements too, which are in no bucket
             staging.expect(spec)
         for bucket in manifest.buckets():

@@ -246,11 +246,11 @@ class SharedMemoryTransfer(_Conversation):
         self._id = manifest.transfer_id
         try:
             refusal, wanted = answer(judge, manifest)
+            self._send("judged", (os.getpid(), refusal, wanted))
+            return manifest if refusal is not None else manifest.only(wanted)
         except BaseException as error:
             self._tell(reason_of(error))
             raise
-        self._send("judged", (os.getpid(), refusal, wanted))
-        return manifest if refusal is not None else manifest.only(wanted)
 
     def bucket(self, data: Tensor | None = None) -> Tensor:
         if data is None:
