@@ -36,7 +36,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a transfer brings, how it is cut into buckets, and a number that no other transfer has."""
+    """What a transfer brings, and how it is cut into buckets.
+
+    specs: one of each tensor. bucket_bytes: the most that goes at a time. transfer_id: a number that no other transfer has.
+    """
 
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int

@@ -15,8 +15,6 @@ from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.manifest import TensorSpec
 
 _UNCHANGED = "No weight was changed: the engine keeps its version"
-
-
 # By name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
 Casts = dict[str, tuple[TensorSpec, torch.dtype, int]]
 
