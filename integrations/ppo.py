@@ -29,7 +29,7 @@ def gae(
     keep = _mask(mask, rewards, values)
     rewards, values = rewards.float(), values.float()
     advantages = torch.zeros_like(rewards)
-    advantage, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(values[:, 0])
+    advantage = next_value = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = torch.where(keep[:, t], delta + gamma * lam * advantage, advantage)
@@ -66,8 +66,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coefficient: f
     keep = _mask(mask, kl)
     if scores.shape != kl.shape[:1]:
         raise InvalidRequestError(f"scores has shape {tuple(scores.shape)}: give one a row, [{kl.shape[0]}]")
-    position = torch.arange(1, kl.shape[1] + 1, device=kl.device)
-    last = keep & (position == (position * keep).amax(1, keepdim=True))
+    last = keep & (keep.flip(1).cumsum(1).flip(1) == 1)  # of which the row has no more after it
     return torch.where(keep, -kl_coefficient * kl.float(), 0.0) + torch.where(last, scores.float()[:, None], 0.0)
 
 

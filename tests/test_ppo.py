@@ -118,6 +118,16 @@ def test_the_mean_of_a_loss_has_a_gradient() -> None:
     torch.testing.assert_close(values.grad, 2 * values.detach() * MASK / MASK.sum())
 
 
+def test_a_batch_without_a_token_gives_nothing() -> None:
+    """Completions that were aborted before their first one, as ``to_tensors`` gives them."""
+    nothing = torch.zeros(2, 0)
+    penalty = kl_penalty(nothing, nothing, nothing)
+    rewards = token_rewards(torch.ones(2), penalty, nothing, kl_coefficient=0.1)
+    for tensor in (penalty, rewards, *gae(rewards, nothing, nothing), whiten(rewards, nothing)):
+        assert tensor.shape == (2, 0)
+    assert masked_mean(rewards, nothing) == 0
+
+
 def test_shapes_that_do_not_belong_together_are_refused() -> None:
     values = torch.zeros(2, 3)
     with pytest.raises(InvalidRequestError, match=r"\(2, 4\), \(2, 3\), \(2, 3\)"):
