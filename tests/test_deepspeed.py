@@ -42,5 +42,5 @@ def test_under_accelerate(stage: int, source: str):
 def test_grpo(stage: int, source: str, tmp_path: Path):
     """DeepSpeed takes the model over after ``attach``: what was moved side by side lies in its buffers then, or in parts."""
     pytest.importorskip("trl", reason="TRL is not installed")
-    for found in ranks.run(accelerated.grpo, 2, f"zero {stage}", str(tmp_path)):
+    for found in ranks.run(accelerated.trl, 2, f"zero {stage}", str(tmp_path)):
         accelerated.assert_trained(found, source)

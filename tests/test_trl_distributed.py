@@ -1,4 +1,4 @@
-"""GRPO on two processes, under DDP and FSDP2: groups cut between them, seeds of their own, no collective in a rollout."""
+"""TRL on two processes, under DDP and FSDP2: groups cut between them, seeds of their own, no collective in a rollout."""
 
 from __future__ import annotations
 
@@ -68,6 +68,13 @@ def test_two_processes_train_one_policy(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], tensor) for name, tensor in first["weights"].items())
 
 
-def test_weights_in_shards(tmp_path: Path) -> None:
-    for found in ranks.run(accelerated.grpo, 2, "fsdp2", str(tmp_path)):
-        accelerated.assert_trained(found)
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("fsdp2", "grpo"), ("fsdp2", "rloo"), ("fsdp2", "online_dpo"), ("fsdp2", "distillation"), ("ddp", "online_dpo")],
+)
+def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind: str) -> None:
+    first, second = ranks.run(accelerated.trl, 2, how, str(tmp_path), kind)
+    for found in (first, second):
+        accelerated.assert_trained(found, "mirror" if how == "fsdp2" else "aliased")
+    # Halves of the same groups, or prompts of each rank's own.
+    assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
