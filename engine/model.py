@@ -156,6 +156,7 @@ class ModelShell:
         self.max_model_len = max_model_len
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
+        self.has_wide_head = False
 
     def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Put the trainer's tensors in place by name. No copies.
@@ -186,6 +187,22 @@ class ModelShell:
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
         self._base, self._tail, self._given = _split(self.module)
+        self.has_wide_head = self._cast_to_wide_head()
+
+    def _cast_to_wide_head(self) -> bool:
+        """Where the head is wider than the layers (TRL's ``cast_lm_head_to_fp32``), cast what it is given; returns whether.
+
+        Embeddings that are tied to it give the layers what these take.
+        """
+        head, embeddings = self.module.get_output_embeddings(), self.module.get_input_embeddings()
+        others = {p.dtype for p in self._base.parameters() if p is not embeddings.weight and p.is_floating_point()}
+        wide = head.weight.dtype
+        if len(others) != 1 or wide in others or torch.promote_types(wide, *others) != wide:
+            return False
+        (narrow,) = others
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(wide),))
+        embeddings.register_forward_hook(lambda _, inputs, output: output.to(narrow))
+        return True
 
     @property
     def device(self) -> torch.device:

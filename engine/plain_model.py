@@ -64,6 +64,7 @@ class PlainModel:
             all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers"))
             and norm_of(body.norm) is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
+            and not shell.has_wide_head
         )
 
     def _head_is_last(self) -> bool:

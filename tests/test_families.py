@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from families import FAMILIES, REFUSED, VOCAB, make_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from stoker.engine.virtual_memory import PlainBuffer
@@ -118,6 +119,38 @@ def test_sampled_tokens_do_not_depend_on_neighbours(family):
         alone = [tokens(engine.generate_batch([p], s))[0] for p, s in zip(PROMPTS, SAMPLED, strict=True)]
     assert alone == together
     assert len(set(map(tuple, together))) == len(PROMPTS)
+
+
+def with_wide_head(family: str) -> PreTrainedModel:
+    """fp16 layers under a head in fp32, and the embeddings tied to it too, as TRL's ``cast_lm_head_to_fp32`` makes them."""
+    model = make_model(family).half()
+    head, embeddings = model.lm_head.float(), model.model.embed_tokens
+    if not model.config.tie_word_embeddings:
+        head.weight.data += 30  # no token is any likelier for that, but for what fp16 would round away
+    head.forward = lambda hidden: nn.functional.linear(hidden.float(), head.weight)
+    embeddings.register_forward_hook(lambda _, inputs, output: output.half())
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_head_may_be_wider_than_the_layers(family):
+    model = with_wide_head(family)
+    tied = model.config.tie_word_embeddings
+    assert model.lm_head.weight.dtype == torch.float32
+    assert (model.model.embed_tokens.weight.dtype == torch.float32) == tied
+    with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB", block_size=BLOCK)) as engine:
+        for version in range(2):
+            batch = engine.generate_batch(PROMPTS, SAMPLED)
+            batch.raise_for_errors()
+            for output, p, score in zip(batch, SAMPLED, engine.score(batch), strict=True):
+                (c,) = output.completions
+                for found, temperature in ((c.logprobs, p.temperature), (score.logprobs, 1.0)):
+                    expected = oracle.logprobs(model, output.prompt_token_ids, c.token_ids, temperature)
+                    torch.testing.assert_close(torch.as_tensor(found).double(), expected, rtol=0, atol=0.02)
+                assert set(c.weight_versions) == {version}
+            model.lm_head.weight.data *= 0.5
+        report, stats = engine.verify_weights(), engine.stats()
+        assert report.ok and report.source == "aliased" and stats.fused_layers == stats.num_layers
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -274,6 +274,18 @@ def test_constrained_output_is_refused(make_trainer: MakeTrainer) -> None:
     refused(make_trainer(vllm_structured_outputs_regex="a+"), InvalidConfigError, "vllm_structured_outputs_regex")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_fp32_over_layers_in_bf16(make_trainer: MakeTrainer, tied: bool) -> None:
+    model = make_model(tie_word_embeddings=tied).bfloat16()
+    trainer = make_trainer(model=model, cast_lm_head_to_fp32=True)
+    engine = attach(trainer)
+    trainer.train()
+    assert engine.stats().mirror_bytes == 0 and engine.verify_weights().ok
+    differences = logged(trainer, "sampling/sampling_logp_difference/mean")
+    assert len(differences) == 3 and max(differences) < 0.05
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+
+
 def test_vespo_trains_with_a_correction_by_token(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(loss_type="vespo", vllm_importance_sampling_mode="token_truncate")
     attach(trainer)
