@@ -153,6 +153,29 @@ def test_a_head_may_be_wider_than_the_layers(family):
         assert report.ok and report.source == "aliased" and stats.fused_layers == stats.num_layers
 
 
+@pytest.mark.parametrize("how", ["mirror", "folder"])
+def test_norms_that_stay_in_fp32_under_fp16(how, tmp_path):
+    """As transformers has it for gpt_oss."""
+    model = make_model("gpt_oss")
+    config = EngineConfig(dtype="float16", kv_cache_memory="1MiB", block_size=BLOCK)
+    if how == "folder":
+        model.save_pretrained(tmp_path)
+    with (
+        RolloutEngine.from_pretrained(tmp_path, config=config)
+        if how == "folder"
+        else RolloutEngine(model, config=config) as engine
+    ):
+        batch = engine.generate_batch(PROMPTS, SAMPLED)
+        batch.raise_for_errors()
+        names = {n for n, p in engine._binding.shell.module.named_parameters() if p.dtype == torch.float32}
+        assert names == {n for n, _ in model.named_parameters() if "norm" in n}
+        assert engine.verify_weights().source == ("mirror" if how == "mirror" else "aliased")
+    for prompt, output, p in zip(PROMPTS, batch, SAMPLED, strict=True):
+        (c,) = output.completions
+        expected = oracle.logprobs(model, prompt, c.token_ids, p.temperature)
+        assert (torch.tensor(c.logprobs).double() - expected).abs().median() < 0.02
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_recurrent_hybrids_are_refused(family):
     with pytest.raises(UnsupportedModelError, match="recurrent"):

@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residu
     if x.dtype == torch.float32:
         out = normed.mul_(weight + 1.0 if offset else weight)
     else:
-        out = (normed * (1.0 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
+        out = (normed * (1.0 + weight.float()) if offset else weight * normed.to(x.dtype)).to(x.dtype)
     return out if residual is None else out.add_(residual)
 
 
