@@ -116,22 +116,29 @@ class ModelBinding:
         try:
             self._fuse(self.shell, self.source)
             self._look_at_adapters(self.shell)
+            self._remember()
         except BaseException:
             self.source.release()
             raise
 
-    def refresh(self, *, layouts: bool = True) -> int:
+    def refresh(self) -> int:
         """Take the weights as they are now; returns the bytes that were written.
 
-        layouts: as of ``Tree.same``, for which a large model takes as long as for all else; ``notice`` looks at them anyway.
-        Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
+        What a glance at the model misses (``Tree.looks_same``, ``Switches.looks_same``) is left to ``notice``, which has to
+        come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
         shell, and goes on failing.
         """
         self._in_order()
-        same = self._is_as_seen(layouts=layouts)
-        if same or not self.moved():
-            self._look_at_adapters(self.shell, same=same)
-            return self.source.pull()
+        same = self._looks_as_seen()
+        if not same and self.moved():
+            return self.rebind()
+        self._look_at_adapters(self.shell, same=same)
+        self._remember()
+        return self.source.pull()
+
+    def rebind(self) -> int:
+        """As ``refresh``, where the model has ``moved``."""
+        self._in_order()
         self.source.check()
         source = self._source()
         shell = self._new_shell(source)
@@ -144,6 +151,7 @@ class ModelBinding:
         self._fuse(shell, source)
         self._look_at_adapters(shell)
         self.source, self.shell = source, shell
+        self._remember()
         return written
 
     def moved(self) -> bool:
@@ -161,18 +169,25 @@ class ModelBinding:
         if moved:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
-            self.refresh()
+            self.rebind()
         self._adapted |= self._look_at_adapters(self.shell, announced=False, same=same)
+        self._remember()
         caught_up = self.source.catch_up()
         adapted, self._adapted = self._adapted, False
         return moved or adapted or caught_up
 
-    def _is_as_seen(self, *, layouts: bool = True) -> bool:
+    def _is_as_seen(self) -> bool:
         """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
-        if self._seen is None:
-            return False
-        tree, switches = self._seen
-        return tree.same(layouts=layouts) and switches.same()
+        return self._seen is not None and all(part.same() for part in self._seen)
+
+    def _looks_as_seen(self) -> bool:
+        """The same at a glance."""
+        return self._seen is not None and all(part.looks_same() for part in self._seen)
+
+    def _remember(self) -> None:
+        """What the model is like, where that is known to be what the shell is bound to."""
+        if self._seen is None and not is_sharded(self.model):  # shards come and go with every forward pass
+            self._seen = Tree(self.model), Switches(self.model)
 
     def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True, same: bool = False) -> bool:
         """Take the live model's adapters as they are now; returns whether they changed since the last look.
@@ -182,10 +197,12 @@ class ModelBinding:
         ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
         """
         before, moved = self._layout, False
-        if same and not self.loaded:
+        if same:
             adapters = {name: adapter for name, adapter in self.adapters.items() if name not in self._copies}
         else:
             adapters = self._find_adapters()
+        if self.loaded or not same:
+            adapters |= {name: read() for name, read in self.loaded.items()}
             moved = self._take_adapters(shell, adapters)
         if announced:
             self._adapted = False
@@ -196,7 +213,7 @@ class ModelBinding:
         return (before is not None and moved) or (known is not None and known != self._numbers)
 
     def _find_adapters(self) -> dict[str, AdapterWeights]:
-        """All that may change: the live model's, and those of other models."""
+        """The live model's, and what several of them come to that were active at once."""
         self._seen = None
         check_adapters(self.model)
         model = unwrap(self.model)
@@ -210,7 +227,7 @@ class ModelBinding:
             raise UnsupportedModelError(
                 f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
             )
-        return adapters | {name: read() for name, read in self.loaded.items()}
+        return adapters
 
     def _take_adapters(self, shell: ModelShell, adapters: dict[str, AdapterWeights]) -> bool:
         """Check and keep them where they are others than before; returns whether they are."""
@@ -225,8 +242,6 @@ class ModelBinding:
                 self._layout = None
                 raise
             self.adapters = everything
-        if not is_sharded(self.model):  # shards come and go with every forward pass
-            self._seen = Tree(self.model), Switches(self.model)
         return moved
 
     def _check_adapter(
@@ -261,7 +276,7 @@ class ModelBinding:
                 adapter = self.packed[name].adapter
             self._copies[name] = adapter
         self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
-        self._look_at_adapters(self.shell, announced=not sampled)
+        self._look_at_adapters(self.shell, announced=not sampled)  # whether anything moved is for ``notice`` to ask
 
     def unload_adapter(self, name: str) -> None:
         for known in (self.loaded, self._copies, self.packed, self.adapters):
@@ -272,7 +287,8 @@ class ModelBinding:
 
     def active_adapter(self) -> str | None:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
-        active = self._active if self._is_as_seen(layouts=False) else active_adapters(unwrap(self.model))
+        seen = self._seen is not None and self._seen[0].looks_same() and self._seen[1].same()
+        active = self._active if seen else active_adapters(unwrap(self.model))
         return "+".join(active) or None
 
     def receive(self, weights: NewWeights) -> Staging:

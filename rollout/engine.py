@@ -257,7 +257,8 @@ class RolloutEngine:
         where weights did not arrive; the engine then keeps its weights and version (after a gather that broke off,
         where it says so, it refuses to generate until an update succeeds). ``WeightsMovedError`` or
         ``UnsupportedModelError`` where parameters changed dtype or device or the model can no longer be borrowed; the
-        engine then refuses to generate.
+        engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks at all of them,
+        and takes what else was changed, under this version, or refuses it.
         """
         self._check_idle("update its weights")
         if "weights" in self._memory.asleep:
@@ -279,7 +280,7 @@ class RolloutEngine:
         from the model in this process.
         """
         self._check_idle("verify its weights")
-        return self._binding.verify(self.weight_version)
+        return self._updates.verify()
 
     @property
     def adapters(self) -> tuple[str, ...]:

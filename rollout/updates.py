@@ -12,6 +12,7 @@ from stoker.rollout.adapters import Adapters, deleted
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
+from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.version import uninterrupted
@@ -25,6 +26,7 @@ class WeightUpdates:
     def __init__(self, binding: ModelBinding, core: EngineCore, adapters: Adapters, loop: Loop) -> None:
         self._binding, self._core, self._adapters, self._loop = binding, core, adapters, loop
         self._behind = False  # caches and version, of weights that a change which came to no end has left
+        self._told = False  # of changes that ``notice`` may still find: nothing has run under the version of an update
         self.last_seconds = 0.0
         self.last_bytes = 0
 
@@ -41,30 +43,41 @@ class WeightUpdates:
         start = time.perf_counter()
         staged = None if weights is None else self._receive(weights)
         with uninterrupted():
-            if staged is None:  # whatever starts afterwards calls ``notice`` first
-                self.last_bytes = self._look(lambda: self._binding.refresh(layouts=self._core.has_work))
+            if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
+                self.last_bytes = self._look(self._binding.refresh)
             else:
                 self.last_bytes = self._look(lambda: self._binding.put_in_service(staged))
             # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
             derives = self._binding.shell.lora.derives
-            if self._core.has_work or any(map(derives, self._binding.adapters.values())):
+            now = self._core.has_work or any(map(derives, self._binding.adapters.values()))
+            if now:
                 self._look(self._binding.notice)
+            self._told = False
             self._take(self.version + 1 if version is None else version, recompute=False)
+            self._told = not now
         self.last_seconds = time.perf_counter() - start
 
     def _receive(self, weights: NewWeights) -> Staging:
         with uninterrupted():
             if self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
-                self._look(self._binding.refresh)
+                self._look(self._binding.rebind)
         return self._binding.receive(weights)
+
+    def verify(self) -> WeightReport:
+        """As ``RolloutEngine.verify_weights``: after an update, of what runs next."""
+        with uninterrupted():
+            if self._told and self._binding.moved():  # which the update may have left to ``notice``
+                self._look(self._binding.rebind)
+        return self._binding.verify(self.version)
 
     def notice(self) -> None:
         """Take over what was changed in the model without a word. Raises where the engine may not run on it."""
         with uninterrupted():
             behind = self._behind
             if self._look(self._binding.notice) or behind:
-                self._take(self.version + 1, recompute=True)  # what others have under way, that is
-            self._behind = False
+                version = self.version if self._told else self.version + 1
+                self._take(version, recompute=True)  # what others have under way, that is
+            self._behind = self._told = False
             self._binding.shell.lora.stacks.forget()
         self._binding.check_ready()
 

@@ -13,8 +13,9 @@ from families import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import LIVE, EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, WeightsMovedError
 from stoker.weight_sync import adapters, naming
+from stoker.weight_sync import tree as tree_module
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.tree import Tree
 
@@ -105,6 +106,10 @@ def child_added(model: Any) -> None:
     model.model.norm.extra = nn.Identity()
 
 
+def buffer_added(model: Any) -> None:
+    model.model.norm.register_buffer("more", torch.zeros(1))
+
+
 def lora(model: Any) -> None:
     get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
 
@@ -116,11 +121,13 @@ def retyped(model: Any) -> None:
 CHANGES: list[Callable[[Any], None]] = [
     set_data, other_strides, square, shortened, reinterpreted, renamed, renamed_in_place, exchanged, registry_replaced,
     parameter_replaced, scalar_replaced, bias_added, bias_taken_away, buffer_moved, layer_replaced, layer_dropped, layer_added, child_added,
-    lora, retyped,
+    lora, retyped, buffer_added,
 ]  # fmt: skip
 
 
-LAYOUTS = [other_strides, square, shortened]
+MISSED_AT_A_GLANCE = [
+    other_strides, square, shortened, reinterpreted, renamed, registry_replaced, child_added, buffer_added,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -131,16 +138,16 @@ def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -
     inner.model.norm.scale = nn.Parameter(torch.ones(()))
     model = nn.parallel.DataParallel(inner) if wrapped else inner
     tree = Tree(model)
-    assert tree.same() and tree.same(layouts=False)
+    assert tree.same() and tree.looks_same()
     change(inner)
     assert not tree.same()
-    assert tree.same(layouts=False) == (change in LAYOUTS)
+    assert tree.looks_same() == (change in MISSED_AT_A_GLANCE)
     assert Tree(model).same(), "and once only"
 
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> None:
-    """By the update itself where requests wait to go on, else by what starts next."""
+    """By the update itself where requests wait to go on, else by what starts next, and counted once."""
     model: Any = make_model("llama", hidden_size=64)
     with RolloutEngine(model, config=CONFIG) as engine:
         prompt, params = [5, 4, 3], SamplingParams(max_tokens=4, seed=1)
@@ -152,9 +159,113 @@ def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> 
         assert engine.update_weights() == 1
         engine.resume(recompute=True)
         (completion,) = (handle.result() if handle else engine.generate_batch([prompt], params)[0]).completions
-        assert set(completion.weight_versions) == {1 if under_way else 2}
+        assert set(completion.weight_versions) == {1}
         expected = oracle.logprobs(model, prompt, completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def short_glance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if models were large."""
+    monkeypatch.setattr(tree_module, "_GLANCE", 12)
+    monkeypatch.setattr(tree_module, "_TOP", 4)
+
+
+def unseen(engine: RolloutEngine, model: Any, kind: str) -> Any:
+    """A linear of a layer that no glance falls on."""
+    seen = engine._binding._seen
+    assert seen is not None
+    linears = [module for name, module in model.named_modules() if name.endswith(kind)]
+    return next(m for m in linears if not any(m._parameters is registry for registry in seen[0]._some))
+
+
+@pytest.mark.usefixtures("short_glance")
+@pytest.mark.parametrize("kind", ["q_proj", "down_proj"])
+def test_what_an_update_misses_of_a_large_model_is_taken_before_anything_is_sampled(kind: str) -> None:
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        params = SamplingParams(max_tokens=4, seed=1)
+        for version in (1, 2):
+            linear = unseen(engine, model, kind)
+            linear.weight = nn.Parameter(1.5 * linear.weight.detach())
+            assert engine.update_weights() == version
+            (completion,) = engine.generate_batch([[5, 4, 3]], params)[0].completions
+            assert set(completion.weight_versions) == {version}
+            expected = oracle.logprobs(model, [5, 4, 3], completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+        unseen(engine, model, kind).weight.data.mul_(1.5)
+        assert engine.generate_batch([[5, 4, 3]], params)[0].completions[0].weight_versions == [3] * 4, "unannounced"
+
+
+@pytest.mark.usefixtures("short_glance")
+def test_what_an_update_misses_is_verified_as_it_will_run() -> None:
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        linear = unseen(engine, model, "q_proj")
+        linear.weight.data = linear.weight.data.clone()
+        assert not engine.verify_weights().ok, "with no update, it says how things are"
+        assert engine.update_weights() == 1 and engine.verify_weights().ok and engine.weight_version == 1
+        linear = unseen(engine, model, "q_proj")
+        linear.weight.data = linear.weight.data.double()
+        assert engine.update_weights() == 2
+        for call in (engine.verify_weights, lambda: engine.generate_batch([[1]])) * 2:
+            with pytest.raises(WeightsMovedError, match=r"q_proj.weight is now torch.float64"):
+                call()
+
+
+WHOLE: dict[str, Callable[[Any], object]] = {
+    "another dtype": lambda m: m.to(torch.float64),
+    "assigned": lambda m: m.load_state_dict({n: t.double() for n, t in m.state_dict().items()}, assign=True),
+    "merged": lambda m: m.merge_adapter(),
+    "another model": lambda m: setattr(m.base_model, "model", make_model("llama", num_hidden_layers=2)),
+    "other layers": lambda m: setattr(m.base_model.model.model, "layers", nn.ModuleList()),
+}
+
+
+@pytest.mark.usefixtures("short_glance")
+@pytest.mark.parametrize("change", WHOLE)
+def test_what_changes_a_large_model_as_a_whole_is_refused_by_the_update(change: str) -> None:
+    model: Any = get_peft_model(make_model("llama", num_hidden_layers=8), LoraConfig(target_modules="all-linear", r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine._binding._seen is not None
+        tree, switches = engine._binding._seen
+        assert len(tree._some) == len(switches._merged) == 12
+        WHOLE[change](model)
+        for call in (engine.update_weights, lambda: engine.generate_batch([[1]])) * 2:
+            with pytest.raises((WeightsMovedError, UnsupportedModelError)):
+                call()
+        assert engine.weight_version == 0
+
+
+def test_tensors_that_moved_before_an_adapter_was_loaded() -> None:
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    other: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.generate_batch([[5, 4, 3]])
+        up = model.base_model.model.model.layers[0].mlp.up_proj
+        up.weight = nn.Parameter(3 * up.weight.detach())
+        engine.load_adapter("other", other)
+        (completion,) = engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=4))[0].completions
+        expected = oracle.logprobs(model, [5, 4, 3], completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+        assert set(completion.weight_versions) == {1}
+
+
+def test_what_another_model_does_to_an_adapter_that_was_loaded_from_it() -> None:
+    """The engine's own model is as it was."""
+    config = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model, other = make_model("llama"), get_peft_model(make_model("llama"), config)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        for version in range(3):
+            output = engine.generate_batch([[5, 4, 3, 9, 2]], SamplingParams(max_tokens=4), adapter="other")[0]
+            (completion,) = output.completions
+            assert output.cached_tokens == 0 and set(completion.weight_versions) == {version}
+            expected = oracle.logprobs(other, [5, 4, 3, 9, 2], completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+            for name, p in other.named_parameters():
+                if "lora_B" in name:
+                    p.data = -2 * p.data if version else p.data.mul_(-2)
 
 
 def test_a_tensor_that_went_to_the_next_module_under_its_name_is_noticed() -> None:
@@ -249,6 +360,23 @@ def test_the_active_adapter_is_that_of_now() -> None:
         with model.disable_adapter():
             assert binding.active_adapter() is None
         assert engine.update_weights() == 1 and binding.active_adapter() == "other"
+        binding.notice()
+        model.base_model.model = make_model("llama", seed=3)
+        assert binding.active_adapter() is None
+
+
+def test_the_active_adapter_is_asked_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a look at all of the model."""
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        asked, ask = [], engine._binding.active_adapter
+        monkeypatch.setattr(engine._binding, "active_adapter", lambda: asked.append(1) or ask())
+        engine.generate_batch([[1, 2, 3]] * 4, SamplingParams(max_tokens=2))
+        assert len(asked) == 1
+        engine.score([[1, 2, 3]] * 3, adapter=[LIVE, None, LIVE])
+        assert len(asked) == 2
+        engine.generate_batch([[1, 2, 3]] * 4, SamplingParams(max_tokens=2), adapter="default")
+        assert len(asked) == 2
 
 
 SWITCHES: dict[str, Callable[[Any], object]] = {

@@ -171,8 +171,8 @@ def test_layers_are_fused_on_the_models_device_which_need_not_be_the_current_one
     with RolloutEngine(model, config=CONFIG) as engine:
         set_data(model)
         engine.update_weights()
-        set_data(model)
-        assert set(assert_matches(engine, model)) == {2}
+        set_data(model)  # nothing was sampled yet from what version 1 was a moment ago
+        assert set(assert_matches(engine, model)) == {1}
     assert seen == [(torch.device("cpu"),)] * 3 and not chosen
 
 

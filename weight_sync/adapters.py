@@ -21,6 +21,7 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.naming import inside, unwrap, walk
+from stoker.weight_sync.tree import at_a_glance
 
 # MiCA trains A alone, and runs as any other.
 _VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant", "MiCALinearVariant", "MiCAEmbeddingVariant"}
@@ -127,6 +128,7 @@ class Switches:
             (_LORA, [module for module, kind in wrapped if kind not in ("tokens", "saved")]),
         )
         self._seen = [self._look(names, modules) for names, modules in of_kinds]
+        self._merged = at_a_glance([module.merged_adapters for _, modules in of_kinds[1:] for module in modules])
 
     @staticmethod
     def _look(names: Sequence[str], modules: Sequence[Any]) -> tuple[Callable[[Any], Any], Sequence[Any], list[Any]]:
@@ -138,6 +140,11 @@ class Switches:
         for now in map(read, where):  # most modules say the same: one copy for them is less memory to read
             state.append(state[-1] if state and state[-1] == now else tuple(map(_copy, now)))
         return read, where, state
+
+    def looks_same(self) -> bool:
+        """Whether, at a glance, no adapter is merged. Raises as ``check_adapters`` does for configs."""
+        _check_configs(self._model)
+        return not any(self._merged)
 
     def same(self) -> bool:
         """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
