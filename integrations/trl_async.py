@@ -191,6 +191,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         if self._thread is None:
             return
         if self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
+            self.engine.pause("abort")  # and may have left the weights incomplete
             self.engine.resume()
         self._loop.request_stop()
         self._thread.join(_STOP_S)

@@ -316,7 +316,9 @@ class ModelBinding:
     def check_ready(self) -> None:
         """Raise ``EngineStateError`` where the weights are in parts old and new."""
         if not self.source.complete:
-            raise EngineStateError("the weights are incomplete since an update failed: call update_weights() again")
+            raise EngineStateError(
+                "the weights are incomplete since an update failed or sleep(level=3) dropped them: call update_weights()"
+            )
 
     def _in_order(self) -> None:
         """What is launched from now on comes after all that was launched on these weights, or to write them.

@@ -227,9 +227,13 @@ class RolloutEngine:
     def resume(self, *, recompute: bool = False) -> None:
         """Go on. recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
 
-        Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows.
+        Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows. Raises
+        ``EngineStateError`` where they find the engine asleep, or weights that are incomplete.
         """
         self._check_open()
+        if self._loop.has_work("resume"):
+            self._check_ready()
+            self._binding.check_ready()
         self._loop.resume(recompute=recompute)
 
     @property
@@ -325,8 +329,9 @@ class RolloutEngine:
 
         level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
         weights of the engine's own, kept in host memory (weights that are the trainer's stay), and copies of adapters
-        that lie elsewhere; 3 drops those weights, and ``update_weights`` has to follow ``wake_up``. tags: instead of a
-        level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        that lie elsewhere; 3 drops those weights, which the next call takes from the model anew: ``update_weights`` for
+        paused requests, shards and weights from elsewhere, any other for the rest. tags: instead of a level, any of
+        "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         self._check_idle("sleep")

@@ -144,3 +144,32 @@ def test_casts_are_made_in_lots_of_a_piece_one_after_the_other(monkeypatch: pyte
         before.append(lot)
     wanted = [[(0, 100), (1, 300)], [(2, 300)], [(3, 2)], [(4, 500)], [(4, 500)], [(4, 500)]]
     assert lots == [*wanted, [(4, 200), (5, 0), (6, 250)], [(7, 250)]]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (40, 50), (300, 500), (3000, 4000)])
+def test_checksums_depend_on_order_and_on_every_value(shape):
+    x = torch.randn(shape)
+    seen = checksum(x)
+    assert checksum(x.clone()) == seen
+    if x.ndim == 2:
+        assert checksum(x.flip(0)) != seen
+        assert checksum(x.t().contiguous().view(shape)) != seen
+        assert checksum(x.t().contiguous().t()) == seen
+    flat = x.view(-1)
+    for i in {0, flat.numel() // 2, flat.numel() - 1}:
+        kept = flat[i].clone()
+        flat[i] += 1
+        assert checksum(x) != seen
+        flat[i] = kept
+    assert checksum(x, torch.bfloat16) == checksum(x.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [64, 200_000])
+def test_checksums_see_the_highest_bits(dtype, count):
+    """Signs in the highest bit of two words, which weighted sums alone cancel."""
+    x = torch.randn(count, dtype=dtype)
+    seen = checksum(x)
+    last = 8 // dtype.itemsize - 1
+    x[[last, count // 2 + last]] *= -1
+    assert checksum(x) != seen

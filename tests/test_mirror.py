@@ -1,4 +1,4 @@
-"""The engine's own copy of the weights: another dtype than the trainer's, what is moved, verified, given back."""
+"""The engine's own copy of the weights: another dtype than the trainer's, what is moved, kept, given back."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import signal
 import oracle
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import make_model
+from mirrored import PARAMS, PROMPT, SMALL, assert_matches, copies, engine_on, step
 from test_checksum import checksum
 from torch import nn
-from transformers import PreTrainedModel
 
 from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.rollout import (
     EngineConfig,
     EngineStateError,
     RolloutEngine,
-    SamplingParams,
     UnsupportedModelError,
     WeightsMismatchError,
 )
@@ -25,34 +24,6 @@ from stoker.weight_sync import mirror as mirror_module
 from stoker.weight_sync.mirror import Mirror, MirroredSource
 from stoker.weight_sync.source import source_for
 from stoker.weight_sync.version import uninterrupted
-
-SMALL = {"kv_cache_memory": "1MiB", "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
-PARAMS = SamplingParams(max_tokens=8, seed=1)
-
-
-def engine_on(model: nn.Module, dtype: str = "float64", **fields) -> RolloutEngine:
-    return RolloutEngine(model, config=EngineConfig(dtype=dtype, **SMALL, **fields))
-
-
-def assert_matches(engine: RolloutEngine, model: PreTrainedModel, atol: float = 1e-4) -> set[int]:
-    (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
-    expected = oracle.logprobs(model, PROMPT, c.token_ids)
-    torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=atol)
-    return set(c.weight_versions)
-
-
-def step(model: PreTrainedModel, **fields) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **fields)
-    ids = torch.randint(1, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    model.zero_grad()
-
-
-def copies(engine: RolloutEngine) -> dict[str, torch.Tensor]:
-    return engine._binding.source.mirror.tensors
-
 
 # -- another dtype ---------------------------------------------------------------------------------------------------
 
@@ -193,6 +164,18 @@ def test_tensors_that_are_tied_or_no_more_are_refused_with_the_remedy(tied):
         assert assert_matches(engine, model) == {1}
 
 
+def test_a_mirror_stays_one_whatever_dtype_the_trainer_has_for_a_while():
+    """Or a trainer that casts back would have taken away what the engine borrowed."""
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        for version, dtype in enumerate((torch.float64, torch.float32, torch.float64), start=1):
+            step(model)
+            model.to(dtype)
+            assert engine.update_weights() == version and engine.verify_weights().source == "mirror"
+            assert assert_matches(engine, model) == {version}
+        assert not {p.data_ptr() for p in model.parameters()} & {t.data_ptr() for t in copies(engine).values()}
+
+
 def test_the_trainer_is_never_written_to():
     model = make_model("llama")
     before = {n: (checksum(p), p._version, p.data_ptr()) for n, p in model.named_parameters()}
@@ -237,84 +220,6 @@ def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
         assert engine.weight_version == 0
         weight.data[1, 2] = 0
         assert engine.update_weights() == 1
-
-
-# -- verification ----------------------------------------------------------------------------------------------------
-
-
-def test_verification_names_exactly_what_differs():
-    model = make_model("llama")
-    name = "model.layers.1.mlp.gate_proj.weight"
-    with engine_on(model, "bfloat16") as engine:
-        report = engine.verify_weights()
-        assert (
-            report.ok
-            and report.source == "mirror"
-            and report.checked == len(model.state_dict()) + len(dict(model.named_buffers()))
-        )
-        mine = copies(engine)[name]
-        kept = mine.clone()
-        mine.copy_(mine.flip(0))  # the same values in another order
-        assert engine.verify_weights().mismatched == (name,)
-        mine.copy_(kept)
-        assert engine.verify_weights().ok
-        model.get_parameter("lm_head.weight").data[5, 7] += 1
-        assert engine.verify_weights().mismatched == ("lm_head.weight",)
-        engine.update_weights()
-        assert engine.verify_weights().ok
-        model.register_buffer("more", torch.zeros(1))
-        assert engine.verify_weights().missing == ("more",)
-
-
-def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
-    model = make_model("llama")
-    with RolloutEngine(model, config=EngineConfig(**SMALL)) as engine:
-        report = engine.verify_weights()
-        assert report.ok and report.source == "aliased"
-        model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
-        assert engine.verify_weights().ok, "there is only one of each"
-        norm = model.model.norm.weight
-        norm.data = norm.data.clone()
-        gate = model.model.layers[0].mlp.gate_proj.weight
-        gate.data = gate.data.clone()
-        wrong = ("model.layers.0.mlp.gate_proj.weight",)
-        assert engine.verify_weights().mismatched == wrong, "a fused weight does not follow; the parameter itself does"
-        head = engine._binding.shell.module.lm_head
-        head._parameters["weight"] = head.weight.detach().clone()
-        assert engine.verify_weights().mismatched == ("lm_head.weight", *wrong)
-        model.lm_head.register_buffer("more", torch.zeros(1))
-        del model.model.norm._parameters["weight"]
-        report = engine.verify_weights()
-        assert report.missing == ("lm_head.more",) and report.extra == ("model.norm.weight",)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (40, 50), (300, 500), (3000, 4000)])
-def test_checksums_depend_on_order_and_on_every_value(shape):
-    x = torch.randn(shape)
-    seen = checksum(x)
-    assert checksum(x.clone()) == seen
-    if x.ndim == 2:
-        assert checksum(x.flip(0)) != seen
-        assert checksum(x.t().contiguous().view(shape)) != seen
-        assert checksum(x.t().contiguous().t()) == seen
-    flat = x.view(-1)
-    for i in {0, flat.numel() // 2, flat.numel() - 1}:
-        kept = flat[i].clone()
-        flat[i] += 1
-        assert checksum(x) != seen
-        flat[i] = kept
-    assert checksum(x, torch.bfloat16) == checksum(x.bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [64, 200_000])
-def test_checksums_see_the_highest_bits(dtype, count):
-    """Signs in the highest bit of two words, which weighted sums alone cancel."""
-    x = torch.randn(count, dtype=dtype)
-    seen = checksum(x)
-    last = 8 // dtype.itemsize - 1
-    x[[last, count // 2 + last]] *= -1
-    assert checksum(x) != seen
 
 
 # -- memory of its own -----------------------------------------------------------------------------------------------
@@ -375,6 +280,21 @@ def test_released_weights_are_not_generated_from():
             engine.generate_batch([PROMPT])
         engine.update_weights()
         assert_matches(engine, model)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_weights_that_were_dropped_are_taken_from_the_model_anew(told):
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        assert assert_matches(engine, model) == {0}
+        engine.sleep(level=3)
+        step(model)
+        engine.wake_up()
+        for t in copies(engine).values():
+            t.view(torch.uint8).fill_(255)  # as fresh memory may be
+        if told:
+            assert engine.update_weights() == 1
+        assert assert_matches(engine, model) == {1} and engine.verify_weights().ok
 
 
 # -- one step --------------------------------------------------------------------------------------------------------

@@ -107,11 +107,13 @@ def source_for(
     check_finite: bool = False,
     gather_bytes: int = MEMORY_BYTES,
 ) -> WeightSource:
-    """The source for a live model. Resolve it anew whenever the trainer may have wrapped or replaced its model.
+    """The source for a live model. Resolve an aliased one anew whenever the trainer may have wrapped or replaced its model.
 
-    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the
-    engine's; None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite:
-    refuse NaN and Inf at each ``pull``. gather_bytes: the most memory that gathering shards takes besides the mirror.
+    A mirror stays one: a trainer that casts or offloads its tensors for a while would take them away again.
+
+    Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the engine's;
+    None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite: refuse NaN
+    and Inf at each ``pull``. gather_bytes: the most memory that gathering shards takes besides the mirror.
 
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """
