@@ -36,7 +36,7 @@ from stoker.weight_sync.adapters import (
 )
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.naming import unwrap, walk
+from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
 from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.source import WeightSource, is_sharded, source_for
 from stoker.weight_sync.staging import Casts, Staging, same_place
@@ -79,6 +79,7 @@ class ModelBinding:
         self._layout: object = None  # of the adapters that may change, when last looked at
         self._active: tuple[str, ...] = ()
         self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
+        self._kinds: dict[str, type] = kinds(self.source.module)
         self._numbers: list[int] | None = None
         self._adapted = False  # whether they changed, with nobody told so far
         self._sums: dict[
@@ -130,7 +131,7 @@ class ModelBinding:
         """
         self._in_order()
         same = self._looks_as_seen()
-        if not same and self.moved():
+        if not same and self._has_moved():
             return self.rebind()
         self._look_at_adapters(self.shell, same=same)
         self._remember()
@@ -150,13 +151,19 @@ class ModelBinding:
             source.succeed(self.source)
         self._fuse(shell, source)
         self._look_at_adapters(shell)
-        self.source, self.shell = source, shell
+        self.source, self.shell, self._kinds = source, shell, kinds(source.module)
         self._remember()
         return written
 
     def moved(self) -> bool:
         """Whether any borrowed tensor of the model was added, replaced or moved since it was bound."""
         return self.source.moved(unwrap(self.model))
+
+    def _has_moved(self) -> bool:
+        """``moved``, of the modules that the shell was made for; another model is another shell's."""
+        if unwrap(self.model) is self.source.module:
+            check_kinds(self.source.module, self._kinds)
+        return self.moved()
 
     def notice(self) -> bool:
         """Take changes nobody announced, as far as that needs no other rank; returns whether there were any.
@@ -165,7 +172,7 @@ class ModelBinding:
         """
         self._in_order()
         same = self._is_as_seen()
-        moved = not same and self.moved()
+        moved = not same and self._has_moved()
         if moved:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.kernels.errors import UnsupportedModelError
+
+_IDLE = (nn.Dropout, nn.Identity)
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -55,6 +58,27 @@ def walk(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is not None:
             yield from walk(child, f"{path}.{name}" if path else name)
+
+
+def kinds(model: nn.Module) -> dict[str, type]:
+    """Of which class each module of the plain model is."""
+    return {path: type(module) for path, module in walk(model)}  # a wrapper's place is taken by what it wraps
+
+
+def check_kinds(model: nn.Module, before: Mapping[str, type]) -> None:
+    """Raise ``UnsupportedModelError`` where a module has become one of another class, though it may hold the same tensors.
+
+    Of a class that one derives from the other may take its place: FSDP2 makes such, and trainers in 8 bits. So may what
+    does nothing in ``eval()``.
+    """
+    for path, now in kinds(model).items():
+        then = before.get(path, now)
+        idle = issubclass(then, _IDLE) and issubclass(now, _IDLE)
+        if not (idle or issubclass(now, then) or issubclass(then, now)):
+            raise UnsupportedModelError(
+                f"{path or 'the model'} was a {then.__name__}, and is a {now.__name__} now: the engine runs what the "
+                "model's class is made of. Put it back; where it computes the same, build a new engine"
+            )
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
