@@ -13,7 +13,7 @@ from families import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from stoker.rollout import LIVE, EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 from stoker.weight_sync import adapters, naming
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.tree import Tree
@@ -289,20 +289,6 @@ def test_the_active_adapter_is_that_of_now() -> None:
         binding.notice()
         model.base_model.model = make_model("llama", seed=3)
         assert binding.active_adapter() is None
-
-
-def test_the_active_adapter_is_asked_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a look at all of the model."""
-    model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
-    with RolloutEngine(model, config=CONFIG) as engine:
-        asked, ask = [], engine._binding.active_adapter
-        monkeypatch.setattr(engine._binding, "active_adapter", lambda: asked.append(1) or ask())
-        engine.generate_batch([[1, 2, 3]] * 4, SamplingParams(max_tokens=2))
-        assert len(asked) == 1
-        engine.score([[1, 2, 3]] * 3, adapter=[LIVE, None, LIVE])
-        assert len(asked) == 2
-        engine.generate_batch([[1, 2, 3]] * 4, SamplingParams(max_tokens=2), adapter="default")
-        assert len(asked) == 2
 
 
 SWITCHES: dict[str, Callable[[Any], object]] = {
