@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,7 @@ def test_a_class_that_derives_from_the_one_before_takes_its_place() -> None:
     """As FSDP2's do, and linears that train in 8 bits; and a model of another class has a shell of its own."""
     model: Any = make_model("llama")
     wrapper: Any = torch.compile(model)
+    model.model.layers[2].mlp.up_proj = derived(model.model.layers[2].mlp.up_proj)
     with RolloutEngine(wrapper, config=CONFIG) as engine:
         up = model.model.layers[1].mlp.up_proj
         model.model.layers[1].mlp.up_proj = derived(up)
@@ -95,8 +97,13 @@ def test_a_class_that_derives_from_the_one_before_takes_its_place() -> None:
         model.model.layers[1].mlp.up_proj = up
         model.model.layers[0] = make_model("llama", seed=3).model.layers[0]
         assert engine.update_weights() == 2
-        wrapper._orig_mod = other = make_model("mistral", seed=4)
+        up = model.model.layers[2].mlp.up_proj
+        up.__class__ = nn.Linear
+        model.model.layers[2].mlp.up_proj = copy.copy(up)
         assert engine.update_weights() == 3
+        model.model.norm = Other(model.model.norm)  # which is of no interest any more
+        wrapper._orig_mod = other = make_model("mistral", seed=4)
+        assert engine.update_weights() == 4
         (completion,) = engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=4))[0].completions
         expected = oracle.logprobs(other, [5, 4, 3], completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
