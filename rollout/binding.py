@@ -216,6 +216,8 @@ class ModelBinding:
         if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
             self._numbers = None
             return moved
+        if isinstance(self.source, AliasedSource):  # which looks at the model's own
+            adapters = {name: adapter for name, adapter in adapters.items() if name in self.loaded}
         known, self._numbers = self._numbers, numbers(adapters, self.source.device)
         return (before is not None and moved) or (known is not None and known != self._numbers)
 
