@@ -43,6 +43,28 @@ def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
         assert len(captured) == 2  # the weights are where they were
 
 
+def test_steps_of_rows_that_never_began_alike_look_for_none_that_do() -> None:
+    told: list[bool] = []
+
+    def plan_attention(query_lens: list[int], *args: Any, shared: bool, **options: Any) -> Any:
+        if set(query_lens) == {1}:
+            told.append(shared)
+        return STATIC.plan_attention(query_lens, *args, **options)
+
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    alone, group = [[i] * 14 for i in (1, 2, 3)], [[5] * 4 + [i] for i in (1, 2)]
+    with build(ops=replace(STATIC, plan_attention=plan_attention, shared_from=10)) as engine:
+        for prompts in (alone, group, [[1, 2], [1, 3]], alone[:1]):
+            engine.generate_batch(prompts, greedy)
+        assert set(told) == {False}
+        for prompts in (alone + alone[-1:], alone):  # once some did, or there would be two graphs of everything
+            told.clear()
+            engine.generate_batch(prompts, greedy)
+            assert set(told) == {True}
+        keys = list(engine.core.runner._graphs)  # type: ignore[attr-defined]
+        assert {(key[1], key[2]) for key in keys} == {(False, 4), (False, 2), (False, 1), (True, 4)}
+
+
 def test_a_step_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     @dataclass(frozen=True)
     class Refusing(PretendDevice):
