@@ -142,13 +142,14 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median device time of each call, as in a step: what it reads is not in cache, for a whole model lies between, and a
-    small kernel before it, whose time is counted in, lets it come up early."""
+    """Device time that each call adds to a step, by medians: what it reads is not in cache, for a whole model lies between,
+    and it may come up early, while the small kernel before it runs."""
     event: Any = partial(torch.cuda.Event, enable_timing=True)
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     other = torch.zeros(cache // 2, dtype=torch.float32, device=device)  # twice as large
     small = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
     rms_norm(small, small[0], 1.0)
+    calls = {"": lambda: None, **calls}
     times: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
     for _ in range(_ROUNDS):
@@ -161,4 +162,6 @@ def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device
             end.record()
             times[name].append((start, end))
     end.synchronize()
-    return {name: statistics.median(1e3 * s.elapsed_time(e) for s, e in pairs) for name, pairs in times.items()}
+    taken = {name: statistics.median(1e3 * s.elapsed_time(e) for s, e in pairs) for name, pairs in times.items()}
+    before = taken.pop("")
+    return {name: time - before for name, time in taken.items()}

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +241,43 @@ def test_nothing_is_concluded_from_what_is_not_finite(
     arguments["weight"][0, 0] = float("nan")
     assert linear(**arguments).isnan().any()
     assert list(linear.chosen.values()) == ["torch"] and "the product is not finite" in caplog.text
+
+
+def test_times_are_medians_of_what_a_call_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def takes(*times: float) -> Callable[..., Tensor]:
+        each = itertools.cycle(times)
+
+        def run(*_: Any) -> Tensor:
+            nonlocal now
+            now += next(each)
+            return torch.zeros(1)
+
+        return run
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return (end.at - self.at) / 1e3  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", takes(5000), raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+    monkeypatch.setattr(linear_measured, "rms_norm", takes(2.0))
+    monkeypatch.setattr(Tensor, "sum", takes(30.0))
+    found = linear_measured.microseconds(
+        {"long": takes(9.0, 9.0, 9.0, 100.0), "short": takes(4.0)}, torch.device("cpu")
+    )
+    assert found == {"long": pytest.approx(9.0), "short": pytest.approx(4.0)}
 
 
 def test_each_engine_measures_for_itself_and_a_deterministic_one_never() -> None:
