@@ -201,9 +201,9 @@ def test_graphs_give_all_of_their_memory_back() -> None:
 def test_steps_are_captured_anew_for_an_adapter_of_a_higher_rank() -> None:
     """No graph is left when that begins."""
     seen: list[set[object]] = []
-    params = SamplingParams(seed=1, max_tokens=NEW_TOKENS)
+    params, other = SamplingParams(seed=1, max_tokens=NEW_TOKENS), peft_model(r=16)
     with RolloutEngine(peft_model(r=4).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
-        engine.load_adapter("other", peft_model(r=16))
+        engine.load_adapter("other", other)
         for adapter in ("default", "other"):
             for _ in range(2):
                 engine.generate_batch(prompts(), params, adapter=adapter).raise_for_errors()
