@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -94,7 +95,8 @@ class CpuRuntime(Runtime):
 class CudaRuntime(Runtime):
     ahead: int = 1
     graphs: bool = True
-    _pool: list[Any] = field(default_factory=list)  # the memory pool of all graphs, made with the first
+    _pool: list[Any] = field(default_factory=list)  # the memory pool of graphs, made with the first of them
+    _graphs: WeakSet[Any] = field(default_factory=WeakSet)  # what was captured into it and is still there
     _side: list[Any] = field(default_factory=list)  # the stream they are captured on, likewise
     _abandoned: list[Any] = field(default_factory=list)  # graphs whose capture could not be ended
 
@@ -127,6 +129,8 @@ class CudaRuntime(Runtime):
         return HostCopy(host, event)
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        if not self._graphs:  # torch takes a pool whose graphs are all gone for nobody's, and refuses to use it again
+            self._leave_pool()
         if not self._pool:
             self._pool.append(torch.cuda.graph_pool_handle())
         if not self._side:  # one: torch has but 32, and what another thread launches on it meanwhile would be captured
@@ -135,10 +139,6 @@ class CudaRuntime(Runtime):
         main: Any = torch.cuda.current_stream(self.device)
         side = self._side[0]
         side.wait_stream(main)
-        # Torch keeps a cuBLAS workspace for every stream that has multiplied. One from before would be no part of the pool,
-        # and somebody else's memory once torch lets go of it; one that stayed would keep its part of the pool from being
-        # given back.
-        torch._C._cuda_clearCublasWorkspaces()
         collects = gc.isenabled()
         gc.disable()  # the finaliser of another engine's memory, say, would synchronise, which no capture survives
         try:
@@ -156,7 +156,7 @@ class CudaRuntime(Runtime):
         finally:
             if collects:
                 gc.enable()
-            torch._C._cuda_clearCublasWorkspaces()
+        self._graphs.add(graph)
         main.wait_stream(side)
         return graph.replay
 
@@ -173,8 +173,21 @@ class CudaRuntime(Runtime):
                 torch._C._cuda_releasePool(*pool)
                 # To the allocator of pinned memory nobody can say it: it goes on asking this graph, and refuses the pool.
                 self._abandoned.append(graph)
-                self._pool.clear()
+                self._leave_pool()
             raise
+
+    def _leave_pool(self) -> None:
+        """Later captures have a pool of their own.
+
+        Torch keeps a cuBLAS workspace for every stream that has multiplied, for ``_side`` in the pool of its first graph.
+        It would keep that part from being given back, and a graph of another pool must not use it, as it may be gone any
+        time. There is no way to let go of one alone: with it go those that a trainer's graphs remember, if they were
+        captured on a stream that had multiplied before. So this is done for a pool, not for every graph.
+        """
+        self._graphs.clear()
+        if self._pool:
+            self._pool.clear()
+            torch._C._cuda_clearCublasWorkspaces()
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         try:
@@ -187,7 +200,7 @@ class CudaRuntime(Runtime):
         return VirtualBuffer(nbytes, driver)
 
     def release_graph_memory(self) -> None:
-        self._pool.clear()
+        self._leave_pool()
         self.release_memory()
 
     def release_memory(self) -> None:

@@ -79,7 +79,7 @@ class GraphStep:
             if self._layout is not None:  # what was captured of other adapters is never replayed again
                 self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] is None}
             self._layout = adapters
-        key = (adapters, *_kind(batch.sampling, batch.token_ids.shape[0]))
+        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]))
         if key in self._graphs:
             graph = self._graphs[key]
             return self.eager(batch) if graph is None else self._replay(graph, batch)

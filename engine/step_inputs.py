@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ class Batch:
     block_tables: Tensor  # int64 [R, M]
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
+    shared: bool  # whether it reads together what neighbouring rows begin with
     sampling: SamplingRows
     scoring: ScoreRows | None  # None where nothing is scored
     any_sampled: bool  # whether any row samples a token for keeps
@@ -133,6 +135,8 @@ class StepInputs:
         self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
         self._sampled = static(max_num_seqs + 1)
         self._workspace: dict[str, Any] = {}  # attention's
+        # Whether neighbouring rows began alike. Once some did they all may, or steps would be captured with it and without.
+        self._shared = ops.shared_from is None
         self._packed = self._new_packed()
 
     def _new_packed(self) -> PackedInputs:
@@ -218,6 +222,8 @@ class StepInputs:
         where = self._slots[:tokens]
         torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=where)
         where[len(positions) :] = 0
+        if static and not self._shared:
+            self._shared = self._begin_alike(requests)
         attention = self.ops.plan_attention(
             num_new,
             lengths.tolist(),
@@ -226,6 +232,7 @@ class StepInputs:
             block_size=self.block_size,
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
+            shared=self._shared,
             workspace=self._workspace,
         )
         return Batch(
@@ -241,12 +248,20 @@ class StepInputs:
             block_tables=block_tables,
             block_size=self.block_size,
             attention=attention,
+            shared=self._shared,
             sampling=self._sampling(plan, sent),
             scoring=ScoreRows.of(plan, scored),
             any_sampled=any(plan.num_samples),
             adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
             sampled=self._sampled,
         )
+
+    def _begin_alike(self, requests: Sequence[Request]) -> bool:
+        """Whether attention would read together what two neighbours begin with: blocks are shared from the first on."""
+        assert self.ops.shared_from is not None
+        last = -(-self.ops.shared_from // self.block_size) - 1
+        blocks = [r.block_ids[last] if last < len(r.block_ids) else None for r in requests]
+        return any(block is not None and block == other for block, other in pairwise(blocks))
 
     @staticmethod
     def _new_blocks(plan: Plan) -> NDArray[np.int64]:

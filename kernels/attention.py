@@ -25,11 +25,20 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel
-from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes, num_sms, plan_attention, workspace_bytes
+from stoker.kernels.attention_plan import (
+    LEAST_SHARED,
+    UNIT_ROWS,
+    AttentionPlan,
+    Lanes,
+    num_sms,
+    plan_attention,
+    workspace_bytes,
+)
 from stoker.kernels.attention_write import write_kernel
 from stoker.kernels.reference.attention import Visibility
 
 __all__ = [
+    "LEAST_SHARED",
     "attend",
     "launch_config",
     "paged_attention",

@@ -27,7 +27,7 @@ from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.attention import Visibility
 
 UNIT_ROWS = 16  # rows of a unit at most
-_LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again
+LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again
 _FEW_QUERIES = 8  # a chunk of no more is cheaper as so many decode rows, which are split, than as a tile, which is not
 _MAX_SPLITS = 32  # of a row; a window or a shared beginning that starts inside a split adds one
 
@@ -209,11 +209,12 @@ def plan_attention(
     block_size: int,
     token_bytes: int,
     num_steps: int = 1,
+    shared: bool = True,
     deterministic: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
-    buffers, workspace and number of rows are the same tensors: a step captured with one of them serves them all.
+    buffers, workspace, number of rows and ``shared`` are the same tensors: a step captured with one of them serves them all.
 
     deterministic: a query's numbers depend on its own keys alone. Shared beginnings, which depend on the neighbours, are
     left out, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read
@@ -227,7 +228,7 @@ def plan_attention(
     buffers: Buffers = workspace["buffers"]
     device = block_tables.device
     if all(n == 1 for n in query_lens):
-        shared = not deterministic and len(seq_lens) > 1
+        shared = shared and not deterministic and len(seq_lens) > 1
         every = Lanes(buffers, seq_lens, None, None, shared, buffers.lists)
         if shared:
             grid = (len(seq_lens),)
@@ -240,7 +241,7 @@ def plan_attention(
                 buffers.unit_rows,
                 len(seq_lens),
                 BLOCK_SIZE=block_size,
-                LEAST=_LEAST_SHARED,
+                LEAST=LEAST_SHARED,
                 UNIT=UNIT_ROWS,
             )
         every.build()

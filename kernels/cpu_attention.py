@@ -155,10 +155,11 @@ def plan_attention(
     block_size: int,
     token_bytes: int,
     num_steps: int = 1,
+    shared: bool = True,
     deterministic: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> CpuPlan:
-    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic``.
+    """As the reference's, and with the rows' common beginnings found out, unless ``deterministic`` or not ``shared``.
 
     workspace: the next plan with the same one takes this one's memory, of up to 1 GiB.
     """
@@ -180,9 +181,10 @@ def plan_attention(
         room = workspace["room"]
         room.clear()
     held = _Held(room)
-    decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES and not deterministic
-    shared = _find_shared(key_lens, block_tables, block_size, num_steps) if decode else None
-    return CpuPlan(replace(plain, gather=held.gather), shared, held)
+    decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES
+    looked_for = decode and shared and not deterministic
+    found = _find_shared(key_lens, block_tables, block_size, num_steps) if looked_for else None
+    return CpuPlan(replace(plain, gather=held.gather), found, held)
 
 
 def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int, num_steps: int) -> _Shared | None:

@@ -76,6 +76,40 @@ def store_outputs(
 
 
 @triton.jit
+def sum_over(
+    x_ptr,
+    weight_ptr,
+    norm_ptr,
+    x_inside,
+    weight_inside,
+    begin,
+    end,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Products over part of the depth, fp32 [BLOCK_M, BLOCK_N], and the sum of the squares of x, fp32 [BLOCK_M].
+
+    With NORM, x is multiplied by the norm's factor; the inverse rms is a factor of the whole sum, once all squares are known.
+    """
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        at = start + tl.arange(0, BLOCK_K)
+        deep = at < end
+        x = tl.load(x_ptr + at[None, :], mask=x_inside & deep[None, :], other=0.0)
+        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & deep[:, None], other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * norm_factor(norm_ptr, at, deep, OFFSET)[None, :]).to(x.dtype)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return total, tl.sum(squares, axis=1)
+
+
+@triton.jit
 def _single_kernel(
     x_ptr,
     weight_ptr,
@@ -179,20 +213,10 @@ def _skinny_kernel(
     inside = (columns < full_width)[None, :]
     rows = tl.arange(0, 16)
     real = (rows < tokens)[:, None]
-    total = tl.zeros((16, BLOCK_N), tl.float32)
-    squares = tl.zeros((16, BLOCK_K), tl.float32)
-    for start in range(0, depth, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        deep = at < depth
-        x = tl.load(x_ptr + rows[:, None] * x_stride + at[None, :], mask=real & deep[None, :], other=0.0)
-        w = tl.load(weight_tile + at[:, None], mask=inside & deep[:, None], other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * norm_factor(norm_ptr, at, deep, OFFSET)[None, :]).to(x.dtype)
-        total = tl.dot(x, w, total, input_precision="ieee")
+    x_tile = x_ptr + rows[:, None] * x_stride
+    total, squares = sum_over(x_tile, weight_tile, norm_ptr, real, inside, 0, depth, NORM, OFFSET, 16, BLOCK_N, BLOCK_K)
     if NORM:
-        total *= tl.rsqrt(tl.sum(squares, axis=1) / depth + eps)[:, None]
+        total *= tl.rsqrt(squares / depth + eps)[:, None]
     store_outputs(
         total,
         rows,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn, await_turn_with_weight
-from stoker.kernels.linear import store_outputs, weight_rows
+from stoker.kernels.linear import store_outputs, sum_over, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -46,28 +46,6 @@ def matmul_config(width: int, depth: int, dtype: torch.dtype) -> MatmulConfig:
     columns = triton.cdiv(width, 128)
     segments = max(1, min(2 * _FILLED // columns, depth // (4 * block_k), 8))
     return MatmulConfig(64, 128, block_k, segments, triton.cdiv(triton.cdiv(depth, segments), block_k) * block_k)
-
-
-@triton.jit
-def sum_over(
-    x_ptr,
-    weight_ptr,
-    x_inside,
-    weight_inside,
-    begin,
-    end,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Sum over part of the depth, fp32 [BLOCK_M, BLOCK_N]."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        at = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + at[None, :], mask=x_inside & (at < end)[None, :], other=0.0)
-        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & (at < end)[:, None], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee")
-    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -120,13 +98,16 @@ def _matmul_kernel(
     x_inside = (rows < tokens)[:, None]
     weight_inside = (columns < full_width)[None, :]
     if PARALLEL:
-        total = sum_over(
+        total, _ = sum_over(
             x_tile,
             weight_tile,
+            x_ptr,
             x_inside,
             weight_inside,
             first,
             min(first + segment_depth, depth),
+            False,
+            False,
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
@@ -137,17 +118,21 @@ def _matmul_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for number in range(SEGMENTS):
             begin = number * segment_depth
-            total += sum_over(
+            segment, _ = sum_over(
                 x_tile,
                 weight_tile,
+                x_ptr,
                 x_inside,
                 weight_inside,
                 begin,
                 min(begin + segment_depth, depth),
+                False,
+                False,
                 BLOCK_M,
                 BLOCK_N,
                 BLOCK_K,
             )
+            total += segment
         store_outputs(
             total,
             rows,

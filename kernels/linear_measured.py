@@ -1,7 +1,7 @@
 """A projection by whatever is the fastest on this device, which is measured when a weight's shape first meets some dozens of rows.
 
-How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so does the best
-number of splits. Of what is wrong, does not compile or finds no memory nothing is taken: then the library multiplies.
+How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so do the best
+number of splits, and whether a norm before it is done on the way or by a kernel of its own. Of what is wrong, does not compile or finds no memory nothing is taken: then the library multiplies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("stoker")
 _LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
 _STEP = 16  # so many rows are measured together
 _ROUNDS = 7
-_CYCLES = 6_000_000  # about 3 ms, in which the host launches all that is then timed
+_CYCLES = 10_000_000  # about 5 ms, in which the host launches all that is then timed
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
 
 
@@ -92,7 +92,7 @@ class MeasuredLinear:
             expected = by_torch(x, weight, bias, **options).float()
             if not expected.isfinite().all():
                 raise ValueError("the product is not finite")
-            ways |= self._others(x, weight)
+            ways |= self._others(x, weight, options["norm"] is not None and x.dtype != torch.float16)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
@@ -114,35 +114,27 @@ class MeasuredLinear:
             best = found = "torch"
         return found, ways[best]
 
-    def _others(self, x: Tensor, weight: Tensor) -> dict[str, Callable[..., Tensor]]:
+    def _others(self, x: Tensor, weight: Tensor, normed: bool) -> dict[str, Callable[..., Tensor]]:
         """Besides torch's."""
         tiles, device = tiles_of(weight.shape[0]), x.device
         if device not in self._arrived or self._arrived[device].numel() < tiles:
             self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
         size = weight.shape[0], weight.shape[1]
-        others: dict[str, Callable[..., Tensor]] = {
-            f"streamed, {n} splits": partial(_streamed, splits=n, arrived=self._arrived[device])
-            for n in splits_to_try(size, x.dtype.itemsize, multiprocessors(device))
-        }
+        others: dict[str, Callable[..., Tensor]] = {}
+        for n in splits_to_try(size, x.dtype.itemsize, multiprocessors(device)):
+            way = partial(streamed, splits=n, arrived=self._arrived[device])
+            others[f"streamed, {n} splits"] = way
+            if normed:  # of many rows it is more work to do it again for every tile than once before
+                others[f"norm, then streamed, {n} splits"] = partial(_after_norm, way)
         if x.shape[0] <= MOST_SKINNY:
             others["skinny"] = skinny
         return others
 
 
-def _streamed(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    norm: Norm | None,
-    gated: Activation | None,
-    residual: Tensor | None,
-    scale: float,
-    splits: int,
-    arrived: Tensor,
+def _after_norm(
+    multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm, **options: Any
 ) -> Tensor:
-    x = x if norm is None else rms_norm(x, *norm)
-    return streamed(x, weight, bias, gated, residual, scale, splits, arrived)
+    return multiply(rms_norm(x, *norm), weight, bias, norm=None, **options)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -150,10 +142,14 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median device time of each call, what it reads not in cache, as in a step, where a whole model lies between."""
+    """Device time that each call adds to a step, by medians: what it reads is not in cache, for a whole model lies between,
+    and it may come up early, while the small kernel before it runs."""
     event: Any = partial(torch.cuda.Event, enable_timing=True)
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     other = torch.zeros(cache // 2, dtype=torch.float32, device=device)  # twice as large
+    small = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
+    rms_norm(small, small[0], 1.0)
+    calls = {"": lambda: None, **calls}
     times: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
     torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
     for _ in range(_ROUNDS):
@@ -161,8 +157,11 @@ def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device
             other.sum()
             start, end = event(), event()
             start.record()
+            rms_norm(small, small[0], 1.0)
             call()
             end.record()
             times[name].append((start, end))
     end.synchronize()
-    return {name: statistics.median(1e3 * s.elapsed_time(e) for s, e in pairs) for name, pairs in times.items()}
+    taken = {name: statistics.median(1e3 * s.elapsed_time(e) for s, e in pairs) for name, pairs in times.items()}
+    before = taken.pop("")
+    return {name: time - before for name, time in taken.items()}

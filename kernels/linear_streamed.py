@@ -15,9 +15,9 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn_with_weight
-from stoker.kernels.linear import store_outputs, weight_rows
-from stoker.kernels.linear_invariant import sum_over
-from stoker.kernels.reference.norm_rotary import Activation
+from stoker.kernels.linear import store_outputs, sum_over, weight_rows
+from stoker.kernels.norm_rotary import rms_norm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
 _COLUMNS = 128
@@ -29,6 +29,7 @@ def _streamed_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    norm_ptr,
     residual_ptr,
     out_ptr,
     partial_ptr,
@@ -41,8 +42,11 @@ def _streamed_kernel(
     depth,
     splits,
     split_depth,
+    eps,
     scale,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -51,8 +55,9 @@ def _streamed_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One split of ``BLOCK_N`` rows of the weight, for all tokens; sums of several go through ``partial`` [tile, split, M, N].
+    """One split of ``BLOCK_N`` rows of the weight, for all tokens.
 
+    partial: fp32 [tile, split, M * (N + 1)], where each of several splits leaves its sums, and those of squares behind them.
     arrived: int32, how many splits of a tile are there; 0 before and after.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -65,31 +70,43 @@ def _streamed_kernel(
         weight_ptr + begin, weight_at, weight_stride, full_width, depth - begin, STAGES * BLOCK_K, DEPENDENT
     )
     inside = (rows < tokens)[:, None]
-    total = sum_over(
+    total, squares = sum_over(
         x_ptr + rows[:, None] * x_stride,
         weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride,
+        norm_ptr,
         inside,
         (columns < full_width)[None, :],
         begin,
         min(begin + split_depth, depth),
+        NORM,
+        OFFSET,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
     )
     arrived = splits - 1
     within = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    behind = BLOCK_M * BLOCK_N + rows
     if splits > 1:
-        tl.store(partial_ptr + (tile * splits + split) * (BLOCK_M * BLOCK_N) + within, total, mask=inside)
+        mine = partial_ptr + (tile * splits + split) * (BLOCK_M * (BLOCK_N + 1))
+        tl.store(mine + within, total, mask=inside)
+        if NORM:
+            tl.store(mine + behind, squares)
         tl.debug_barrier()  # of all threads, before one of them says so to other programs
         arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
     if arrived == splits - 1:
         if splits > 1:
             tl.debug_barrier()
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
             for number in range(splits):
-                at = partial_ptr + (tile * splits + number) * (BLOCK_M * BLOCK_N) + within
-                total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+                theirs = partial_ptr + (tile * splits + number) * (BLOCK_M * (BLOCK_N + 1))
+                total += tl.load(theirs + within, mask=inside, other=0.0, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(theirs + behind, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
+        if NORM:
+            total *= tl.rsqrt(squares / depth + eps)[:, None]
         store_outputs(
             total,
             rows,
@@ -125,16 +142,20 @@ def streamed(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
+    norm: Norm | None,
     gated: Activation | None,
     residual: Tensor | None,
     scale: float,
     splits: int,
     arrived: Tensor,
 ) -> Tensor:
-    """As the reference's ``linear`` without norm. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D]; their rows contiguous.
+    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D]; the rows of both contiguous.
 
     splits: of the depth, at most. arrived: int32 zeros, one a tile, of nobody else while this runs.
     """
+    if norm is not None and x.dtype == torch.float16:  # as in ``skinny``
+        x, norm = rms_norm(x, *norm), None
     tokens, depth = x.shape
     assert tokens <= MOST_ROWS and x.stride(1) == weight.stride(1) == 1
     full_width = weight.shape[0]
@@ -143,11 +164,13 @@ def streamed(
     split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), tiles_of(full_width)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    partial = torch.empty(tiles * splits * block_m * _COLUMNS, device=x.device) if splits > 1 else out
+    partial = torch.empty(tiles * splits * block_m * (_COLUMNS + 1), device=x.device) if splits > 1 else out
+    norm_weight, eps, offset = norm or (x, 0.0, False)
     _streamed_kernel[tiles, splits](
         x,
         weight,
         x if bias is None else bias,
+        norm_weight,
         x if residual is None else residual,
         out,
         partial,
@@ -160,8 +183,11 @@ def streamed(
         depth,
         splits,
         split_depth,
+        eps,
         scale,
         BIAS=bias is not None,
+        NORM=norm is not None,
+        OFFSET=offset,
         RESIDUAL=residual is not None,
         GATED=gated,
         BLOCK_M=block_m,

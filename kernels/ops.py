@@ -43,6 +43,9 @@ class Ops:
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
+    # With how many keys neighbouring rows of a decode step have to begin alike for attention to read those together; a
+    # plan is told whether there may be such rows. None: it finds out by itself.
+    shared_from: int | None = None
     # Device memory that attention's workspace takes, once for every (query heads, value dimension) there is: its bytes for
     # (most rows, columns of the block table, block size, heads, value dimension).
     attention_workspace: Callable[..., int] | None = None

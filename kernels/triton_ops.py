@@ -43,6 +43,7 @@ TRITON = replace(
     advance=window.advance,
     checksums=checksum.checksums,
     static_plans=True,
+    shared_from=attention.LEAST_SHARED,
     attention_workspace=attention.workspace_bytes,
 )
 
@@ -61,4 +62,5 @@ DETERMINISTIC = replace(
     lora_embedding=partial(lora.lora_embedding, deterministic=True),
     experts=moe.experts_invariant,
     plan_attention=partial(attention.plan_attention, deterministic=True),
+    shared_from=None,
 )

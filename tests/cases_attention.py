@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+from test_attention import TOLERANCE
 from torch import Tensor
 
+from stoker.kernels.attention import attend
 from stoker.kernels.reference.attention import Visibility
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU, kernels are interpreted
+GPU_ONLY = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter's bf16 arithmetic is wrong
+PLAIN: dict[str, Any] = {"visibility": Visibility()}
 
 
 @dataclass(frozen=True)
@@ -165,3 +170,41 @@ class Paged:
             weights = weights * torch.sigmoid(total - sinks.cpu().double().view_as(total))[..., None]
         out = torch.einsum("hgn,nhd->hgd", weights, value)
         return out.flatten(0, 1), total.flatten()
+
+
+SMALL = Heads(2, 2, 16, 16)
+NARROW = Heads(1, 2, 16, 16)
+
+
+def options_of(case: Paged, feature: dict[str, Any]) -> dict[str, Any]:
+    options = {"scale": case.heads.key_dim**-0.5} | feature
+    if "sinks" in options:
+        heads = case.heads.kv_heads * case.heads.group
+        options["sinks"] = torch.linspace(-1, 3, heads, dtype=case.dtype, device=DEVICE)
+    return options
+
+
+def check(case: Paged, plan: Any, feature: dict[str, Any], step: int = 0) -> Tensor:
+    """Output and log-sum-exp of all real tokens; the padded ones are finite. Returns the output."""
+    query, options = case.query(), options_of(case, feature)
+    out, lse = attend(query, case.key_cache, case.value_cache, plan, with_lse=True, **options)
+    wanted, wanted_lse = case.dense(query, step, **options)
+    count = len(wanted)
+    assert out.shape == (*query.shape[:2], case.heads.value_dim) and out.dtype == case.dtype and out.isfinite().all()
+    atol = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out[:count].cpu().double(), wanted, rtol=0, atol=atol)
+    assert lse is not None
+    torch.testing.assert_close(lse[:count].cpu().double(), wanted_lse, rtol=1e-6, atol=atol)
+    return out
+
+
+def family(prefix: int, lengths: list[int], parent: int) -> list[Row]:
+    """Samples of one prompt; the first of them stands at row ``parent``."""
+    return [Row(lengths[0]), *(Row(n, parent=parent, shared=prefix) for n in lengths[1:])]
+
+
+def units(case: Paged, plan: Any) -> list[tuple[int, int, int]]:
+    """(first row, rows, keys shared) of each unit."""
+    buffers = plan.lanes[0].buffers
+    rows = buffers.unit_rows.tolist()[: case.size]
+    return [(first, n, buffers.prefix[first].item()) for first, n in enumerate(rows) if n]

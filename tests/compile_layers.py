@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,9 +39,11 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
         linear.linear(zeros(tokens, dim), zeros(2 * hidden, dim), norm=norm, gated="gelu_tanh")
     arrived = torch.zeros(256, dtype=torch.int32)
     for tokens in (40, 128):
-        streamed = linear_streamed.streamed
-        streamed(zeros(tokens, hidden), zeros(dim, hidden), None, None, zeros(tokens, dim), 0.3, 7, arrived)
-        streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), "gelu_tanh", None, 1.0, 1, arrived)
+        streamed = partial(linear_streamed.streamed, arrived=arrived)
+        down = {"norm": None, "gated": None, "residual": zeros(tokens, dim), "scale": 0.3, "splits": 7}
+        streamed(zeros(tokens, hidden), zeros(dim, hidden), None, **down)
+        gate_up = {"norm": norm, "gated": "gelu_tanh", "residual": None, "scale": 1.0, "splits": 1}
+        streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), **gate_up)
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
     linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")

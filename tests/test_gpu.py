@@ -7,6 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from adapted import peft_model
 from families import FAMILIES, VOCAB, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -195,6 +196,21 @@ def test_graphs_give_all_of_their_memory_back() -> None:
             engine.sleep(level=2)
             free.append(torch.cuda.mem_get_info()[0])
     assert free[0] - free[1] < 2**24, "half of what cuBLAS takes for one stream"
+
+
+def test_steps_are_captured_anew_for_an_adapter_of_a_higher_rank() -> None:
+    """No graph is left when that begins."""
+    seen: list[set[object]] = []
+    params, other = SamplingParams(seed=1, max_tokens=NEW_TOKENS), peft_model(r=16)
+    with RolloutEngine(peft_model(r=4).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
+        engine.load_adapter("other", other)
+        for adapter in ("default", "other"):
+            for _ in range(2):
+                engine.generate_batch(prompts(), params, adapter=adapter).raise_for_errors()
+            graphs = engine.core.runner._graphs  # type: ignore[attr-defined]
+            assert graphs and all(graphs.values()), "a capture failed"
+            seen.append(set(graphs))
+    assert not seen[0] & seen[1]
 
 
 def test_a_trainer_captures_graphs_of_its_own_after_the_engine_did() -> None:

@@ -138,6 +138,7 @@ def plan_attention(
     block_size: int,
     token_bytes: int,
     num_steps: int = 1,
+    shared: bool = True,
     deterministic: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
@@ -146,7 +147,8 @@ def plan_attention(
     query_lens: queries of each real row, laid out one row after the other; key_lens: keys its last query sees in the
     first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64
     [R, M]; seq_lens: int64 [R], the same on the device (both may hold padded rows at the end); token_bytes: what one layer
-    keeps of a token; deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
+    keeps of a token; shared: whether neighbouring rows may begin with so many keys in common that it pays to read those
+    together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
     products of torch, of which nothing is promised); workspace: where an implementation leaves to the plans after this one
     what they use again (this one leaves nothing). Who clears it gives that memory back.
     """
