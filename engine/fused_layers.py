@@ -57,8 +57,8 @@ class _Linears:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
             return self.ops.linear(x, self.weight, self.bias, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
-        # Adapters that do nothing but add may add to the residual as well.
-        onto = residual if in_place and scale == 1.0 and gated is None and self.lora.only_adds else None
+        # Adapters that only add may add to the residual as well.
+        onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
         if self.weight is not None:
             out = self.ops.linear(x, self.weight, self.bias, residual=onto, in_place=onto is not None)
         else:

@@ -7,7 +7,7 @@ added to a step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -41,7 +41,6 @@ class Adapted:
         self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables: list[LoraTable] = []
         self._changes_nothing = True
-        self.only_adds = True  # to the output, whatever stands there
         self.reach(1)
 
     @property
@@ -60,7 +59,6 @@ class Adapted:
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
         self._changes_nothing = all(table.empty for table in self.tables)
-        self.only_adds = not any(table.scales for table in self.tables)
 
     def apply(self, x: Tensor, out: Tensor, rows: AdapterRows) -> None:
         """Change what the linears made of ``x``, in place. x: [T, D]; out: [T, N]."""
@@ -81,6 +79,7 @@ class LoraLayers:
         self.rows: AdapterRows | None = None  # of the step that runs; None where no token has an adapter
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
         self.layout = 0  # a captured step holds as long as this stays
+        self.only_add = False  # adapters to an output, whatever stands there; as far as is known
         self.without_block: list[LoraTable] = []  # tables that are new
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
@@ -108,6 +107,15 @@ class LoraLayers:
         }
         for paths, group in groups.items():
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
+
+    def know(self, adapters: Iterable[AdapterWeights]) -> None:
+        """Tell which adapters may come into slots.
+
+        Where all of them only add, as all but DoRA do, a step rounds otherwise: no matter for those that happen to be in slots.
+        """
+        before = self.only_add
+        self.only_add = not any(link.magnitudes for adapter in adapters for link in adapter.links)
+        self.layout += before != self.only_add
 
     def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
         """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
@@ -198,7 +206,7 @@ class LoraLayers:
             for slot, (ids, rows) in by_slot.items()
         ]
         groups = {id(group): group for group, _ in self._adapted.values()}
-        tables = [[(t.max_rank, t.dtype, t.strided, t.empty, t.scales) for t in g.tables] for g in groups.values()]
+        tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
         return tables, places
 
     def _complete(self, path: str, link: AdapterWeights) -> LoraWeights:

@@ -126,8 +126,8 @@ class ModelBinding:
         """Take the weights as they are now; returns the bytes that were written.
 
         What a glance at the model misses (``Tree.looks_same``, ``Switches.looks_same``) is left to ``notice``, which has to
-        come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding then keeps the old
-        shell, and goes on failing.
+        come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding
+        then keeps the old shell, and goes on failing.
         """
         self._in_order()
         same = self._looks_as_seen()
@@ -251,6 +251,8 @@ class ModelBinding:
                 self._layout = None
                 raise
             self.adapters = everything
+            if not self.deterministic:  # where bits have to stay, whatever is loaded meanwhile
+                shell.lora.know(everything.values())
         return moved
 
     def _check_adapter(

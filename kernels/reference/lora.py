@@ -291,11 +291,6 @@ class LoraTable:
     def empty(self) -> bool:
         return not any(self.weights)
 
-    @property
-    def scales(self) -> bool:
-        """Whether any entry multiplies what the output was, as DoRA does."""
-        return any(w.gain is not None for by_slot in self.weights for w in by_slot.values())
-
 
 def expert_slots(slots: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """The slot, in a table of experts, of rows that go through one expert each. slots, experts: int64 [P]."""
