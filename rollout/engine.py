@@ -257,12 +257,11 @@ class RolloutEngine:
         None counts up by one.
 
         The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two.
-        Raises ``WeightsMismatchError`` for names, shapes, dtypes or values that do not fit, ``WeightTransferError``
-        where weights did not arrive; the engine then keeps its weights and version (after a gather that broke off,
-        where it says so, it refuses to generate until an update succeeds). ``WeightsMovedError`` or
-        ``UnsupportedModelError`` where parameters changed dtype or device or the model can no longer be borrowed; the
-        engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks at all of them,
-        and takes what else was changed, under this version, or refuses it.
+        Raises ``WeightsMismatchError`` for what does not fit, ``WeightTransferError`` where weights did not arrive; the engine
+        then keeps its weights and version (after a gather that broke off it refuses to generate until an update succeeds).
+        ``WeightsMovedError`` or ``UnsupportedModelError`` where parameters changed dtype or device or the model can no longer
+        be borrowed; the engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks
+        at all, and takes what else was changed, under this version, or refuses it.
         """
         self._check_idle("update its weights")
         if "weights" in self._memory.asleep:
@@ -279,9 +278,8 @@ class RolloutEngine:
     def verify_weights(self) -> WeightReport:
         """Compare the weights the engine runs on with the model's as they are now, name by name, in the engine's dtype.
 
-        By checksums made on the device; where the engine runs on the trainer's tensors, by their addresses. Ranks of a
-        sharded model call it together. After ``update_weights`` with weights from elsewhere it shows where they differ
-        from the model in this process.
+        By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Ranks of a sharded
+        model call it together. After an update from elsewhere it shows where that differs from the model in this process.
         """
         self._check_idle("verify its weights")
         return self._updates.verify()
@@ -345,8 +343,7 @@ class RolloutEngine:
         slept, they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
         """
         self._check_open()
-        wanted = TAGS if tags is None else check_tags(tags)
-        self._memory.wake(wanted)  # nothing runs while any of it sleeps
+        self._memory.wake(TAGS if tags is None else check_tags(tags))  # nothing runs while any of it sleeps
 
     @contextmanager
     def sleeping(self, level: int = 1) -> Iterator[None]:
