@@ -20,6 +20,7 @@ from stoker.weight_sync.shards import Piece, Shards
 MEMORY_BYTES = 256 * 2**20
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
+_BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
 
 
@@ -101,7 +102,7 @@ def plan(
 def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.device) -> int:
     """The most that each rank can send at a time, two of which are under way."""
     copies = 2 if group._get_backend(device).name() == "gloo" else 1  # Gloo gathers into memory of its own
-    return memory_bytes // (2 * copies * group.size())
+    return int(memory_bytes * (1 - _BESIDES)) // (2 * copies * group.size())
 
 
 def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> None:
