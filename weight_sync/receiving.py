@@ -26,7 +26,8 @@ def receive(
 ) -> Staging:
     """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that are others.
 
-    casts: as of ``Staging``, to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all that does not fit, ``WeightTransferError`` where they did not arrive.
+    casts: as of ``Staging``, to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all that does not
+    fit, ``WeightTransferError`` where they did not arrive.
     """
     staging = Staging(targets, optional, check_finite, {} if casts is None else casts)
     if isinstance(weights, str | os.PathLike):
