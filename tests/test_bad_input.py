@@ -3,33 +3,20 @@
 import array
 import math
 from collections.abc import Iterator
-from functools import cache
 
 import numpy as np
 import oracle
 import pytest
 import torch
-from families import REFUSED, VOCAB, make_model
-from peft import IA3Config, LoraConfig, get_peft_model
+from families import VOCAB, make_model
+from small_engine import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BatchEncoding,
-    BertConfig,
-    BertForMaskedLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaModel,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
 )
+from usable import CONFIG, GREEDY, PROMPT, assert_usable
 
 from stoker.kernels.errors import (
     EngineStateError,
@@ -40,15 +27,6 @@ from stoker.kernels.errors import (
     WeightsMovedError,
 )
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
-
-PROMPT = [3, 1, 4, 1, 5]
-GREEDY = SamplingParams(temperature=0, max_tokens=6)
-CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64, max_num_seqs=8)
-
-
-@cache
-def llama() -> PreTrainedModel:
-    return make_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +49,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-
-
-def assert_usable(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    batch = engine.generate_batch([PROMPT], GREEDY)
-    batch.raise_for_errors()
-    assert batch[0].completions[0].token_ids == oracle.greedy(model, PROMPT, 6)
-    engine.core.scheduler.check()
 
 
 # -- prompts and parameters --------------------------------------------------------------------------------------
@@ -343,210 +314,6 @@ def test_a_version_that_is_none_or_goes_back(engine):
     ):
         with pytest.raises(InvalidRequestError, match=message):
             engine.update_weights(version=version)
-
-
-# -- models ------------------------------------------------------------------------------------------------------
-
-
-def lora() -> LoraConfig:
-    return LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-
-
-def t5() -> nn.Module:
-    return T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
-
-
-def small_llama_config(**fields) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, **fields
-    )
-
-
-def bert() -> nn.Module:
-    return BertForMaskedLM(
-        BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-    )
-
-
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return type(llama())(llama().config)
-
-
-def half_offloaded() -> nn.Module:
-    model = make_model("llama")
-    model.lm_head.to("meta")
-    return model
-
-
-def zero_3() -> nn.Module:
-    model = make_model("llama")
-    model.lm_head.weight.data = torch.empty(0)
-    return model
-
-
-def mixed_dtypes() -> nn.Module:
-    model = make_model("llama")
-    model.lm_head.to(torch.bfloat16)
-    return model
-
-
-def with_a_module_more() -> nn.Module:
-    model = make_model("llama")
-    model.value_head = nn.Linear(48, 1)
-    return model
-
-
-def with_a_module_replaced() -> nn.Module:
-    model = make_model("llama")
-    model.lm_head = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, VOCAB))
-    return model
-
-
-def of_type(kind: str, **fields) -> nn.Module:
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | fields))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: of_type("bert", intermediate_size=16), r"layer 0 is not plain causal attention: BertSelfAttention"),
-        (lambda: of_type("doge", intermediate_size=16), r"layer 0 is not plain causal attention: DogeAttention"),
-        (
-            lambda: of_type("diffllama", intermediate_size=16, num_key_value_heads=2),
-            r"^DiffLlamaForCausalLM.*layer 0 attends more than once.*use model.generate",
-        ),
-        (
-            lambda: of_type("nemotron", intermediate_size=16, num_key_value_heads=4),
-            r"^NemotronForCausalLM does not run in the engine",
-        ),
-        (lambda: of_type("opt", ffn_dim=16, word_embed_proj_dim=16), r"^OPTForCausalLM does not run in the engine"),
-        (lambda: of_type("mpt", d_model=16, n_heads=4, n_layers=2), r"^MptForCausalLM does not route its attention"),
-        (t5, r"^T5ForConditionalGeneration is not a text-only decoder"),
-        (lambda: nn.Linear(2, 2), r"^Linear is no transformers causal language model"),
-        (nn.Identity, r"^Identity has no parameters"),
-        (lambda: LlamaModel(small_llama_config()), r"^LlamaModel is no transformers causal language model"),
-        (
-            lambda: AutoModelForSequenceClassification.from_config(small_llama_config(pad_token_id=0)),
-            r"^LlamaForSequenceClassification is no transformers causal language model",
-        ),
-        (bert, r"^BertForMaskedLM is no transformers causal language model"),
-        (on_meta, r"holds no data here.*give a model with its parameters in memory"),
-        (half_offloaded, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
-        (zero_3, r"^parameter lm_head.weight of LlamaForCausalLM holds no data"),
-        (mixed_dtypes, r"several dtypes.*bfloat16.*set EngineConfig\(dtype=...\) to one of them"),
-        (with_a_module_more, r"unknown \['value_head.bias', 'value_head.weight'\].*Give the plain model"),
-        (with_a_module_replaced, r"missing \['lm_head.weight'\]|transformers causal language model"),
-        (
-            lambda: get_peft_model(make_model("llama"), IA3Config(task_type="CAUSAL_LM")),
-            r"adapter of type IA3.*or merge this one where PEFT can",
-        ),
-        *((lambda f=f: make_model(f), r"recurrent.*use model.generate") for f in REFUSED),
-    ],
-)
-def test_models_that_are_refused(make, message):
-    model = make()
-    before = {n: p.data_ptr() for n, p in model.named_parameters()}
-    with pytest.raises(UnsupportedModelError, match=message):
-        RolloutEngine(model, config=CONFIG)
-    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
-
-
-def test_a_merged_adapter_leaves_a_plain_model():
-    model = get_peft_model(make_model("llama"), lora()).merge_and_unload()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert_usable(engine, model)
-
-
-@pytest.fixture
-def process_group(tmp_path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_ddp_is_looked_through(process_group):
-    model = make_model("llama")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    with RolloutEngine(wrapped, config=CONFIG) as engine:
-        assert_usable(engine, model)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        ids = torch.tensor([PROMPT])
-        wrapped(ids, labels=ids).loss.backward()
-        optimizer.step()
-        assert_usable(engine, model)
-
-
-def test_sharded_adapters_are_refused_for_what_they_are(process_group):
-    """FSDP2 gives a model a class of its own, also that of PEFT, in which the causal language model has to be found."""
-    mesh = init_device_mesh("cpu", (1,))
-    sharded = fully_shard(get_peft_model(make_model("llama"), lora()), mesh=mesh)
-    with pytest.raises(UnsupportedModelError, match="keep adapters whole, outside of FSDP"):
-        RolloutEngine(sharded, config=CONFIG)
-
-
-def test_torch_compile_is_looked_through():
-    model = make_model("llama")
-    with RolloutEngine(torch.compile(model), config=CONFIG) as engine:
-        assert_usable(engine, model)
-
-
-def test_a_model_that_moves_to_another_dtype():
-    model = make_model("llama")
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert_usable(engine, model)
-        for dtype in (torch.float64, torch.bfloat16):
-            model.to(dtype)
-            for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
-                with pytest.raises(WeightsMovedError, match=rf"is now {dtype} on cpu.*built for torch.float32 on cpu"):
-                    call()
-            assert engine.weight_version == (0 if dtype == torch.float64 else 1)
-            model.to(torch.float32)
-            assert_usable(engine, model)
-
-
-def test_a_layer_of_another_shape_is_noticed():
-    model = make_model("llama")
-    with RolloutEngine(model, config=CONFIG) as engine:
-        layers = model.model.layers
-        model.model.layers = layers[:2]
-        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
-            with pytest.raises(UnsupportedModelError, match=r"missing \['model.layers.2"):
-                call()
-        model.model.layers = layers
-        assert_usable(engine, model)
-        other = make_model("llama", num_key_value_heads=4)
-        inner, config = model.model, model.config
-        model.model, model.config = other.model, other.config
-        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
-            with pytest.raises(UnsupportedModelError, match=r"another shape.*build a new engine"):
-                call()
-        model.model, model.config = inner, config
-        assert_usable(engine, model)
-
-
-def test_a_vocabulary_that_grows_is_noticed():
-    model = make_model("llama")
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert_usable(engine, model)
-        model.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
-        for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
-            with pytest.raises(UnsupportedModelError, match=r"another shape.*build a new engine"):
-                call()
-        model.resize_token_embeddings(VOCAB)
-        assert_usable(engine, model)
-
-
-def test_a_constructor_that_is_interrupted_leaves_the_model_as_it_was(monkeypatch):
-    model = make_model("llama")
-    monkeypatch.setattr("stoker.rollout.binding.fuse_layers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        RolloutEngine(model, config=CONFIG)
-    assert all(p.untyped_storage().resizable() for p in model.parameters())
-    monkeypatch.undo()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert_usable(engine, model)
 
 
 # -- configurations ----------------------------------------------------------------------------------------------
