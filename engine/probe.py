@@ -9,9 +9,8 @@ from torch import Tensor
 
 from stoker.kernels.reference.norm_rotary import qk_norm_rotary
 
-# Relative to the most that a part adds to its input: one rounding of the dtype, a few times over. Norms are computed in
-# fp32 in fp64 too.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 
 
