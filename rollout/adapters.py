@@ -69,7 +69,7 @@ class Adapters:
 
     def refresh(self) -> None:
         """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""
-        live = self._binding.adapters
+        live = self._binding.adapters.weights
         for name in self._known.keys() - live.keys():
             self._forget(name)
         for name in live.keys() - self._known.keys():
@@ -110,13 +110,13 @@ class Adapters:
     def unload(self, name: str, under_way: Iterable[Request]) -> EngineStateError | None:
         error = self._in_use(name, under_way, "unloaded")
         if error is None:
-            self._binding.unload_adapter(name)
+            self._binding.adapters.unload(name)
             self._forget(name)
         return error
 
     def check_loaded(self, name: str) -> None:
         """Raise ``InvalidRequestError`` where that is no adapter that was loaded."""
-        if not self._binding.is_loaded(name):
+        if not self._binding.adapters.is_loaded(name):
             where = "is the live model's: delete_adapter() there removes it" if name in self._known else "is not known"
             raise InvalidRequestError(f"adapter {name!r} {where}")
 
@@ -139,7 +139,7 @@ class Adapters:
         there = before[0] is shell and before[1] is weights
         if there and not changed:
             return
-        device, packed = self._binding.source.device, self._binding.packed.get(adapter.name)
+        device, packed = self._binding.source.device, self._binding.adapters.packed.get(adapter.name)
         aliased = packed is None and self._is_aliased(adapter.name, weights)
         if there and (aliased or packed) and not shell.lora.derives(weights):
             return
@@ -156,9 +156,15 @@ class Adapters:
         self._placed[slot] = shell, weights, here
 
     def give_back(self) -> None:
-        """Free the copies on the device. Adapters keep their slots; what is aliased stays where it lies."""
+        """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.
+
+        Slots are emptied too of those that lie among weights which are given back.
+        """
         self.given_back += sum(slab.nbytes for slab in self._slabs.values())
-        for slot in self._slabs:
+        mirrored = [
+            a.slot for a in self.slots if self._binding.source.adapters and not self._binding.adapters.is_loaded(a.name)
+        ]
+        for slot in {*self._slabs, *mirrored}:
             self._binding.shell.lora.put(slot, None)
             self._placed.pop(slot, None)
         self._slabs.clear()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.adapter_slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
@@ -22,23 +20,15 @@ from stoker.kernels.errors import (
     WeightsMovedError,
 )
 from stoker.kernels.ops import Ops, ops_for
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
-from stoker.weight_sync.adapter_files import adapter_reader
-from stoker.weight_sync.adapters import (
-    Switches,
-    active_adapters,
-    check_adapters,
-    layout,
-    live_adapters,
-    numbers,
-    sum_of,
-)
+from stoker.weight_sync.adapters import Switches, active_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
 from stoker.weight_sync.receiving import NewWeights, receive
-from stoker.weight_sync.source import WeightSource, is_sharded, source_for
+from stoker.weight_sync.shards import is_sharded
+from stoker.weight_sync.source import WeightSource, source_for
 from stoker.weight_sync.staging import Casts, Staging, same_place
 from stoker.weight_sync.tree import Tree
 
@@ -65,6 +55,7 @@ class ModelBinding:
     ) -> None:
         self.model = model
         self.deterministic = deterministic
+        self.adapters = AdapterSources(model, deterministic=deterministic)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
         self._check_finite, self._gather_bytes = check_finite, gather_bytes
@@ -75,19 +66,8 @@ class ModelBinding:
         self.shapes: list[LayerShape]
         self.ops: Ops
         self.fused_layers = 0
-        self.adapters: dict[str, AdapterWeights] = {}  # all there are, as they were when last looked at
-        self._layout: object = None  # of the adapters that may change, when last looked at
-        self._active: tuple[str, ...] = ()
-        self._seen: tuple[Tree, Switches] | None = None  # the model then, where it is whole
+        self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
-        self._numbers: list[int] | None = None
-        self._adapted = False  # whether they changed, with nobody told so far
-        self._sums: dict[
-            str, tuple[str, ...]
-        ] = {}  # adapters of the model that were active at once, by the name of that
-        self.loaded: dict[str, Callable[[], AdapterWeights]] = {}  # adapters of other models, or of none
-        self._copies: dict[str, AdapterWeights] = {}  # those of none
-        self.packed: dict[str, Packed] = {}  # of these, those that lie elsewhere than on the device
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
         self._casts: Casts = {}
@@ -116,7 +96,7 @@ class ModelBinding:
         """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
         try:
             self._fuse(self.shell, self.source)
-            self._look_at_adapters(self.shell)
+            self._look_at_adapters()
             self._remember()
         except BaseException:
             self.source.release()
@@ -133,7 +113,7 @@ class ModelBinding:
         same = self._looks_as_seen()
         if not same and self._has_moved():
             return self.rebind()
-        self._look_at_adapters(self.shell, same=same)
+        self._look_at_adapters(same=same)
         self._remember()
         return self.source.pull()
 
@@ -150,7 +130,8 @@ class ModelBinding:
         if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
             source.succeed(self.source)
         self._fuse(shell, source)
-        self._look_at_adapters(shell)
+        self._seen = None
+        self.adapters.look(shell, source, announced=True)
         self.source, self.shell, self._kinds = source, shell, kinds(source.module)
         self._remember()
         return written
@@ -177,11 +158,10 @@ class ModelBinding:
             if is_sharded(self.model):
                 raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
             self.rebind()
-        self._adapted |= self._look_at_adapters(self.shell, announced=False, same=same)
+        self._look_at_adapters(announced=False, same=same)
         self._remember()
         caught_up = self.source.catch_up()
-        adapted, self._adapted = self._adapted, False
-        return moved or adapted or caught_up
+        return self.adapters.take_changed() or moved or caught_up
 
     def _is_as_seen(self) -> bool:
         """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
@@ -196,111 +176,27 @@ class ModelBinding:
         if self._seen is None and not is_sharded(self.model):  # shards come and go with every forward pass
             self._seen = Tree(self.model), Switches(self.model)
 
-    def _look_at_adapters(self, shell: ModelShell, *, announced: bool = True, same: bool = False) -> bool:
-        """Take the live model's adapters as they are now; returns whether they changed since the last look.
-
-        announced: whoever asks takes them for changed anyway. Then their numbers are not read: nothing has been sampled
-        with them when they are first looked at again. same: the model is as seen then, so they are the same tensors. Raises
-        ``UnsupportedModelError``, and takes nothing, where the shell cannot run them.
-        """
-        before, moved = self._layout, False
-        if same:
-            adapters = {name: adapter for name, adapter in self.adapters.items() if name not in self._copies}
-        else:
-            adapters = self._find_adapters()
-        if self.loaded or not same:
-            adapters |= {name: read() for name, read in self.loaded.items()}
-            moved = self._take_adapters(shell, adapters)
-        if announced:
-            self._adapted = False
-        if announced and not any(shell.lora.derives(adapter) for adapter in adapters.values()):
-            self._numbers = None
-            return moved
-        if isinstance(self.source, AliasedSource):  # which looks at the model's own
-            adapters = {name: adapter for name, adapter in adapters.items() if name in self.loaded}
-        known, self._numbers = self._numbers, numbers(adapters, self.source.device)
-        return (before is not None and moved) or (known is not None and known != self._numbers)
-
-    def _find_adapters(self) -> dict[str, AdapterWeights]:
-        """The live model's, and what several of them come to that were active at once."""
-        self._seen = None
-        check_adapters(self.model)
-        model = unwrap(self.model)
-        adapters = live_adapters(model)
-        self._active = active_adapters(model)
-        if len(self._active) > 1:
-            self._sums["+".join(self._active)] = self._active
-        sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
-        adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}
-        for name in adapters.keys() & (self.loaded.keys() | self._copies.keys()):
-            raise UnsupportedModelError(
-                f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
-            )
-        return adapters
-
-    def _take_adapters(self, shell: ModelShell, adapters: dict[str, AdapterWeights]) -> bool:
-        """Check and keep them where they are others than before; returns whether they are."""
-        before, self._layout = self._layout, layout(adapters)
-        moved = before != self._layout or shell is not self.shell
-        if moved:
-            everything = adapters | self._copies
-            try:
-                for name, adapter in everything.items():
-                    self._check_adapter(shell, name, adapter, everything)
-            except UnsupportedModelError:
-                self._layout = None
-                raise
-            self.adapters = everything
-            if not self.deterministic:  # where bits have to stay, whatever is loaded meanwhile
-                shell.lora.know(everything.values())
-        return moved
-
-    def _check_adapter(
-        self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
-    ) -> None:
-        shell.lora.check(name, adapter, _dtype_of(known))
-        if self.deterministic and (outside := shell.lora.outside(adapter)):
-            raise UnsupportedModelError(
-                f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
-                "not with deterministic=True"
-            )
+    def _look_at_adapters(self, *, announced: bool = True, same: bool = False) -> None:
+        """As ``AdapterSources.look``."""
+        if not same:
+            self._seen = None
+        self.adapters.look(self.shell, self.source, announced=announced, same=same)
 
     def load_adapter(self, name: str, source: Any) -> None:
-        """Know another adapter from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``."""
-        dims = {n: tensor.dim() for n, tensor in self.source.tensors().items()}
-        parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
-        read, changes = adapter_reader(name, source, parameters)
-        adapter = read()
-        if name in live_adapters(unwrap(self.model)):
-            raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
-        self._check_adapter(self.shell, name, adapter, self.adapters | {name: adapter})
-        adapter.bases.clear()  # they are those of the model
-        sampled = self._numbers is not None
-        if sampled:  # what changed until now would be forgotten below
-            self._adapted |= self._look_at_adapters(self.shell, announced=False)
-        self.unload_adapter(name)
-        if changes:
-            self.loaded[name] = read
-        else:
-            if not lies_on(adapter, self.source.device):
-                self.packed[name] = pack(adapter, runtime_for(self.source.device))
-                adapter = self.packed[name].adapter
-            self._copies[name] = adapter
-        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
-        self._look_at_adapters(self.shell, announced=not sampled)  # whether anything moved is for ``notice`` to ask
-
-    def unload_adapter(self, name: str) -> None:
-        for known in (self.loaded, self._copies, self.packed, self.adapters):
-            known.pop(name, None)
-
-    def is_loaded(self, name: str) -> bool:
-        return name in self.loaded or name in self._copies
+        """As ``AdapterSources.load``."""
+        self._seen = None
+        self.adapters.load(name, source, self.shell, self.source)
 
     def active_adapter(self) -> str | None:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
         seen = self._seen is not None and self._seen[0].looks_same() and self._seen[1].same()
-        active = self._active if seen else active_adapters(unwrap(self.model))
+        active = self.adapters.active if seen else active_adapters(unwrap(self.model))
         return "+".join(active) or None
+
+    def take_again(self) -> None:
+        """Have the weights' memory again, which was given back. Adapters in it may lie elsewhere, and are the same."""
+        self.source.take_again()
+        self.adapters.lie_elsewhere()
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -395,10 +291,3 @@ class ModelBinding:
                 "deterministic=True cannot be had for it"
             )
         source.bind()
-
-
-def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
-    """That of the first one, which is a live one where there is any: kernels take one for all."""
-    all_weights = ((*a.linears.values(), *a.experts.values()) for a in adapters.values())
-    dtypes = (w.a.dtype for weights in all_weights for w in weights)
-    return next(dtypes, torch.float32)

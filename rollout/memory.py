@@ -73,9 +73,9 @@ class EngineMemory:
     def wake(self, tags: Iterable[str]) -> None:
         """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
         tags = set(tags)
-        if "weights" in tags and not self.binding.source.resident:
-            self._take("weights", self.binding.source.nbytes, self.binding.source.take_again)
-        if "weights" in tags and self.adapters.given_back:
+        if "weights" in tags and "weights" in self.asleep:
+            if not self.binding.source.resident:
+                self._take("weights", self.binding.source.nbytes, self.binding.take_again)
             self._take("adapters", self.adapters.given_back, self.adapters.take_again)
         if "kv_cache" in tags and "kv_cache" in self.asleep:
             shapes = self.kv.block_bytes(self.kv.shapes, self.kv.block_size)

@@ -49,7 +49,7 @@ class WeightUpdates:
                 self.last_bytes = self._look(lambda: self._binding.put_in_service(staged))
             # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
             derives = self._binding.shell.lora.derives
-            now = self._core.has_work or any(map(derives, self._binding.adapters.values()))
+            now = self._core.has_work or any(map(derives, self._binding.adapters.weights.values()))
             if now:
                 self._look(self._binding.notice)
             self._told = False

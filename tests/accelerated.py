@@ -54,9 +54,19 @@ def by_deepspeed(stage: int) -> Accelerator:
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero.settings(stage)))
 
 
+def adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, config)
+
+
 def whole(model: Any) -> Any:
-    """A plain model of the weights, as the sharding library itself puts them together."""
+    """A plain model of the weights, as the sharding library itself puts them together; PEFT's where there is an adapter."""
     twin = make_model()
+    if any("lora_" in name for name, _ in model.named_parameters()):
+        twin = adapted(twin).eval()
     if any(isinstance(p, DTensor) for p in model.parameters()):
         twin.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
     elif isinstance(model, DistributedDataParallel):
@@ -103,12 +113,13 @@ def follow(rank: int, how: str) -> dict[str, Any]:
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
 
 
-def trl(rank: int, how: str, folder: str, kind: str = "grpo") -> dict[str, Any]:
-    """A trainer of TRL over two ranks' weights, with GRPO's groups cut between them."""
+def trl(rank: int, how: str, folder: str, kind: str = "grpo", adapter: bool = False) -> dict[str, Any]:
+    """A trainer of TRL over two ranks' weights, or of an adapter, with GRPO's groups cut between them."""
     from stoker.integrations.trl import attach, detach
 
     launched()
-    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "vllm_enable_sleep_mode": True}
+    make = (lambda: adapted(make_model())) if adapter else make_model
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "vllm_enable_sleep_mode": True, "model": make()}
     if kind in ("grpo", "rloo"):
         settings["per_device_eval_batch_size"] = 2
     if how.startswith("zero"):
@@ -138,7 +149,7 @@ def trl(rank: int, how: str, folder: str, kind: str = "grpo") -> dict[str, Any]:
 
     engine.generate_batch, trainer.accelerator.backward = keep, look  # type: ignore[method-assign]
     trainer.train()
-    before, after = make_model().parameters(), whole(trainer.model_wrapped).parameters()
+    before, after = make().parameters(), whole(trainer.model_wrapped).parameters()
     found = {
         "source": engine._binding.source.kind,
         "version": engine.weight_version,

@@ -44,7 +44,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 def layers_of(model: Any) -> Any:
-    return model.model.layers
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
+    return plain.model.layers
 
 
 # -- the ways to shard -------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_several_at_once_move_no_byte_and_follow_the_trainer() -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         before = tokens(engine)
         ours = {t.data_ptr() for n, t in model.named_parameters() if "lora_" in n}
-        assert {t.data_ptr() for t in engine._binding.adapters["other+default"].tensors()} == ours
+        assert {t.data_ptr() for t in engine._binding.adapters.weights["other+default"].tensors()} == ours
         shake(model, seed=5)
         model.base_model.set_adapter(["other", "default"])
         assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS] != before

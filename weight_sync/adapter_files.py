@@ -27,6 +27,7 @@ from stoker.weight_sync.adapters import (
     sum_of,
 )
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.shards import is_sharded
 
 _PART = re.compile(
     r"(?P<path>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?"
@@ -77,8 +78,13 @@ def adapter_reader(name: str, source: Any, parameters: Mapping[str, int]) -> tup
 def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], AdapterWeights]:
     def read() -> AdapterWeights:
         check_adapters(model)
+        if is_sharded(model):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is of a model whose weights are sharded, and only the engine's own model is gathered: give "
+                "a folder that save_pretrained wrote, or a state dict with whole tensors"
+            )
         module = unwrap(model)
-        found = live_adapters(module)
+        found = live_adapters(module, {})
         for wanted in names:
             if wanted not in found:
                 raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.naming import inside, unwrap, walk
+from stoker.weight_sync.naming import beside, inside, is_of_peft, named_tensors, unwrap, walk
+from stoker.weight_sync.shards import has_units, is_shard
 from stoker.weight_sync.tree import at_a_glance
 
 # MiCA trains A alone, and runs as any other.
@@ -44,7 +46,7 @@ def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
     Kinds: "linear", "embedding", "parameter", "tokens", "saved", and "other" for what is not LoRA's.
     """
     for name, module in walk(model):
-        if type(module).__module__.partition(".")[0] != "peft":
+        if not is_of_peft(type(module)):
             continue
         children = module._modules
         if "token_adapter" in children:
@@ -90,9 +92,13 @@ def check_adapters(model: nn.Module) -> None:
                 f"adapter {layer.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter() first"
             )
         for parameter in _parameters(layer):
-            if type(parameter.data) is not torch.Tensor or parameter.is_meta or not parameter.numel():
+            if is_shard(parameter):
+                continue
+            absent = type(parameter.data) is not torch.Tensor or parameter.is_meta or not parameter.numel()
+            if absent and not has_units(model):  # whose tensors may be empty on a rank
                 raise UnsupportedModelError(
-                    f"an adapter of {name} is sharded or not in memory: keep adapters whole, outside of FSDP and ZeRO-3"
+                    f"an adapter of {name} holds no data here (meta or offloaded), or is a {type(parameter.data).__name__}: "
+                    "keep it in memory, as a plain tensor"
                 )
         for variant in getattr(module, "lora_variant", {}).values():
             if type(variant).__name__ not in _VARIANTS:
@@ -208,45 +214,57 @@ def sum_of(names: Sequence[str], adapters: Mapping[str, AdapterWeights]) -> Adap
     return replace(adapters[first], then=sum_of(others, adapters) if others else None)
 
 
-def live_adapters(model: nn.Module) -> dict[str, AdapterWeights]:
+def live_adapters(model: nn.Module, whole: Mapping[str, Tensor]) -> dict[str, AdapterWeights]:
     """Every adapter on the model by name, active or not.
 
-    Biases of the base that an adapter trains are not in there: PEFT has them in the base, whatever is active.
+    whole: copies of what the trainer holds in parts, as ``WeightSource.adapters``. Biases of the base that an adapter
+    trains are not in there: PEFT has them in the base, whatever is active.
     """
     found: dict[str, AdapterWeights] = {}
     for path, module, kind in _wrapped(model):
+        take = partial(_take, whole, beside(path, module))
         for name in _held(module, kind):
             adapter = found.setdefault(name, AdapterWeights())
             if kind == "saved":
-                saved = module.modules_to_save[name]
-                tensors = {**dict(saved.named_parameters()), **dict(saved.named_buffers())}
-                adapter.saved[path] = {n: t.detach() for n, t in tensors.items()}
+                prefix = f"{path}.modules_to_save.{name}."
+                state = {n: tensor.detach() for n, tensor, _ in named_tensors(module.modules_to_save[name])}
+                state |= {n.removeprefix(prefix): tensor for n, tensor in whole.items() if n.startswith(prefix)}
+                adapter.saved[path] = state
             elif kind == "tokens":
                 layer = module.token_adapter
-                rows = layer.trainable_tokens_delta[name].detach()
+                rows = take(f"trainable_tokens_delta.{name}", layer.trainable_tokens_delta[name])
                 adapter.tokens[path] = TokenRows(tuple(layer.token_indices[name]), rows)
             else:
-                _take_lora(adapter, path, module, kind, name)
+                _take_lora(adapter, path, module, kind, name, take)
     return found
 
 
-def _take_lora(adapter: AdapterWeights, path: str, module: Any, kind: str, name: str) -> None:
-    scale = float(module.scaling[name])
+def _take(whole: Mapping[str, Tensor], prefix: str, name: str, own: Tensor) -> Tensor:
+    """A tensor that a PEFT module has under ``name``, which is ``own``; the copy of the whole where that is a part."""
+    return whole.get(f"{prefix}.{name}", own).detach()
+
+
+def _take_lora(
+    adapter: AdapterWeights, path: str, module: Any, kind: str, name: str, take: Callable[[str, Tensor], Tensor]
+) -> None:
     if kind == "embedding":
-        a, b = module.lora_embedding_A[name], module.lora_embedding_B[name]
+        a = take(f"lora_embedding_A.{name}", module.lora_embedding_A[name])
+        b = take(f"lora_embedding_B.{name}", module.lora_embedding_B[name])
     else:
-        a, b = module.lora_A[name].weight, module.lora_B[name].weight
+        a = take(f"lora_A.{name}.weight", module.lora_A[name].weight)
+        b = take(f"lora_B.{name}.weight", module.lora_B[name].weight)
         if module.lora_B[name].bias is not None:
-            adapter.offsets[path] = module.lora_B[name].bias.detach()
-    weights = LoraWeights(a.detach(), b.detach(), scale)
-    if kind == "parameter" and module.get_param().dim() == 3:
+            adapter.offsets[path] = take(f"lora_B.{name}.bias", module.lora_B[name].bias)
+    weights = LoraWeights(a, b, float(module.scaling[name]))
+    if kind == "parameter" and module._param_ndim == 3:
         adapter.experts[f"{path}.{module.parameter_name}"] = by_expert(weights, module.num_experts)
     elif kind == "parameter" and module.parameter_name != "weight":
         adapter.experts[f"{path}.{module.parameter_name}"] = weights
     else:
         adapter.linears[path] = weights
     if name in module.lora_magnitude_vector:
-        adapter.magnitudes[path] = module.lora_magnitude_vector[name].weight.detach()
+        magnitudes = module.lora_magnitude_vector[name].weight
+        adapter.magnitudes[path] = take(f"lora_magnitude_vector.{name}.weight", magnitudes)
 
 
 def by_expert(weights: LoraWeights, experts: int) -> LoraWeights:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,7 @@ class AliasedSource:
     kind = "aliased"
     nbytes = 0
     complete = True
+    adapters: Mapping[str, Tensor] = MappingProxyType({})  # none of them is sharded
 
     def __init__(self, model: nn.Module, *, check_finite: bool = False) -> None:
         self.module = unwrap(model)

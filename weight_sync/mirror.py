@@ -125,6 +125,8 @@ class Mirror:
 class MirroredSource:
     """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
 
+    Of adapters it holds what is sharded, in the trainer's dtype; what is whole the engine reads where it is.
+
     A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
     new. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
     place. Both take at most ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded
@@ -152,11 +154,14 @@ class MirroredSource:
         self._check_finite = check_finite
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
-        self._dtypes = engine_dtypes(model, held.dtypes, held.parameters, dtype)
+        self._adapters = held.adapters
+        parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
+        self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
         self.optional = held.optional
-        self.device = device or (held.shards[0] if held.shards else next(iter(held.full.values()))).device
+        device = device or (held.shards[0] if held.shards else next(iter(held.full.values()))).device
+        self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
         sizes: dict[torch.dtype, int] = {}
-        for name in held.parameters:
+        for name in parameters:
             sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
         self.dtype = max(sizes, key=lambda d: sizes[d])
         self.mirror: Mirror | None = None
@@ -176,13 +181,18 @@ class MirroredSource:
         return self.mirror is not None and self.mirror.complete
 
     def names(self) -> set[str]:
-        return self._read().names
+        held = self._read()
+        return held.names - held.adapters
 
     def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
         """The mirror's, which is made at the first call with the layout that ``groups`` asks for."""
         if self.mirror is None:
             self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device)
-        return self.mirror.tensors
+        return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._adapters}
+
+    @property
+    def adapters(self) -> dict[str, Tensor]:
+        return {name: self.mirror.tensors[name] for name in self._adapters} if self.mirror is not None else {}
 
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
         assert self.mirror is not None
@@ -200,7 +210,8 @@ class MirroredSource:
     def overwritten(self) -> None:
         """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
         assert self.mirror is not None
-        self.mirror.complete, self._from_elsewhere, self._seen = True, True, {}
+        self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
+        self._from_elsewhere, self._seen = True, {}
 
     def catch_up(self) -> bool:
         held = self._read()

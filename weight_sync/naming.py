@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -12,11 +12,6 @@ from stoker.kernels.errors import UnsupportedModelError
 
 _IDLE = (nn.Dropout, nn.Identity)
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """A dotted name without the wrappers' parts."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -32,7 +27,7 @@ def inside(module: nn.Module) -> nn.Module | None:
     for name in _WRAPPED:
         if isinstance(inner := children.get(name), nn.Module):
             return inner
-    if _is_of_peft(type(module)):
+    if is_of_peft(type(module)):
         # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
         for name in ("base_model", "model", "base_layer", "original_module", "token_adapter"):
             if isinstance(inner := children.get(name), nn.Module):
@@ -43,7 +38,7 @@ def inside(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _is_of_peft(kind: type) -> bool:
+def is_of_peft(kind: type) -> bool:
     """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
     return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
 
@@ -58,6 +53,38 @@ def walk(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     for name, child in model._modules.items():
         if child is not None:
             yield from walk(child, f"{path}.{name}" if path else name)
+
+
+def walk_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that PEFT put beside one of the model's, as ``q_proj.lora_A.default`` beside ``q_proj``."""
+    for path, module in walk(model):
+        inner = inside(module)
+        if inner is not None and is_of_peft(type(module)):
+            for name, child in module._modules.items():
+                if child is not None and child is not inner:
+                    yield from walk(child, f"{beside(path, module)}.{name}")
+
+
+def beside(path: str, module: nn.Module) -> str:
+    """What the names of adapters begin with that one of PEFT's modules has: of what it stands in front of.
+
+    Those in front of single parameters of a module stand one in front of the other.
+    """
+    parameter = getattr(module, "parameter_name", None)
+    return f"{path}.{parameter}" if isinstance(parameter, str) else path
+
+
+def plain_name(path: str, module: nn.Module, name: str) -> str:
+    """What ``walk`` or ``walk_adapters`` calls the tensor that has a dotted name in a module at ``path``, with wrappers in it."""
+    *parts, leaf = name.split(".")
+    for part in parts:
+        while part not in module._modules and (inner := inside(module)) is not None:
+            module = inner  # of a wrapper that came later than the name
+        child, wrapped = module.get_submodule(part), inside(module)
+        if child is not wrapped:
+            path = f"{path if wrapped is None else beside(path, module)}.{part}".removeprefix(".")
+        module = child
+    return f"{path}.{leaf}".removeprefix(".")
 
 
 def kinds(model: nn.Module) -> dict[str, type]:
@@ -82,8 +109,16 @@ def check_kinds(model: nn.Module, before: Mapping[str, type]) -> None:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, whether a checkpoint has it) of every parameter and buffer, tied ones under each name."""
-    for path, module in walk(model):
+    """(name, tensor, whether a checkpoint has it) of every parameter and buffer, tied ones under each name.
+
+    Those of adapters are not among them.
+    """
+    return tensors_of(walk(model))
+
+
+def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor, bool]]:
+    """``named_tensors`` of modules with their names."""
+    for path, module in modules:
         if inside(module) is not None:
             continue
         for registry in (module._parameters, module._buffers):

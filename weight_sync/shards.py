@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.weight_sync.naming import named_tensors, plain_name, walk
+from stoker.weight_sync.naming import plain_name, tensors_of, walk, walk_adapters
 
 Box = tuple[tuple[int, int], ...]
 
@@ -91,6 +93,7 @@ class Held:
     aliases: dict[str, str] = field(default_factory=dict)  # a tied tensor's other names, to its first
     parameters: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
+    adapters: set[str] = field(default_factory=set)  # those of adapters among all these, of which only shards are read
 
     @property
     def names(self) -> set[str]:
@@ -105,21 +108,33 @@ def is_unit(module: nn.Module) -> bool:
     return isinstance(module, FullyShardedDataParallel)
 
 
+def has_units(model: nn.Module) -> bool:
+    return any(is_unit(module) for _, module in (*walk(model), *walk_adapters(model)))
+
+
 def is_shard(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or getattr(tensor, "ds_tensor", None) is not None
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only parts of the parameters, so that reading them takes communication."""
+    tensors = tensors_of((*walk(model), *walk_adapters(model)))
+    return has_units(model) or any(is_shard(tensor) for _, tensor, _ in tensors)
+
+
 def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Held:
     """What the trainer holds now. No communication, but for ``group_of``'s making a group of ranks for the first time."""
-    for _, module in walk(model):
+    modules, of_adapters = list(walk(model)), list(walk_adapters(model))
+    for _, module in (*modules, *of_adapters):
         if isinstance(module, FSDPModule):
             module.reshard()  # or what it gathered for a forward would be taken for the parameters; nothing is lost
     held = Held()
-    for path, module in walk(model):
+    for path, module in (*modules, *of_adapters):
         if is_unit(module):
             _read_flat_parameter(held, path, module)
     seen: dict[int, str] = {}
-    for name, tensor, in_checkpoints in named_tensors(model):
+    sharded = (found for found in tensors_of(of_adapters) if is_shard(found[1]))
+    for name, tensor, in_checkpoints in chain(tensors_of(modules), sharded):
         if name in held.shapes or name in held.aliases:
             continue  # FSDP1's views of its flat parameter
         if id(tensor) in seen:
@@ -137,6 +152,8 @@ def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGro
         else:
             held.add(name, tensor.shape, tensor.dtype)
             held.full[name] = tensor.detach()
+    paths = {path for path, _ in of_adapters}
+    held.adapters = {name for name in held.names if name.rpartition(".")[0] in paths}
     return held
 
 
@@ -214,22 +231,20 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
     if handle is None:
         return
     flat = handle.flat_param
-    prefix = f"{path}." if path else ""
+    named = partial(plain_name, path, handle._fully_sharded_module)
     spans: list[tuple[str, int, int]] = []
     names, offset = iter(range(len(flat._fqns))), 0
     padding = getattr(flat, "_is_padding_mask", None) or [False] * len(flat._numels_with_padding)
     for numel, is_padding in zip(flat._numels_with_padding, padding, strict=True):
         if not is_padding:
             i = next(names)
-            name = prefix + plain_name(flat._fqns[i])
+            name = named(flat._fqns[i])
             spans.append((name, offset, numel))
             held.add(name, flat._shapes[i], flat.dtype)
             held.parameters.add(name)
         offset += numel
     for leaf, _, of_module, primary_leaf, _, of_primary in flat._shared_param_infos:
-        first, other = (
-            prefix + plain_name(f"{m}.{n}" if m else n) for m, n in ((of_primary, primary_leaf), (of_module, leaf))
-        )
+        first, other = (named(f"{m}.{n}" if m else n) for m, n in ((of_primary, primary_leaf), (of_module, leaf)))
         held.aliases[other] = first
     local = getattr(flat, "_local_shard", flat).detach()
     if not handle.uses_sharded_strategy:

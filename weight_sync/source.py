@@ -4,6 +4,7 @@ A ``WeightSource`` stands between a live model and the shell that the engine run
 
 1. ``tensors(groups)``: what the shell is bound to, by the names of the plain model. An aliased source gives the trainer's
    own tensors, a mirror its copies, those of a group side by side.
+   ``adapters``: copies of what the trainer holds only in parts of adapters, by the names of ``walk_adapters``.
 2. ``rehome(groups)``: one tensor over the rows of each group that lies (or could be laid) side by side. For an aliased
    source this is the only change it makes to the trainer; a mirror has done it.
 3. ``pull()`` at every ``update_weights``: take the trainer's numbers as they are now, and return the bytes written. It is
@@ -17,7 +18,7 @@ A ``WeightSource`` stands between a live model and the shell that the engine run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,8 +29,8 @@ from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.gather import MEMORY_BYTES
 from stoker.weight_sync.mirror import MirroredSource
-from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
-from stoker.weight_sync.shards import is_shard, is_unit
+from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap
+from stoker.weight_sync.shards import has_units, is_shard, is_sharded
 
 
 class WeightSource(Protocol):
@@ -48,6 +49,8 @@ class WeightSource(Protocol):
     @property
     def optional(self) -> set[str]: ...
     def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]: ...
+    @property
+    def adapters(self) -> Mapping[str, Tensor]: ...
     def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]: ...
     def bind(self) -> None: ...
     def moved(self, module: nn.Module) -> bool: ...
@@ -64,11 +67,6 @@ class WeightSource(Protocol):
     def release(self) -> None: ...
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether this rank holds only parts of the parameters, so that reading them takes communication."""
-    return any(is_unit(m) for _, m in walk(model)) or any(is_shard(t) for _, t, _ in named_tensors(model))
-
-
 def check_model(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` where the weights cannot be taken, with the remedy."""
     module: Any = unwrap(model)
@@ -81,7 +79,7 @@ def check_model(model: nn.Module) -> None:
             "bitsandbytes in 4 or 8 bits"
         )
     named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
-    units = any(is_unit(m) for _, m in walk(model))
+    units = has_units(model)
     if not units and not any(isinstance(t, nn.Parameter) for _, t in named):
         raise UnsupportedModelError(f"{what} has no parameters")
     for name, tensor in named:

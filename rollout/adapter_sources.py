@@ -1,0 +1,166 @@
+"""Every adapter there is, wherever it comes from: the live model's, another model's, a folder's or a state dict's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.engine.adapter_slab import Packed, lies_on, pack
+from stoker.engine.device import runtime_for
+from stoker.engine.model import ModelShell
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.lora import AdapterWeights
+from stoker.weight_sync.adapter_files import adapter_reader
+from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
+from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.source import WeightSource
+
+
+class AdapterSources:
+    """Knows adapters by name, and notices when they change.
+
+    ``weights`` are all there are, as they were when last looked at; ``active`` those that the model ran then, in order.
+    ``packed``: of those that were copied, the ones that do not lie on the engine's device.
+    """
+
+    def __init__(self, model: nn.Module, *, deterministic: bool) -> None:
+        self._model, self._deterministic = model, deterministic
+        self.weights: dict[str, AdapterWeights] = {}
+        self.active: tuple[str, ...] = ()
+        self.packed: dict[str, Packed] = {}
+        self._read: dict[str, Callable[[], AdapterWeights]] = {}  # those of other models
+        self._copies: dict[str, AdapterWeights] = {}  # those of none
+        # Adapters of the model that were active at once, by the name of that.
+        self._sums: dict[str, tuple[str, ...]] = {}
+        # As of the last look: which shell takes them, where all but copies lie, their numbers where these were read, and
+        # whether they changed with nobody told so far.
+        self._shell: ModelShell | None = None
+        self._layout: object = None
+        self._numbers: list[int] | None = None
+        self._changed = False
+
+    def is_loaded(self, name: str) -> bool:
+        return name in self._read or name in self._copies
+
+    def look(self, shell: ModelShell, source: WeightSource, *, announced: bool, same: bool = False) -> None:
+        """Take the adapters as they are now; ``take_changed`` then says whether there was a change.
+
+        source: of the shell's weights. announced: whoever asks takes them for changed anyway; their numbers are not read,
+        as nothing has been sampled with them when they are first looked at again. same: the model is the one of the last
+        look, so its adapters are the same tensors. Raises ``UnsupportedModelError``, and takes nothing, where the shell
+        cannot run them.
+        """
+        before, moved = self._layout, False
+        found = self._changing() if same else self._find(source.adapters)
+        if self._read or not same:
+            found |= {name: read() for name, read in self._read.items()}
+            moved = self._take(shell, found)
+        if announced:
+            self._changed = False
+        if announced and not any(shell.lora.derives(adapter) for adapter in found.values()):
+            self._numbers = None
+            return
+        if isinstance(source, AliasedSource):  # which looks at the model's own
+            found = {name: adapter for name, adapter in found.items() if name in self._read}
+        known, self._numbers = self._numbers, numbers(found, source.device)
+        if not announced:
+            self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
+
+    def take_changed(self) -> bool:
+        """Whether there was a change that nobody announced, since this was asked last."""
+        changed, self._changed = self._changed, False
+        return changed
+
+    def lie_elsewhere(self) -> None:
+        """Those among the weights of a mirror, whose memory is another one now."""
+        if self._layout is not None:
+            self._layout = layout(self._changing())
+
+    def _changing(self) -> dict[str, AdapterWeights]:
+        """All but those that were copied."""
+        return {name: adapter for name, adapter in self.weights.items() if name not in self._copies}
+
+    def _find(self, whole: Mapping[str, Tensor]) -> dict[str, AdapterWeights]:
+        """The live model's, and what several of them come to that were active at once. whole: as of ``live_adapters``."""
+        check_adapters(self._model)
+        model = unwrap(self._model)
+        adapters = live_adapters(model, whole)
+        self.active = active_adapters(model)
+        if len(self.active) > 1:
+            self._sums["+".join(self.active)] = self.active
+        sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
+        adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}
+        for name in filter(self.is_loaded, adapters):
+            raise UnsupportedModelError(
+                f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
+            )
+        return adapters
+
+    def _take(self, shell: ModelShell, found: dict[str, AdapterWeights]) -> bool:
+        """Check and keep them where they are others than before; returns whether they are."""
+        before, self._layout = self._layout, layout(found)
+        moved = before != self._layout or shell is not self._shell
+        if moved:
+            everything = found | self._copies
+            try:
+                for name, adapter in everything.items():
+                    self._check(shell, name, adapter, everything)
+            except UnsupportedModelError:
+                self._layout = None
+                raise
+            self.weights, self._shell = everything, shell
+            if not self._deterministic:  # where bits have to stay, whatever is loaded meanwhile
+                shell.lora.know(everything.values())
+        return moved
+
+    def _check(
+        self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
+    ) -> None:
+        shell.lora.check(name, adapter, _dtype_of(known))
+        if self._deterministic and (outside := shell.lora.outside(adapter)):
+            raise UnsupportedModelError(
+                f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
+                "not with deterministic=True"
+            )
+
+    def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
+        """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
+
+        given: as for ``adapter_reader``.
+        """
+        dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
+        parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
+        read, changes = adapter_reader(name, given, parameters)
+        adapter = read()
+        if name in live_adapters(unwrap(self._model), source.adapters):
+            raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
+        self._check(shell, name, adapter, self.weights | {name: adapter})
+        adapter.bases.clear()  # they are those of the model
+        sampled = self._numbers is not None
+        if sampled:  # what changed until now would be forgotten below
+            self.look(shell, source, announced=False)
+        self.unload(name)
+        if changes:
+            self._read[name] = read
+        else:
+            if not lies_on(adapter, source.device):
+                self.packed[name] = pack(adapter, runtime_for(source.device))
+                adapter = self.packed[name].adapter
+            self._copies[name] = adapter
+        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
+        self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
+
+    def unload(self, name: str) -> None:
+        for known in (self._read, self._copies, self.packed, self.weights):
+            known.pop(name, None)
+
+
+def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
+    """That of the first one, which is a live one where there is any: kernels take one for all."""
+    all_weights = ((*a.linears.values(), *a.experts.values()) for a in adapters.values())
+    dtypes = (w.a.dtype for weights in all_weights for w in weights)
+    return next(dtypes, torch.float32)
