@@ -19,14 +19,19 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], Any], device: str) -> float:
-    """Seconds of one call."""
-    gc.collect()
+def seconds(call: Callable[[], object], device: str) -> float:
+    """Of one call, until the device is through with it."""
     synchronize(device)
     start = time.perf_counter()
     call()
     synchronize(device)
     return time.perf_counter() - start
+
+
+def timed(call: Callable[[], object], device: str) -> float:
+    """``seconds``, with the garbage of what was before collected first."""
+    gc.collect()
+    return seconds(call, device)
 
 
 def best_time(call: Callable[[], object], device: str, budget_s: float = 0.5) -> float:
@@ -36,10 +41,7 @@ def best_time(call: Callable[[], object], device: str, budget_s: float = 0.5) ->
     times: list[float] = []
     end = time.perf_counter() + budget_s
     while len(times) < 3 or time.perf_counter() < end:
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(seconds(call, device))
     return min(times)
 
 

@@ -46,8 +46,8 @@ def keep_nothing(keep: int = 2**16) -> None:
 class Peak:
     """Bytes held at the most since it was made, beyond those at the time: allocated on CUDA, resident on a CPU.
 
-    What an allocator kept and used again is not in a CPU's figure, and what it kept of memory that was not used at the same
-    time is; neither after ``keep_nothing``.
+    A CPU's figure is what the C library took from the system: less than was used where it had kept memory of before, and more
+    where it kept some in between. ``keep_nothing`` rules out both.
     """
 
     def __init__(self, device: str) -> None:

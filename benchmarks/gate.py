@@ -15,6 +15,18 @@ class GateError(Exception):
     """The engine's log-probabilities are not those of the model."""
 
 
+def limit_of(dtype: torch.dtype) -> float:
+    """By how much log-probabilities may differ where the same numbers are added up in another order."""
+    return 1e-4 if dtype == torch.float32 else 0.25
+
+
+def check(worst: float, limit: float, theirs: str) -> dict[str, float]:
+    """Raise ``GateError`` where log-probabilities differ from ``theirs`` by more than the limit, or by NaN."""
+    if not worst <= limit:
+        raise GateError(f"log-probabilities differ from {theirs} by {worst:.2e}, allowed is {limit:.2e}")
+    return {"max_abs_diff": worst, "limit": limit}
+
+
 @torch.inference_mode()
 def check_logprobs(model: PreTrainedModel, outputs: Sequence[RolloutOutput]) -> dict[str, float]:
     """Compare the first completion of each output with a teacher-forced plain forward in fp32.
@@ -32,12 +44,8 @@ def check_logprobs(model: PreTrainedModel, outputs: Sequence[RolloutOutput]) -> 
         expected.append(_teacher_forced(exact, ids, count))
         narrow.append(expected[-1] if exact is model else _teacher_forced(model, ids, count))
     worst, plain = ((torch.cat(x) - torch.cat(expected)).abs().max().item() for x in (found, narrow))
-    limit = max(1e-4, 2 * plain)
-    tokens = sum(map(len, found))
-    figures = {"max_abs_diff": worst, "limit": limit, "plain_forward_max_abs_diff": plain, "tokens": tokens}
-    if not worst <= limit:  # also where it is NaN
-        raise GateError(f"log-probabilities differ from the fp32 forward by {worst:.2e}, allowed is {limit:.2e}")
-    return figures
+    figures = check(worst, max(1e-4, 2 * plain), "the fp32 forward's")
+    return figures | {"plain_forward_max_abs_diff": plain, "tokens": sum(map(len, found))}
 
 
 def _teacher_forced(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:

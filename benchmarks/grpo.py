@@ -1,6 +1,6 @@
 """A TRL GRPO step from end to end, by who samples its completions: ``python -m stoker.benchmarks.grpo``.
 
-The same trainer four times over: with the engine (and, apart, with the importance-sampling correction TRL then turns on,
+The same trainer five times over: with the engine (and, apart, with the importance-sampling correction TRL then turns on,
 which costs a forward of its own), with ``model.generate``, and with transformers' continuous batching, as TRL calls it and
 with a cache sized to the batch. Same model, prompts and settings; blocks of steps alternate. Completions end where the
 sampler draws the end token, and their lengths are geometric: the model is random, and built so that this token always has
@@ -26,9 +26,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from stoker.benchmarks import ceilings, command
+from stoker.benchmarks import ceilings, command, gate
 from stoker.benchmarks.gate import GateError
-from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec
+from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, dtype_of
 from stoker.integrations.trl import attach
 from stoker.rollout import EngineConfig
 
@@ -92,8 +92,7 @@ def build_model(scenario: Scenario, device: str) -> PreTrainedModel:
     """
     config = copy.deepcopy(scenario.spec.config)
     config.tie_word_embeddings, config.eos_token_id, config.pad_token_id = False, EOS, PAD
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model: Any = replace(scenario.spec, config=config).build(device, dtype)
+    model: Any = replace(scenario.spec, config=config).build(device, dtype_of(device))
     head = model.lm_head.weight
     model.model.embed_tokens.weight[:, 0] = math.sqrt(config.hidden_size)
     for layer in model.model.layers:
@@ -210,10 +209,7 @@ def check(trainers: dict[str, TimedTrainer], dtype: torch.dtype) -> dict[str, An
             )
     key = "sampling/sampling_logp_difference/max"
     worst = max(entry[key] for entry in trainers["engine, corrected"].state.log_history if key in entry)
-    limit = 1e-4 if dtype == torch.float32 else 0.25
-    if not worst <= limit:
-        raise GateError(f"log-probabilities differ from the trainer's by {worst:.2e}, allowed is {limit:.2e}")
-    return {"max_abs_diff": worst, "limit": limit}
+    return gate.check(worst, gate.limit_of(dtype), "the trainer's")
 
 
 def compare(scenario: Scenario, device: str) -> dict[str, Any]:
@@ -227,14 +223,15 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             for way, trainer in trainers.items():
                 if block == 0 or way != "continuous":
                     trainer.train()
-    gate = check(trainers, next(trainers["engine"].model.parameters()).dtype)
+    dtype = next(trainers["engine"].model.parameters()).dtype
+    checked = check(trainers, dtype)
     medians = {way: statistics.median(t.times.steps) for way, t in trainers.items()}
     lengths = trainers["engine"].times.lengths
     return {
         "model": {
             "name": scenario.spec.name,
             "parameters": sum(p.numel() for p in trainers["engine"].model.parameters()),
-            "dtype": str(next(trainers["engine"].model.parameters()).dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
         },
         "workload": {
             "prompts": scenario.prompts,
@@ -245,7 +242,7 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             "steps": len(trainers["engine"].times.steps),
             "micro_batch": scenario.micro_batch,
         },
-        "gate": gate,
+        "gate": checked,
         "ways": {
             way: {
                 "step_seconds": t.times.steps,
@@ -266,15 +263,16 @@ def table(run: dict[str, Any]) -> list[str]:
     lines = [
         f"{run['model']['name']} ({run['model']['parameters']:,} parameters, {run['model']['dtype']}): "
         f"{work['prompts']} prompts x {work['samples']} samples, completions of {work['median_length']:.0f} tokens in the "
-        f"median, at most {work['cap']}; {work['steps']} steps each; log-probabilities within "
-        f"{run['gate']['max_abs_diff']:.1e} of the trainer's",
-        f"  {'rollouts by':20}{'step s':>9}{'range':>18}{'rollout s':>11}{'its share':>11}{'step / engine':>15}{'tokens':>8}",
+        f"median, at most {work['cap']}; log-probabilities within {run['gate']['max_abs_diff']:.1e} of the trainer's",
+        f"  {'rollouts by':20}{'steps':>6}{'step s':>9}{'range':>18}{'rollout s':>11}{'its share':>11}"
+        f"{'step / engine':>15}{'tokens':>8}",
     ]
     for name, way in run["ways"].items():
         low, high = min(way["step_seconds"]), max(way["step_seconds"])
         lines.append(
-            f"  {name:20}{way['median_step_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{way['median_rollout_s']:11.3f}"
-            f"{way['rollout_share']:11.0%}{way['times_engine']:14.2f}x{way['mean_length']:8.1f}"
+            f"  {name:20}{len(way['step_seconds']):6}{way['median_step_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}"
+            f"{way['median_rollout_s']:11.3f}{way['rollout_share']:11.0%}{way['times_engine']:14.2f}x"
+            f"{way['mean_length']:8.1f}"
         )
     return lines
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from stoker.benchmarks import ceilings, command
-from stoker.benchmarks.gate import GateError
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
+from stoker.benchmarks import ceilings, command, gate
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 RANK = 16
@@ -53,11 +52,9 @@ def train(model: PeftModel) -> None:
 
 
 def build(scenario: Scenario, device: str) -> PeftModel:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    base = scenario.spec.build(device, dtype_of(device))
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-    model = get_peft_model(
-        scenario.spec.build(device, dtype), config, adapter_name="0", autocast_adapter_dtype=False
-    ).eval()
+    model = get_peft_model(base, config, adapter_name="0", autocast_adapter_dtype=False).eval()
     for index in range(1, scenario.adapters):
         model.add_adapter(str(index), config, autocast_adapter_dtype=False)
     train(model)
@@ -65,17 +62,14 @@ def build(scenario: Scenario, device: str) -> PeftModel:
 
 
 @torch.inference_mode()
-def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> float:
-    """Largest difference of log-probabilities from PEFT's own forward, under the first adapter."""
+def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> dict[str, float]:
+    """That log-probabilities are those of PEFT's own forward, under the first adapter."""
     (output,) = engine.generate_batch([prompt], SamplingParams(max_tokens=8), adapter="0")
     (completion,) = output.completions
     logits = model(torch.tensor([prompt + completion.token_ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
     expected = logits.float().log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids].cpu()
     worst = (expected - torch.tensor(completion.logprobs)).abs().max().item()
-    limit = 1e-4 if model.dtype == torch.float32 else 0.25
-    if not worst <= limit:
-        raise GateError(f"log-probabilities differ from PEFT's by {worst:.2e}, allowed is {limit:.2e}")
-    return worst
+    return gate.check(worst, gate.limit_of(model.dtype), "PEFT's")
 
 
 def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str, Any]:
@@ -170,13 +164,13 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
         max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
     )
     with RolloutEngine(model, config=config) as engine:
-        worst = check(engine, model, scenario.workload.draw(scenario.spec.config.vocab_size, -2)[0])
+        checked = check(engine, model, scenario.workload.draw(scenario.spec.config.vocab_size, -2)[0])
         return {
             "model": {"name": scenario.spec.name, "dtype": str(model.dtype).removeprefix("torch.")},
             "workload": scenario.workload.describe(),
             "adapters": scenario.adapters,
             "rank": RANK,
-            "gate": {"max_abs_diff": worst},
+            "gate": checked,
             "rollouts": rollouts(engine, scenario, device),
             "updates": updates(engine, model, scenario, device) | swaps(model, scenario, device),
         }

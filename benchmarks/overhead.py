@@ -1,4 +1,4 @@
-"""Where a step's time goes: timers around the engine's four seams and the model inside the third."""
+"""Where a step's time goes: timers around plan, fill, run and commit, around the model within a run, and around waiting."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+from stoker.engine.device import HostCopy
 from stoker.rollout import RolloutEngine, SamplingParams
 
 
 @dataclass(slots=True)
 class Step:
-    """One ``core.step()``, in seconds. ``model`` is part of ``run``; ``total`` covers plan, fill, run and commit."""
+    """One ``core.step()``, in seconds. ``model`` is part of ``run``; ``total`` covers plan, fill, run, wait and commit.
+
+    On CUDA ``run`` only launches, and ``wait`` is for the plan before; a CPU is through when ``run`` is.
+    """
 
     total: float = 0.0
     plan: float = 0.0
     fill: float = 0.0
     run: float = 0.0
     model: float = 0.0
+    wait: float = 0.0
     commit: float = 0.0
     rows: int = 0
     num_steps: int = 0
@@ -30,8 +35,8 @@ class Step:
 
     @property
     def host(self) -> float:
-        """Everything the engine does for a step outside the runner."""
-        return self.total - self.run
+        """Everything the engine does for a step outside the runner, but for waiting until the device is through."""
+        return self.total - self.run - self.wait
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ def timed_steps(engine: RolloutEngine) -> Iterator[StepTimes]:
         stack.enter_context(timed(type(core.runner), "__call__", "run"))
         stack.enter_context(timed(type(core.scheduler), "plan", "plan", note_plan))
         stack.enter_context(timed(type(core.inputs), "fill", "fill"))
+        stack.enter_context(timed(HostCopy, "wait", "wait"))
         stack.enter_context(timed(type(core.scheduler), "commit", "commit"))
         stack.enter_context(timed(type(core), "step", "total", note_step))
         start = time.perf_counter()
@@ -110,7 +116,8 @@ def breakdown(times: StepTimes, rows: int) -> dict[str, float]:
     steps = times.decode_steps(rows)
     count = sum(s.num_steps for s in steps)
     assert count, "no decode step had that many requests"
-    total = {part: sum(getattr(s, part) for s in steps) / count * 1e6 for part in ("plan", "fill", "commit", "model")}
+    parts = ("plan", "fill", "commit", "model", "wait")
+    total = {part: sum(getattr(s, part) for s in steps) / count * 1e6 for part in parts}
     total["sampling_and_readback"] = sum(s.run - s.model for s in steps) / count * 1e6
     total["host"] = sum(s.host for s in steps) / count * 1e6
     total["step"] = sum(s.total for s in steps) / count * 1e6

@@ -1,10 +1,10 @@
 """Partial rollouts against waiting for the longest: ``python -m stoker.benchmarks.partial``.
 
-Rounds of a training: sample, update the weights, sample again, while completions have a long tail. One way waits for all of a round's requests. The other submits, waits for a share
-of those under way, keeps the others with their KV over the update (``pause("keep")``, ``resume``), and fills the slots with
-new prompts. Both serve the same requests in the same order, and neither is told how long any of them will be. Writes
-one JSON file, prints a table and, last, one line of JSON. On a CPU only ratios of one run mean anything: run it on a
-machine that does nothing else.
+Rounds of a training: sample, update the weights, sample again, while completions have a long tail. One way waits for all
+of a round's requests. The other submits, waits for a share of those under way, keeps the others with their KV over the
+update (``pause("keep")``, ``resume``), and fills the slots with new prompts. Both serve the same requests in the same
+order, and neither is told how long any of them will be. Writes one JSON file, prints a table and, last, one line of JSON.
+On a CPU only ratios of one run mean anything: run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
-from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, Workload
+from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, Workload, dtype_of, train
 from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
 from stoker.rollout.live import RolloutHandle
 
@@ -60,13 +59,6 @@ SCENARIOS = {
         ),
     ),
 }
-
-
-@torch.no_grad()
-def train(model: PreTrainedModel) -> None:
-    """Stands in for an optimizer step: every weight changes a little, in place."""
-    for parameter in model.parameters():
-        parameter.mul_(1.001)
 
 
 @dataclass(frozen=True)
@@ -140,7 +132,7 @@ class Rounds:
 
 def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     work = scenario.workload
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_of(device)
     model = scenario.spec.build(device, dtype)
     ways = {"wait for all": 1.0, "partial": scenario.share}
     found: dict[str, list[Found]] = {name: [] for name in ways}

@@ -9,23 +9,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from stoker.benchmarks import ceilings
 from stoker.benchmarks.ceilings import Ceiling
-from stoker.benchmarks.workloads import Workload
+from stoker.benchmarks.footprint import used
+from stoker.benchmarks.workloads import Workload, train
 from stoker.rollout import RolloutEngine, SamplingParams
 
 # From a model in memory to its first token, in a process that has done nothing else.
 _START_UP = """
-import json, sys, time, torch
+import json, sys, time
 from stoker.benchmarks.step_profile import MODELS
+from stoker.benchmarks.workloads import dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 name, device = sys.argv[1:]
-model = MODELS[name].build(device, torch.bfloat16 if device == "cuda" else torch.float32)
+model = MODELS[name].build(device, dtype_of(device))
 start = time.perf_counter()
 engine = RolloutEngine(model, config=EngineConfig(max_model_len=4096))
 engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1))
@@ -89,9 +90,7 @@ def cycle(
     engine.sleep()
     each: list[dict[str, float]] = []
     for repeat in range(repeats):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.001)
+        train(model)
         prompts = work.draw(vocab, 4000 + repeat)
         calls = {
             "wake_up": engine.wake_up,
@@ -99,32 +98,27 @@ def cycle(
             "rollout": lambda prompts=prompts: engine.generate_batch(prompts, params),
             "sleep": engine.sleep,
         }
-        each.append({name: _seconds(call, device) for name, call in calls.items()})
+        each.append({name: ceilings.seconds(call, device) for name, call in calls.items()})
     engine.wake_up()
     found = {f"{name}_s": statistics.median(one[name] for one in each) for name in each[0]}
     return found | {"not_rollout": 1 - found["rollout_s"] / sum(found.values())}
-
-
-def _seconds(call: Any, device: str) -> float:
-    ceilings.synchronize(device)
-    start = time.perf_counter()
-    call()
-    ceilings.synchronize(device)
-    return time.perf_counter() - start
 
 
 def maintenance(engine: RolloutEngine, device: str, rounds: int = 50) -> dict[str, float]:
     """What a trainer calls between rollouts: medians in milliseconds, and the memory that sleeping gives back."""
 
     def milliseconds(call: Any) -> float:
-        return _seconds(call, device) * 1e3
+        return ceilings.seconds(call, device) * 1e3
+
+    def held() -> int:
+        return used(device)["driver" if device == "cuda" else "resident"]
 
     update = statistics.median(milliseconds(engine.update_weights) for _ in range(rounds))
     kv_cache_bytes = engine.stats().kv_cache_bytes
     # Only the first time: a cache that was woken and not used yet may hold no page of physical memory.
-    before = _used_memory(device)
+    before = held()
     sleeps = [milliseconds(engine.sleep)]
-    given_back = before - _used_memory(device)
+    given_back = before - held()
     wakes = [milliseconds(engine.wake_up)]
     for _ in range(4):
         sleeps.append(milliseconds(engine.sleep))
@@ -136,11 +130,3 @@ def maintenance(engine: RolloutEngine, device: str, rounds: int = 50) -> dict[st
         "wake_ms": statistics.median(wakes),
         "given_back_bytes": given_back,
     }
-
-
-def _used_memory(device: str) -> int:
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))

@@ -26,7 +26,7 @@ from stoker.benchmarks import ceilings, command, gate, overhead, phases, plots, 
 from stoker.benchmarks.footprint import clear
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, fifo_steps
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of, fifo_steps
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 PEERS: dict[str, type[Peer]] = {
@@ -115,7 +115,7 @@ def timed(peer: Peer, prompts: list[list[int]], lengths: Sequence[int], device: 
 def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[str, Any]:
     """Gate, interleaved timings, ceiling and step times of one scenario."""
     spec, work = scenario.spec, scenario.workload
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_of(device)
     vocab, lengths = spec.config.vocab_size, work.lengths
     stoker = Stoker(spec, work, device, dtype)
     kv_tokens = work.slots * work.max_len // 2

@@ -6,20 +6,18 @@ and, last, one line of JSON. On a CPU only ratios of one run mean anything: run 
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from stoker.benchmarks import ceilings, command
-from stoker.benchmarks.gate import GateError
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload
+from stoker.benchmarks import ceilings, command, gate
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine
 
 
@@ -89,7 +87,7 @@ def best_s(ceiling: ceilings.Ceiling, head: int, prompts: list[list[int]], compl
 
 def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     spec, work = scenario.spec, scenario.workload
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_of(device)
     model = spec.build(device, dtype)
     ceiling = ceilings.measure(model, device, rows=(512, 4096), kv_tokens=0)
     head = model.get_output_embeddings().weight.numel()
@@ -106,19 +104,12 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
         calls: dict[str, Callable[..., list[torch.Tensor]]] = {"stoker": score, "forward": plain}
         first = {name: torch.cat(call(*draw(work, spec.config.vocab_size, -1))) for name, call in calls.items()}
         worst = (first["stoker"] - first["forward"]).abs().max().item()
-        limit = 1e-4 if dtype == torch.float32 else 0.25
-        if not worst <= limit:
-            raise GateError(f"scores differ from the plain forward by {worst:.2e}, allowed is {limit:.2e}")
+        checked = gate.check(worst, gate.limit_of(dtype), "the plain forward's")
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         for repeat in range(scenario.repeats):
             batch = draw(work, spec.config.vocab_size, repeat)
             for name, call in calls.items():
-                gc.collect()
-                ceilings.synchronize(device)
-                start = time.perf_counter()
-                call(*batch)
-                ceilings.synchronize(device)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(ceilings.timed(partial(call, *batch), device))
         prompts, completions = draw(work, spec.config.vocab_size, 0)
         ceiling_s = best_s(ceiling, head, prompts, completions)
         median = {name: statistics.median(times) for name, times in seconds.items()}
@@ -127,7 +118,7 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             "workload": work.describe(),
             "micro_batch": scenario.micro_batch,
             "logits_bytes": 4 * config.score_chunk_tokens * spec.config.vocab_size,
-            "gate": {"max_abs_diff": worst, "limit": limit},
+            "gate": checked,
             "ceiling_s": ceiling_s,
             "engines": {
                 name: {

@@ -1,7 +1,8 @@
 """Where a decode step's time goes: kernels by kind, gaps between them, host: ``python -m stoker.benchmarks.step_profile``.
 
 On CUDA the kernels of replayed graphs are attributed by their names, and what is left of the time is the device idle: gaps
-between kernels within a window, and waits between windows. On a CPU the operations themselves are attributed. Prints a table and one JSON line.
+between kernels within a window, and waits between windows. On a CPU the operations themselves are attributed. Prints a
+table and one JSON line.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stoker.benchmarks import ceilings
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY
+from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}
@@ -75,7 +75,7 @@ def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 def measure(name: str, device: str, batch: int, context: int, steps: int) -> dict[str, Any]:
     spec = MODELS[name]
-    model = spec.build(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = spec.build(device, dtype_of(device))
     rng = random.Random(0)
     prompts = [[rng.randrange(1, spec.config.vocab_size) for _ in range(context)] for _ in range(batch)]
     params = SamplingParams(max_tokens=steps + 1, ignore_eos=True)

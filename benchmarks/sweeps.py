@@ -8,10 +8,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from stoker.benchmarks import ceilings
-from stoker.benchmarks.workloads import ModelSpec
+from stoker.benchmarks.workloads import ModelSpec, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 STEPS = 64
@@ -37,7 +35,7 @@ def decode(
 
     No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason; what was begun is returned.
     """
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_of(device)
     token_bytes = ceilings.kv_token_bytes(spec.config, dtype)
     fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= _MOST_KV_BYTES]
     batches = [batch for batch, _ in fitting]

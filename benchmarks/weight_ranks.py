@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -112,12 +111,9 @@ def hold_shards(
             train(model)
             dist.barrier()
             peak = Peak(device)
-            ceilings.synchronize(device)
-            start = time.perf_counter()
-            engine.update_weights()
-            ceilings.synchronize(device)
+            took = ceilings.seconds(engine.update_weights, device)
             if repeat >= 0:
-                seconds.append(time.perf_counter() - start)
+                seconds.append(took)
                 moved = engine.stats().last_update_bytes
             elif repeat == -1:
                 extra = peak.extra()
@@ -131,12 +127,8 @@ def hold_shards(
         rounds = []
         for _ in range(5):
             dist.barrier()
-            ceilings.synchronize(device)
-            start = time.perf_counter()
-            for _ in range(4):
-                dist.all_gather_into_tensor(whole, share)
-            ceilings.synchronize(device)
-            rounds.append((time.perf_counter() - start) / 4)
+            four = ceilings.seconds(lambda: [dist.all_gather_into_tensor(whole, share) for _ in range(4)], device)
+            rounds.append(four / 4)
         if rank == 0:
             connection.send(
                 {"seconds": seconds, "bytes": moved, "extra": extra, "collective": whole.numel() / min(rounds)}

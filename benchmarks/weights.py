@@ -26,7 +26,7 @@ from stoker.benchmarks import ceilings, command, lora, weight_ranks
 from stoker.benchmarks.footprint import Peak, clear
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.weight_ranks import CONFIG, WAIT_S, sums, train
-from stoker.benchmarks.workloads import LLAMA_1B, MEDIUM, QWEN_7B, SMALL, TOY, ModelSpec
+from stoker.benchmarks.workloads import LLAMA_1B, MEDIUM, QWEN_7B, SMALL, TOY, ModelSpec, dtype_of
 from stoker.rollout import RolloutEngine
 from stoker.weight_sync import gather
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer
@@ -138,7 +138,7 @@ def sender(
 
 def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path) -> dict[str, Any]:
     """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype_of(device)
     model = scenario.spec.build(device, dtype)
     start = {name: p.clone() for name, p in model.named_parameters()}
     new = {name: -p for name, p in start.items()}
@@ -245,7 +245,7 @@ def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
 
 
 def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
-    meta = scenario.spec.build("meta", torch.bfloat16 if device == "cuda" else torch.float32)
+    meta = scenario.spec.build("meta", dtype_of(device))
     size = sum(p.nbytes for p in meta.parameters())
     bandwidth = ceilings.copy_bandwidth(2**30 if device == "cuda" else max(2**20, size), device)
     ways: dict[str, Any] = {}

@@ -1,8 +1,7 @@
 """The models and the requests that every engine of a run gets, all of them seeded.
 
-The workloads, and where each is measured: (i) and (ii) GRPO groups, ``rollout``; (iii) decode at fixed batch and context,
-``sweeps``; (iv) prefill alone, ``phases``; (v) scoring, ``scoring``; (vi) adapters, ``lora``; (vii) a whole cycle of wake,
-update, rollout and sleep, ``phases``; (viii) a GRPO step of TRL, ``grpo``.
+``rollout`` counts its workloads: (i) and (ii) are GRPO groups, (iii) decode at fixed batch and context (``sweeps``), (iv)
+prefill alone and (vii) a whole cycle of wake, update, rollout and sleep (both ``phases``). ``README.md`` has the others.
 """
 
 from __future__ import annotations
@@ -44,6 +43,18 @@ class ModelSpec:
         model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
         model.generation_config.eos_token_id = None
         return model
+
+
+def dtype_of(device: str) -> torch.dtype:
+    """What models run in there."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@torch.no_grad()
+def train(model: torch.nn.Module) -> None:
+    """Stands in for an optimizer step: every weight changes a little, in place."""
+    for parameter in model.parameters():
+        parameter.mul_(1.001)
 
 
 @dataclass(frozen=True, kw_only=True)

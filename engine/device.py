@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from stoker.engine.packed_inputs import Channel, PinnedChannel, arrays_in, place, tensors_in
 from stoker.engine.virtual_memory import CudaDriver, DeviceBuffer, PlainBuffer, VirtualBuffer
+from stoker.kernels.host_memory import free_host_memory
 
 _log = logging.getLogger("stoker")
 
@@ -45,7 +45,7 @@ class Runtime:
 
     def free_memory(self) -> int:
         """Bytes that could be allocated now."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        raise NotImplementedError
 
     def channel(self, nbytes: int) -> Channel:
         """Static memory for what every plan sends."""
@@ -84,11 +84,7 @@ class Runtime:
 
 class CpuRuntime(Runtime):
     def free_memory(self) -> int:
-        with open("/proc/meminfo") as file:  # counts reclaimable page cache as free, which sysconf does not
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        return super().free_memory()
+        return free_host_memory()
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ class CudaRuntime(Runtime):
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
         specs = [(array.dtype.type, array.shape) for array in arrays]
         nbytes = place(specs)[1]
-        host = torch.empty(nbytes, dtype=torch.uint8, device="cpu").pin_memory()
+        host = self.staging_memory(nbytes)
         for packed, array in zip(arrays_in(host.numpy(), specs), arrays, strict=True):
             np.copyto(packed, array)
         # Torch gives pinned memory to nobody before the copies that read it are over.
@@ -171,7 +167,8 @@ class CudaRuntime(Runtime):
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(*pool)
                 torch._C._cuda_releasePool(*pool)
-                # To the allocator of pinned memory nobody can say it: it goes on asking this graph, and refuses the pool.
+                # The allocator of pinned memory cannot be told: it goes on asking this graph, which has to live for that,
+                # and refuses to use its pool.
                 self._abandoned.append(graph)
                 self._leave_pool()
             raise

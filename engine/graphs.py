@@ -119,7 +119,8 @@ class GraphStep:
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
                 # A kernel's code cannot always be loaded while its launch is captured, and a batch of a single step has not
-                # come to this. Of the batch's buffers the next plan reads only the newest tokens.
+                # run this yet: so it runs once before. The step it takes too far is in buffers that every plan writes anew,
+                # but for the newest tokens, of which it gets a copy.
                 finish([output[0].clone() for output in outputs], replace(record, newest=batch.sampled.clone()))
                 return _Graph(self.runtime.capture(body), step, outputs)
         except RuntimeError as error:  # of which torch.OutOfMemoryError is one

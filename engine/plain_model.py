@@ -1,4 +1,4 @@
-"""A decoder of fused layers without the layers of convenience around it."""
+"""A decoder of fused layers, run without the forward of its own class."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Request:
             if math.isnan(logprob):
                 self.finish_reason = "error"
                 self.error = RequestFailedError(
-                    f"the model gave NaN logits at position {self.total} under weight version {version}, in step "
+                    f"the model gave NaN logits at position {len(self.tokens)} under weight version {version}, in step "
                     f"{step + 1} of a plan of {num_rows} rows: check the weights and the learning rate; the engine and its "
                     "other requests go on"
                 )

@@ -60,16 +60,19 @@ class PenaltyState:
         self.counts = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)
 
     def start(self, slot: int, prompt: Tensor, output: Tensor) -> None:
+        """Begin a request in a slot. prompt, output: ids it has so far, int64."""
         self.in_prompt[slot].zero_().index_fill_(0, prompt, True)
         # Not bincount, which waits for the device to learn the largest id.
         self.counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def add(self, slots: Tensor, tokens: Tensor) -> None:
+        """Count what was sampled. slots, tokens: int64 [R]."""
         # Not index_put_, which sorts: the spare slot alone comes more than once, and integers add up in any order.
         places = slots * self.counts.shape[1] + tokens
         self.counts.view(-1).scatter_add_(0, places, torch.ones_like(tokens, dtype=torch.int32))
 
     def apply(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The logits with every row's penalties, fp32 [R, V]. logits: fp32 [R, V]."""
         counts = self.counts.index_select(0, rows.slots)
         seen = self.in_prompt.index_select(0, rows.slots) | (counts > 0)
         repetition = rows.repetition[:, None]

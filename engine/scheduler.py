@@ -48,7 +48,8 @@ class Scheduler:
     pool: BlockPool = field(init=False)
     prefix_cache: PrefixCache = field(init=False)
     _free_slots: list[int] = field(init=False)
-    _unwritten: dict[int, int] = field(default_factory=dict)  # blocks cached by the plan being made: tokens before it
+    # Blocks in the prefix cache that only the plan being made fills: how many tokens of their sequence are there before it.
+    _unwritten: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._reset_blocks()
@@ -118,10 +119,11 @@ class Scheduler:
         if request.remaining:
             left = request.total - request.computed
             if left > 1 and _ends_at_once(request):
-                # It would be gone before the others of its prompt could go on from it.
+                # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
+                # the next plan, in which the samples that still wait can share them.
                 left -= any(r.status is Status.WAITING for r in request.group if r is not request)
             return left
-        # Nothing is sampled: the last token predicts nothing. The first of a group stops where the others can go on.
+        # It only scores, so nothing follows its last token. The first of a group stops where the others can go on.
         end = request.total - 1
         shared = len(request.group) > 1 and request.computed < request.num_prompt
         return (request.num_prompt if shared else end) - request.computed
@@ -256,10 +258,8 @@ class Scheduler:
                     mine.append(request)
 
     def _admit(self, request: Request, other: Request | None, budget: int, copies: dict[int, int]) -> int:
-        """Start a waiting request with what is already computed of it. Returns the tokens it computes, 0 if it must wait.
-
-        other: of ``_admissible``.
-        """
+        """Start a waiting request with what is already computed of it, be it by ``other`` (as in ``_admissible``).
+        Returns the tokens it computes, 0 if it must wait."""
         shared, computed, from_cache = self._already_computed(request, other)
         for block in shared:
             self.pool.share(block)
@@ -395,4 +395,5 @@ class Scheduler:
 
 
 def _ends_at_once(request: Request) -> bool:
+    """Whether the request finishes with the plan that completes its prompt."""
     return request.spec.max_tokens == 1 and request.scoring is None

@@ -27,8 +27,8 @@ from stoker.kernels.reference.window import Record
 class Batch:
     """One step's tensors: views of the static buffers, T tokens and R rows, padded to a bucket.
 
-    Padded tokens write to the null block and padded rows sample tokens nobody reads. Two batches with as many rows,
-    both of decode steps, are the same tensors.
+    Padded tokens write to the null block and padded rows sample tokens nobody reads. Where plans are static, two batches
+    of decode steps with as many rows are the same tensors.
     """
 
     num_rows: int  # real rows
@@ -111,6 +111,7 @@ class StepInputs:
         token_bytes: int,
         vocab: int,
     ) -> None:
+        """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id."""
         self.ops = ops
         self.runtime = runtime
         self.max_rows = max_num_seqs
@@ -135,7 +136,8 @@ class StepInputs:
         self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
         self._sampled = static(max_num_seqs + 1)
         self._workspace: dict[str, Any] = {}  # attention's
-        # Whether neighbouring rows began alike. Once some did they all may, or steps would be captured with it and without.
+        # Whether plans look for neighbours that begin alike: from the first time there are such, and then always, or a step
+        # would be captured anew whenever that changes.
         self._shared = ops.shared_from is None
         self._packed = self._new_packed()
 

@@ -53,8 +53,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_KEY_DIM, _MAX_VALUE_DIM = 576, 512  # of DeepSeek's latent form; beyond it accumulators do not fit registers
 _STAGE_BYTES = 36 * 1024  # of keys and values that are on their way at a time
 _SHARED_BYTES = 220 * 1024  # of an SM
-# A tile's entries of the block table are a load of their own before those of its keys, so that of five stages two tiles of
-# keys and values are on their way, which compiled code bears out.
+# Of the compiler's software pipeline. A tile's block numbers have to arrive before its keys and values can be asked for, which
+# takes up stages: with five, two tiles of keys and values are on their way at a time, as compiled code shows.
 _NUM_STAGES = 5
 
 

@@ -1,14 +1,55 @@
-"""A CPU's memory: large pieces of it, and the way from it to a device."""
+"""A CPU's memory: how much is free, large pieces of it, and the way from it to a device."""
 
 from __future__ import annotations
 
 import mmap
+import os
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor
 
 _HUGE = 2 * 2**20  # bytes of a huge page
+# Control groups of version 1 and 2, by what /proc/self/cgroup calls them: their folder, and the files that tell the most they
+# may take and what they take; of the latter, by its name in memory.stat, what is cache and would make way.
+_GROUPS = {
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process could take now: what the system has to give, within the limit of a container.
+
+    root: where proc and sys lie. A system that does not tell (one without /proc) counts as all free.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return max(0, min([available, *_left_to_groups(root)]))
+
+
+def _left_to_groups(root: Path) -> Iterator[int]:
+    """What each control group that this process is in may still take, as far as they are bounded and can be read."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controller, path = line.split(":", 2)
+            if controller in _GROUPS:
+                folder, *files = _GROUPS[controller]
+                # A container may see its own group as the root, whatever the path says.
+                for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+                    with suppress(OSError, ValueError):  # no such group here, or one that may take "max"
+                        yield _left_to(root / folder / group.relative_to("/"), *files)
+
+
+def _left_to(group: Path, limit: str, usage: str, cache: str) -> int:
+    most, taken = int((group / limit).read_text()), int((group / usage).read_text())
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return most - taken + int(stat.get(cache, 0))
 
 
 def host_memory(nbytes: int) -> Tensor:
@@ -30,5 +71,5 @@ def host_memory(nbytes: int) -> Tensor:
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A CPU's tensor on a device, itself if that is the CPU. The host waits for nothing, which from unpinned memory it would."""
+    """A CPU's tensor on a device, itself if that is the CPU. Pinned for the copy, so that the host does not wait for it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -20,8 +20,8 @@ from stoker.kernels.linear import store_outputs, sum_over, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
-# Of the GPUs this is made for, one program on each multiprocessor or so. Constant, for what a segment is must not differ
-# from one GPU to another.
+# Programs that fill the GPUs this is made for, one a multiprocessor or so. A constant: segments, and with them the bits of
+# a sum, must not differ from one GPU to another.
 _FILLED = 128
 
 

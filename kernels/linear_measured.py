@@ -1,7 +1,8 @@
-"""A projection by whatever is the fastest on this device, which is measured when a weight's shape first meets some dozens of rows.
+"""A projection by whatever is the fastest on this device, as measured when a weight's shape first meets some dozens of rows.
 
 How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so do the best
-number of splits, and whether a norm before it is done on the way or by a kernel of its own. Of what is wrong, does not compile or finds no memory nothing is taken: then the library multiplies.
+number of splits, and whether a norm before it is done on the way or by a kernel of its own. A way whose numbers are wrong
+is not taken. Where nothing can be measured, since something does not compile or finds no memory, the library multiplies.
 """
 
 from __future__ import annotations

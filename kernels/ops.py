@@ -43,14 +43,14 @@ class Ops:
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
-    # With how many keys neighbouring rows of a decode step have to begin alike for attention to read those together; a
-    # plan is told whether there may be such rows. None: it finds out by itself.
+    # How many keys neighbouring rows of a decode step have in common from the first on where attention reads those together;
+    # ``plan_attention`` is then told whether to look for such rows. None: it always is to.
     shared_from: int | None = None
-    # Device memory that attention's workspace takes, once for every (query heads, value dimension) there is: its bytes for
-    # (most rows, columns of the block table, block size, heads, value dimension).
+    # Bytes of attention's workspace on the device, of (most rows, columns of the block table, block size, query heads, value
+    # dimension): it takes so much for each pair of the last two that there is among the layers.
     attention_workspace: Callable[..., int] | None = None
-    # By rows, weight and what else the operation does, for the matmuls of which that was measured so far: who multiplies,
-    # and who would take longer.
+    # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
+    # one that is taken first.
     matmuls: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -24,8 +24,8 @@ SPLIT = _BLOCKS * SAMPLE_BLOCK
 # Without fused multiply-adds the same arithmetic gives the same bits in each kernel that holds it.
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _QUADS = 64
-# What lies at a place that follows from the number of rows: whether that is a multiple of 16 bytes is no reason for a kernel
-# to be compiled again in the middle of a rollout.
+# Arguments whose alignment follows from the number of rows: a kernel specialised on it would be compiled again in the middle
+# of a rollout.
 _WORK = ["best_ptr", "best_id_ptr", "top_ptr", "top_id_ptr"]
 _SCORES = ["entropies_ptr", "logprobs_ptr", "entropy_ptr"]
 

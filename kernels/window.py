@@ -12,7 +12,8 @@ from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.window import Record
 
 
-# Log-probabilities lie where the number of rows says, which is no reason to compile this again while a step is captured.
+# How the log-probabilities are aligned follows from the number of rows: a kernel specialised on it would be compiled again,
+# and that while a step is captured.
 @triton.jit(do_not_specialize_on_alignment=["logprobs_ptr"])
 def _advance_kernel(
     tokens_ptr, stop_ids_ptr, first_stop_ptr, table_ptr, token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,

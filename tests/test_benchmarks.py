@@ -46,8 +46,10 @@ def test_rollouts_against_their_ceiling(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_command_knows_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     """And runs it in whatever process, with nothing to say about what was imported there before."""
     assert "stoker.benchmarks.scoring" in sys.modules
+    explained = (ROOT / "benchmarks" / "README.md").read_text()
     for file in (ROOT / "benchmarks").glob("*.py"):
         if '__name__ == "__main__"' in file.read_text():
+            assert f"| `{file.stem}` |" in explained
             assert main(["bench", file.stem, "--help"]) == 0
             assert f"stoker bench {file.stem}" in capsys.readouterr().out
 

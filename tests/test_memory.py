@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.request import Request
-from stoker.kernels.host_memory import host_memory
+from stoker.kernels.host_memory import free_host_memory, host_memory
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MIB = 2**20
@@ -56,6 +56,39 @@ def test_auto_takes_what_the_configured_sequences_need_or_a_share_of_what_is_fre
     monkeypatch.setattr(CpuRuntime, "free_memory", lambda self: 1_000_000)
     with RolloutEngine(llama(), config=EngineConfig()) as engine:
         assert 300_000 - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= 300_000
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "limit", "free"),
+    [
+        ("0::/pod/box", "sys/fs/cgroup/pod/box", V2, "600000", 600_000 - 500_000 + 100_000),
+        ("0::/pod/box", "sys/fs/cgroup/pod", V2, "600000", 200_000),  # of a group above
+        ("0::/pod/box", "sys/fs/cgroup", V2, "600000", 200_000),  # its own is the root, as a container sees it
+        ("0::/", "sys/fs/cgroup", V2, "400000", 0),  # more is taken than it may take
+        ("0::/pod/box", "sys/fs/cgroup/pod/box", V2, "max", 1_024_000),
+        ("0::/pod/box", "sys/fs/cgroup/other", V2, "600000", 1_024_000),
+        ("5:cpu,cpuacct:/\n4:memory:/box\n0::/", "sys/fs/cgroup/memory/box", V1, "600000", 200_000),
+        ("4:memory:/docker/1f", "sys/fs/cgroup/memory", V1, "9223372036854771712", 1_024_000),
+        (None, "sys/fs/cgroup", V2, "600000", 1_024_000),
+    ],
+)
+def test_free_memory_is_the_system_s_within_the_limit_of_a_container(groups, folder, files, limit, free, tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:  1000 kB\n")
+    if groups is not None:
+        (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    (tmp_path / folder).mkdir(parents=True)
+    for name, text in zip((*files[:2], "memory.stat"), (limit, "500000", f"anon 4\n{files[2]} 100000"), strict=True):
+        (tmp_path / folder / name).write_text(text + "\n")
+    assert free_host_memory(tmp_path) == free
+
+
+def test_a_system_that_does_not_tell_counts_as_free(tmp_path):
+    assert free_host_memory(tmp_path) >= free_host_memory() > 0
 
 
 def test_requests_do_not_outlive_their_call():

@@ -88,6 +88,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(CudaRuntime, "staging_memory", CpuRuntime.staging_memory)
     return log
 
 

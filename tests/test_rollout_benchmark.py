@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import other_engines
 import pytest
 import torch
 
-from stoker.benchmarks import outside, peers, report, rollout, step_profile, sweeps
+from stoker.benchmarks import outside, overhead, peers, report, rollout, step_profile, sweeps
 from stoker.benchmarks.ceilings import kv_token_bytes
 from stoker.benchmarks.workloads import TOY, Workload
+from stoker.engine.device import HostCopy
+from stoker.rollout import SamplingParams
 
 TINY = Workload(name="tiny", prompts=2, samples=3, prompt_tokens=(4, 9), median=6, sigma=0.7, cap=12, slots=4)
 
@@ -261,6 +264,20 @@ def test_a_cpu_and_a_quick_run_have_no_targets() -> None:
     assert report.targets(FAST | {"configuration": {"quick": True}}) == []
     empty = {"environment": {"device": "cuda"}, "configuration": {"quick": False}, "rollouts": []}
     assert all(target["reached"] is None for target in report.targets(empty))
+
+
+def test_waiting_for_the_device_is_no_time_of_the_host(stoker: peers.Stoker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(copy: HostCopy) -> torch.Tensor:
+        time.sleep(0.01)
+        return copy.tensor
+
+    monkeypatch.setattr(HostCopy, "wait", slow)
+    with overhead.timed_steps(stoker.engine) as times:
+        stoker.engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert len(times.steps) > 1
+    for step in times.steps:  # of which each reads tokens and their log-probabilities
+        assert step.wait >= 0.02 and step.host <= step.total - step.run - 0.02
+    assert overhead.breakdown(times, 1)["wait"] >= 0.02e6 / max(step.num_steps for step in times.steps)
 
 
 def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:

@@ -272,6 +272,16 @@ def test_a_nan_fails_its_request_and_no_other() -> None:
     assert machine.drain() == [requests[0], requests[2]]
 
 
+def test_a_nan_is_told_by_its_position_though_a_later_plan_is_under_way() -> None:
+    scheduler = make_scheduler()
+    (request,) = make_group(0, [1, 2, 3], [make_spec(max_tokens=9)])
+    scheduler.add([request])
+    first, _ = scheduler.plan(), scheduler.plan()
+    assert first is not None
+    scheduler.commit(first, Sampled([[1]], [[math.nan]]))
+    assert "NaN logits at position 3 " in str(request.error)
+
+
 # -- exceptions --------------------------------------------------------------------------------------------------
 
 
