@@ -61,11 +61,14 @@ def test_flags_are_the_sampling_parameters(
     monkeypatch.setattr(RolloutEngine, "submit", submit)
     given: dict[str, Any] = {
         "n": 2, "max_tokens": 5, "min_tokens": 3, "temperature": 0.7, "top_p": 0.8, "top_k": 4, "min_p": 0.1,
-        "repetition_penalty": 1.2,
+        "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.25,
     }  # fmt: skip
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos"]) == 1
-    expected = SamplingParams(**given, stop=("a", "b"), ignore_eos=True)
+    assert (
+        main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos", "--stop-token-id", "7"])
+        == 1
+    )
+    expected = SamplingParams(**given, stop=("a", "b"), stop_token_ids=(7,), ignore_eos=True)
     assert [replace(params, seed=None) for params in seen] == [expected] * 3
     assert len({params.seed for params in seen}) == 3  # each line has its own
 
