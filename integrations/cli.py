@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stoker.integrations.cli_engine import add_flags, config_of, load
+from stoker.integrations.cli_engine import add_flags, check_device, config_of, load
 from stoker.integrations.jsonl import CommandError, Line, ResumableWriter, read_lines
 from stoker.kernels.errors import InvalidRequestError, StokerError
 
@@ -190,13 +190,12 @@ def _info(args: argparse.Namespace) -> int:
         print(f"{package:13}{found}")
     print(f"{'python':13}{platform.python_version()}")
 
+    check_device(args)
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     why = "as asked for"
     if args.device == "auto":
         why = "CUDA is there" if device.type == "cuda" else "torch sees no CUDA device"
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise CommandError(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
         described = (
             f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory:,} bytes"
         )

@@ -179,9 +179,15 @@ def test_info_names_versions_device_and_operations(folder: str, capsys: pytest.C
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
-def test_info_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--device", "cuda"]) == 1
-    assert "sees no CUDA device" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["info", "generate", "score"])
+def test_a_device_that_is_not_there(
+    command: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write(tmp_path / "in", [{"token_ids": [3, 4]}]), tmp_path / "out"
+    arguments = [] if command == "info" else [folder, source, str(target)]
+    assert main([command, *arguments, "--device", "cuda"]) == 1
+    assert "--device cuda: torch" in (said := capsys.readouterr().err) and "sees no CUDA device here" in said
+    assert not target.exists()
 
 
 @pytest.mark.parametrize(
