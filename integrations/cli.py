@@ -239,7 +239,8 @@ def _write(
     with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
         first = writer.done
         if first == len(lines):
-            print(f"{args.output} is complete: {first} lines", file=sys.stderr)
+            done = f"{args.output} is complete: {first} lines" if lines else f"{args.input} has no lines"
+            print(done, file=sys.stderr)
             return 0
         if first:
             print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)

@@ -50,7 +50,7 @@ def check_device(args: argparse.Namespace) -> None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise CommandError(
-                f"--device {args.device}: torch {torch.__version__} sees no CUDA device here of that number (it sees {count})"
+                f"--device {args.device}: torch {torch.__version__} sees no CUDA device here with that number, of {count}"
             )
 
 

@@ -19,9 +19,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class EngineConfig:
     """Settings of a ``RolloutEngine``.
 
-    - dtype: compute dtype, a ``torch.dtype`` or its name. ``"auto"`` is the model's own. In another one the engine
-      keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the model is
-      (``from_pretrained``: CUDA if there is one).
+    - dtype: compute dtype, a ``torch.dtype`` of 16 bits or more, or its name. ``"auto"`` is the model's own. In another
+      one the engine keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the
+      model is (``from_pretrained``: CUDA if there is one).
     - max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
     - max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
     - block_size: tokens in one KV block.
@@ -80,7 +80,7 @@ class EngineConfig:
             dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
             if dtype not in _DTYPES:
                 raise InvalidConfigError(
-                    f"dtype={shown(self.dtype)} is no floating-point torch dtype of 16 bits or more: use 'bfloat16', say"
+                    f"dtype={shown(self.dtype)} is no floating-point torch dtype of 16 bits or more: 'bfloat16', say"
                 )
             object.__setattr__(self, "dtype", dtype)
         if self.device != "auto":

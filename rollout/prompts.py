@@ -66,8 +66,8 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
     else:
         _refuse_encoding(f"{name} is a", prompt)
         raise InvalidRequestError(
-            f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages; one alone "
-            f"goes in a list, [{name.split()[0]}]"
+            f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages; "
+            f"one alone goes in a list, [{name.split()[0]}]"
         )
     return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
 
@@ -96,8 +96,8 @@ def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any,
         means_more = pad in (getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None))
         if pad is not None and not means_more and prompts.numel() and bool((prompts[:, [0, -1]] == pad).any()):
             raise InvalidRequestError(
-                f"{what}s is a tensor with padding (token {pad}), and without an attention_mask that would count as text: "
-                "give its attention_mask, or torch.ones_like(ids) where it is meant"
+                f"{what}s is a tensor with padding (token {pad}), and without an attention_mask that would count as "
+                "text: give its attention_mask, or torch.ones_like(ids) where it is meant"
             )
         return prompts.tolist()
     if not isinstance(attention_mask, Tensor):

@@ -123,21 +123,23 @@ class SamplingParams:
         ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
         it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments
         win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
-        does not do (beam search, constraints, ...) instead of dropping it silently.
+        does not do (beam search, constraints, ...), and for a key of a mapping that is a field of this class and not of
+        a ``GenerationConfig`` (``max_tokens``, ...), instead of dropping it silently.
         """
         from transformers import GenerationConfig
 
         if not isinstance(config, Mapping | GenerationConfig):
             raise InvalidRequestError(
-                f"config is a {type(config).__name__}: give a GenerationConfig, as model.generation_config, or its fields"
+                f"config is a {type(config).__name__}: give a GenerationConfig, as model.generation_config, or a mapping "
+                "of its fields"
             )
         get = config.get if isinstance(config, Mapping) else vars(config).get
         if isinstance(config, Mapping):
             alien = [f.name for f in fields(cls) if f.name not in _GENERATION_FIELDS and get(f.name) is not None]
             if alien:
                 raise InvalidRequestError(
-                    f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: take it "
-                    "out, and give it as a keyword argument"
+                    f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: "
+                    "take it out, and give it as a keyword argument"
                 )
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
             value = get(name)

@@ -219,7 +219,7 @@ def test_files_and_models_that_are_not_there(
 
 
 @pytest.mark.parametrize("kept", ["", '{"token_ids": [3], "completions": []}\n'])
-def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str) -> None:
+def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"token_ids": [3]}\n{"token_ids": [4]}\n')
     target.write_text(kept)
@@ -228,7 +228,7 @@ def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str) -> Non
         assert target.read_text() == kept
     source.write_text("")  # nothing to do is no failure
     assert main(["generate", str(tmp_path / "nothing"), str(source), str(target), "--overwrite"]) == 0
-    assert target.read_text() == ""
+    assert target.read_text() == "" and capsys.readouterr().err.endswith(f"{source} has no lines\n")
 
 
 def test_a_model_without_tokenizer_takes_token_ids(
