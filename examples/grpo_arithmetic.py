@@ -89,7 +89,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_problems(path: Path) -> list[Problem]:
     problems = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(
+        path.read_text(encoding="utf-8-sig").split("\n"), start=1
+    ):  # and not where text has U+2028
         if not line.strip():
             continue
         try:

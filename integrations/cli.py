@@ -9,6 +9,7 @@ import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stoker.integrations.cli_engine import add_flags, config_of, load
+from stoker.integrations.cli_engine import add_flags, check_device, config_of, load
 from stoker.integrations.jsonl import CommandError, Line, ResumableWriter, read_lines
 from stoker.kernels.errors import InvalidRequestError, StokerError
 
@@ -108,11 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         ("--top-p", 1.0, "only the most likely tokens that have this probability together (%(default)s: all)"),
         ("--min-p", 0.0, "only tokens with this share of the likeliest one's probability (%(default)s: all)"),
         ("--repetition-penalty", 1.0, "above 1 makes tokens that were there less likely (%(default)s)"),
+        ("--presence-penalty", 0.0, "taken from the logits of tokens the completion has (%(default)s)"),
+        ("--frequency-penalty", 0.0, "the same, times how often it has them (%(default)s)"),
     ):
         sampling.add_argument(flag, type=float, default=default, metavar="X", help=what)
     sampling.add_argument("--top-k", type=int, default=0, metavar="N", help="only so many tokens (%(default)s: all)")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeat for more"
+    )
+    sampling.add_argument(
+        "--stop-token-id", type=int, action="append", default=[], metavar="N", help="the same, as a token id"
     )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     add_flags(generate)
@@ -184,13 +190,12 @@ def _info(args: argparse.Namespace) -> int:
         print(f"{package:13}{found}")
     print(f"{'python':13}{platform.python_version()}")
 
+    check_device(args)
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     why = "as asked for"
     if args.device == "auto":
         why = "CUDA is there" if device.type == "cuda" else "torch sees no CUDA device"
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise CommandError(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
         described = (
             f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory:,} bytes"
         )
@@ -218,8 +223,9 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
-    if args.output.exists() and args.output.samefile(args.input):
-        args.parser.error("INPUT and OUTPUT are the same file")
+    with suppress(OSError):  # what is not there is named by whoever opens it
+        if args.output.samefile(args.input):
+            args.parser.error("INPUT and OUTPUT are the same file")
     return read_lines(args.input, kinds=kinds, results=results)
 
 
@@ -233,7 +239,8 @@ def _write(
     with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
         first = writer.done
         if first == len(lines):
-            print(f"{args.output} is complete: {first} lines", file=sys.stderr)
+            done = f"{args.output} is complete: {first} lines" if lines else f"{args.input} has no lines"
+            print(done, file=sys.stderr)
             return 0
         if first:
             print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
@@ -268,7 +275,10 @@ def _generate(args: argparse.Namespace) -> int:
             top_k=args.top_k,
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
             stop=args.stop,
+            stop_token_ids=args.stop_token_id,
             ignore_eos=args.ignore_eos,
         )
     except InvalidRequestError as error:

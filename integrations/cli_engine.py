@@ -42,9 +42,22 @@ def config_of(args: argparse.Namespace) -> Any:
         args.parser.error(str(error))
 
 
+def check_device(args: argparse.Namespace) -> None:
+    import torch
+
+    device = args.config.device
+    if device != "auto" and device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise CommandError(
+                f"--device {args.device}: torch {torch.__version__} sees no CUDA device here with that number, of {count}"
+            )
+
+
 def load(args: argparse.Namespace) -> Any:
     from stoker.rollout import RolloutEngine
 
+    check_device(args)
     engine = RolloutEngine.from_pretrained(_folder(args.model), config=args.config)
     if getattr(args, "adapter", None) is not None:
         engine.load_adapter(args.adapter, args.adapter)

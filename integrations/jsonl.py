@@ -11,6 +11,11 @@ from typing import Any, Self
 
 from stoker.kernels.errors import StokerError
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 class CommandError(StokerError):
     """What a user of the command line can mend; printed without a traceback."""
@@ -51,7 +56,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         if "\\u" in text:  # may be half a character, which neither a tokenizer nor the output takes
             json.dumps(fields, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{where} is not JSON: {error}") from error
+        raise CommandError(
+            f"{where} is not JSON: {error}. The file has to be JSON Lines, an object on each line"
+        ) from error
     if not isinstance(fields, dict):
         raise CommandError(f"{where} is a {type(fields).__name__}: each line has to be an object")
     return fields
@@ -94,12 +101,13 @@ class ResumableWriter:
         self.path = path
         self.done = 0
         self._end = 0
-        self._is_new = not path.exists()
         try:
+            self._is_new = not path.exists()
             # Unbuffered: a line is with the system once it is written, whatever happens to this process.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error}") from error
+        self._be_alone()
         self._leftover = overwrite and path.is_file()  # a pipe or device keeps no lines
         if path.is_file() and not overwrite:
             try:
@@ -107,6 +115,20 @@ class ResumableWriter:
             except BaseException:
                 self._file.close()
                 raise
+
+    def _be_alone(self) -> None:
+        """A run taken for dead may still be alive, and the lines of two would mix."""
+        if fcntl is None or not self.path.is_file():
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        except BlockingIOError as error:
+            self._file.close()
+            raise CommandError(
+                f"cannot write {self.path}: another run writes to it, wait for that or end it"
+            ) from error
+        except OSError:  # some network file systems have no locks
+            pass
 
     def _skip_done(self, inputs: list[Line]) -> None:
         with open(self.path, "rb") as kept:

@@ -8,6 +8,7 @@ shapes that do not agree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -57,17 +58,18 @@ def kl_penalty(
     raise InvalidRequestError(f"kind={shown(kind)}: choose 'k1' or 'k3'")
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coefficient: float) -> Tensor:
+def token_rewards(scores: Tensor | Sequence[float], kl: Tensor, mask: Tensor, *, kl_coefficient: float) -> Tensor:
     """Rewards [B, C]: minus ``kl_coefficient`` times the KL of each token, and ``scores`` [B] on the last one.
 
-    The reward of Ouyang et al., arXiv:2203.02155, equation 2, spread over tokens. kl: of ``kl_penalty``. A row without
-    a token of its own gets nothing.
+    The reward of Ouyang et al., arXiv:2203.02155, equation 2, spread over tokens. scores: one a row, a list of numbers or
+    a tensor on any device. kl: of ``kl_penalty``. A row without a token of its own gets nothing.
     """
     keep = _mask(mask, kl)
+    scores = torch.as_tensor(scores, dtype=torch.float32, device=kl.device)
     if scores.shape != kl.shape[:1]:
         raise InvalidRequestError(f"scores has shape {tuple(scores.shape)}: give one a row, [{kl.shape[0]}]")
     last = keep & (keep.flip(1).cumsum(1).flip(1) == 1)  # of which the row has no more after it
-    return torch.where(keep, -kl_coefficient * kl.float(), 0.0) + torch.where(last, scores.float()[:, None], 0.0)
+    return torch.where(keep, -kl_coefficient * kl.float(), 0.0) + torch.where(last, scores[:, None], 0.0)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def generate_batch(
     ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot be served is an
     ``InvalidRequestError`` before any work starts.
     """
-    if isinstance(engine, nn.Module) or generation_config is None:
+    if isinstance(engine, nn.Module) or not isinstance(generation_config, GenerationConfig):
         raise InvalidRequestError(
             "generate_batch takes an engine, prompts and a generation config: model.generation_config, say"
         )

@@ -9,7 +9,9 @@ import torch
 
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout.messages import shown
+from stoker.rollout.prompts import as_int
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -17,9 +19,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class EngineConfig:
     """Settings of a ``RolloutEngine``.
 
-    - dtype: compute dtype, a ``torch.dtype`` or its name. ``"auto"`` is the model's own. In another one the engine
-      keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the model is
-      (``from_pretrained``: CUDA if there is one).
+    - dtype: compute dtype, a ``torch.dtype`` of 16 bits or more, or its name. ``"auto"`` is the model's own. In another
+      one the engine keeps a copy of the weights, which ``update_weights`` refreshes. device: ``"auto"`` is where the
+      model is (``from_pretrained``: CUDA if there is one).
     - max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
     - max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
     - block_size: tokens in one KV block.
@@ -68,13 +70,17 @@ class EngineConfig:
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")
+        for name in ("enable_prefix_caching", "use_graphs", "deterministic", "check_finite_weights"):
+            if not isinstance(getattr(self, name), bool):  # "False" is true
+                raise InvalidConfigError(f"{name}={shown(getattr(self, name))}: give True or False")
+        object.__setattr__(self, "seed", as_int(self.seed))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidConfigError(f"seed={shown(self.seed)} is not an integer")
         if self.dtype != "auto":
             dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
-            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            if dtype not in _DTYPES:
                 raise InvalidConfigError(
-                    f"dtype={shown(self.dtype)} is no floating-point torch dtype: use 'bfloat16', say"
+                    f"dtype={shown(self.dtype)} is no floating-point torch dtype of 16 bits or more: 'bfloat16', say"
                 )
             object.__setattr__(self, "dtype", dtype)
         if self.device != "auto":
@@ -87,9 +93,10 @@ class EngineConfig:
         object.__setattr__(self, "gather_memory", parse_bytes(self.gather_memory, "gather_memory"))
 
     def _at_least_one(self, name: str) -> None:
-        value = getattr(self, name)
+        value = as_int(getattr(self, name))
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidConfigError(f"{name}={shown(value)}: it has to be a positive integer")
+        object.__setattr__(self, name, value)
 
 
 def parse_bytes(amount: int | str, name: str) -> int:
@@ -100,6 +107,7 @@ def parse_bytes(amount: int | str, name: str) -> int:
         unit = unit if unit.endswith("B") else unit + "B"
         if match and unit in _UNITS:
             amount = int(float(match.group(1)) * _UNITS[unit])
+    amount = as_int(amount)
     if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
         auto = ", or 'auto'" if name == "kv_cache_memory" else ""
         raise InvalidConfigError(f"{name}={shown(amount)}: give positive bytes, or text such as '4GiB'{auto}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.rollout.messages import shown
+from stoker.rollout.prompts import as_int
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -34,12 +35,20 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None
     weight_versions: list[int]
-    _decode: Callable[[], str] | None = field(default=None, repr=False, compare=False)
+    _decode: InitVar[Callable[[], str] | None] = None  # no field, so that ``dataclasses.asdict`` is plain data
+
+    def __post_init__(self, _decode: Callable[[], str] | None) -> None:
+        self.__dict__["_decode"] = _decode
 
     @cached_property
     def text(self) -> str | None:
         """Decoded without special tokens, cut before a stop string; None where the engine has no tokenizer."""
-        return None if self._decode is None else self._decode()
+        decode: Callable[[], str] | None = self.__dict__["_decode"]
+        return None if decode is None else decode()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, a pickle, what another process gets: the text, and not the tokenizer that makes it."""
+        return self.__dict__ | {"text": self.text, "_decode": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +104,12 @@ class RolloutTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutBatch(Sequence[RolloutOutput]):
-    """The outputs of one ``generate_batch`` call, in the order of its prompts; or any list of outputs, as of handles."""
+    """The outputs of one ``generate_batch`` call, in the order of its prompts; or any outputs, as those of handles."""
 
     outputs: list[RolloutOutput]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outputs", list(self.outputs))  # of a generator, say
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -124,6 +136,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
         Raises the error of a failed request, and ``InvalidRequestError`` for an empty batch or a padding id that is
         no integer.
         """
+        pad_token_id = as_int(pad_token_id)
         if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
             raise InvalidRequestError(
                 f"pad_token_id={shown(pad_token_id)}: give an integer, for example tokenizer.pad_token_id or its EOS id"

@@ -19,18 +19,16 @@ def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, wh
 
     prompts: list of str | list of token-id lists | list of chats (lists of ``{"role", "content"}``) | int64 [B, T],
     of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt. A list may
-    also be an array, or hold arrays or numpy's and torch's integers.
+    also be an array, or hold arrays or numpy's and torch's integers. A tensor that is padded and has no mask is
+    refused: padding would count as text.
     """
     if attention_mask is not None and not isinstance(prompts, Tensor):
         raise InvalidRequestError(f"attention_mask goes with {what}s given as a tensor [B, T]; lists need none")
     if isinstance(prompts, Tensor):
-        return _from_tensor(prompts, attention_mask, what)
+        return _from_tensor(prompts, attention_mask, tokenizer, what)
     if isinstance(prompts, np.ndarray):
         prompts = list(prompts)
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        raise InvalidRequestError(
-            f"{what}s is one {type(prompts).__name__}: give its input_ids, and of tensors its attention_mask too"
-        )
+    _refuse_encoding(f"{what}s is one", prompts)
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"{what}s is one {type(prompts).__name__}: give a list of {what}s")
     found: list[list[int]] = []
@@ -66,10 +64,19 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         ids = prompt
     else:
+        _refuse_encoding(f"{name} is a", prompt)
         raise InvalidRequestError(
-            f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages"
+            f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages; "
+            f"one alone goes in a list, [{name.split()[0]}]"
         )
     return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
+
+
+def _refuse_encoding(what: str, prompt: Any) -> None:
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:  # all that a tokenizer returns
+        raise InvalidRequestError(
+            f"{what} {type(prompt).__name__}: give its input_ids, and of tensors its attention_mask too"
+        )
 
 
 def as_int(value: Any) -> Any:
@@ -79,12 +86,19 @@ def as_int(value: Any) -> Any:
     return value
 
 
-def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, what: str) -> list[list[int]]:
+def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any, what: str) -> list[list[int]]:
     if prompts.dim() != 2 or str(prompts.dtype).removeprefix("torch.") not in _INTEGERS:
         raise InvalidRequestError(
             f"{what}s is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
         )
     if attention_mask is None:
+        pad = getattr(tokenizer, "pad_token_id", None)
+        means_more = pad in (getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None))
+        if pad is not None and not means_more and prompts.numel() and bool((prompts[:, [0, -1]] == pad).any()):
+            raise InvalidRequestError(
+                f"{what}s is a tensor with padding (token {pad}), and without an attention_mask that would count as "
+                "text: give its attention_mask, or torch.ones_like(ids) where it is meant"
+            )
         return prompts.tolist()
     if not isinstance(attention_mask, Tensor):
         raise InvalidRequestError(f"attention_mask is a {type(attention_mask).__name__}: give a tensor [B, T]")
@@ -112,6 +126,7 @@ def check_ids(name: str, ids: list[int], vocab: int) -> None:
                 f"{name} has a {type(token).__name__} of length {len(token)} at position {at}: give one flat list of "
                 f"token ids, integers from 0 to {vocab - 1}"
             )
+        hint = " (the model's vocabulary; is the tokenizer its own?)" if type(token) is int and token >= vocab else ""
         raise InvalidRequestError(
-            f"{name} has {shown(token)} at position {at}: token ids are integers from 0 to {vocab - 1}"
+            f"{name} has {shown(token)} at position {at}: token ids are integers from 0 to {vocab - 1}{hint}"
         )

@@ -130,6 +130,7 @@ class RequestMaker:
                 f"temperature={shown(temperature)}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "
                 "distribution)"
             )
+        top_k = as_int(top_k)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
             raise InvalidRequestError(f"top_k={shown(top_k)}: it has to be an integer from 0 to {self.vocab}")
         return Variant(float(temperature), int(top_k))

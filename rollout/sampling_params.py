@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
+from stoker.rollout.prompts import as_int
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
@@ -63,7 +64,7 @@ class SamplingParams:
         self._stops()
         self._whole("n", 1)
         self._whole("top_k", 0, "0 is off")
-        self._whole("max_tokens", 1)
+        self._whole("max_tokens", 1, "a large one ends at max_model_len")
         self._whole("min_tokens", 0)
         self._whole("logprobs", 0, "0 is the sampled token's alone")
         self._real("temperature", 0.0, LARGEST)
@@ -80,6 +81,8 @@ class SamplingParams:
             self._whole("seed")
         if self.prompt_logprobs is not None:
             self._whole("prompt_logprobs", 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError(f"ignore_eos={shown(self.ignore_eos)}: give True or False")
         if self.logprobs_mode not in _MODES:
             raise InvalidRequestError(f"logprobs_mode={shown(self.logprobs_mode)}: choose one of {', '.join(_MODES)}")
 
@@ -87,16 +90,16 @@ class SamplingParams:
         strings = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
             raise InvalidRequestError(f"stop={shown(self.stop)}: give a non-empty string, or a sequence of them")
-        ids = self.stop_token_ids
-        if not isinstance(ids, Sequence) or any(not _is_whole(t) or t < 0 for t in ids):
+        ids = list(map(as_int, self.stop_token_ids)) if isinstance(self.stop_token_ids, Sequence) else [None]
+        if any(not _is_whole(t) or t < 0 for t in ids):
             raise InvalidRequestError(
-                f"stop_token_ids={shown(ids)}: give a sequence of token ids, integers of at least 0"
+                f"stop_token_ids={shown(self.stop_token_ids)}: give a sequence of token ids, integers of at least 0"
             )
         object.__setattr__(self, "stop", tuple(strings))
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
     def _whole(self, name: str, low: float = -math.inf, hint: str = "") -> None:
-        value = getattr(self, name)
+        value = as_int(getattr(self, name))
         if not _is_whole(value) or value < low:
             bound = f" of at least {low}" if low > -math.inf else ""
             raise InvalidRequestError(
@@ -120,9 +123,24 @@ class SamplingParams:
         ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
         it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments
         win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
-        does not do (beam search, constraints, ...) instead of dropping it silently.
+        does not do (beam search, constraints, ...), and for a key of a mapping that is a field of this class and not of
+        a ``GenerationConfig`` (``max_tokens``, ...), instead of dropping it silently.
         """
-        get: Callable[[str], Any] = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+        from transformers import GenerationConfig
+
+        if not isinstance(config, Mapping | GenerationConfig):
+            raise InvalidRequestError(
+                f"config is a {type(config).__name__}: give a GenerationConfig, as model.generation_config, or a mapping "
+                "of its fields"
+            )
+        get = config.get if isinstance(config, Mapping) else vars(config).get
+        if isinstance(config, Mapping):
+            alien = [f.name for f in fields(cls) if f.name not in _GENERATION_FIELDS and get(f.name) is not None]
+            if alien:
+                raise InvalidRequestError(
+                    f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: "
+                    "take it out, and give it as a keyword argument"
+                )
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
             value = get(name)
             if value is not None and value not in neutral:
@@ -130,23 +148,23 @@ class SamplingParams:
                     f"generation config sets {name}={shown(value)}, which the engine does not do: unset it, or use "
                     "model.generate for this batch"
                 )
-        fields: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for theirs, ours in _GENERATION_FIELDS.items():
             if get(theirs) is not None:
-                fields[ours] = get(theirs)
-        if "max_tokens" not in fields and "max_tokens" not in overrides and get("max_length") is not None:
+                found[ours] = get(theirs)
+        if "max_tokens" not in found and "max_tokens" not in overrides and get("max_length") is not None:
             raise InvalidRequestError(
                 "the generation config bounds prompt plus completion (max_length) and sets no max_new_tokens: "
                 "set max_new_tokens, or pass max_tokens="
             )
         eos = get("eos_token_id")
         if eos is not None:
-            fields["stop_token_ids"] = (eos,) if isinstance(eos, int) else tuple(eos)
+            found["stop_token_ids"] = (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
         if not get("do_sample"):
-            fields.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+            found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         elif get("top_k") is None:
-            fields["top_k"] = 50
-        return cls(**{**fields, **overrides})
+            found["top_k"] = 50
+        return cls(**{**found, **overrides})
 
 
 def _is_whole(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import array
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -27,6 +28,7 @@ from stoker.kernels.errors import (
     WeightsMovedError,
 )
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout.prompts import to_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +83,8 @@ def test_what_is_no_model_config_or_tokenizer(arguments, error, message):
         ([[]], r"^prompt 0 is empty: give at least one token"),
         ([PROMPT, ()], r"^prompt 1 is empty"),
         ([PROMPT, list(range(64))], r"^prompt 1 has 64 tokens and max_model_len is 64.*shorten.*max_model_len"),
-        ([[1, VOCAB]], r"^prompt 0 has 128 at position 1: token ids are integers from 0 to 127"),
-        ([PROMPT, [2, -1, 3]], r"^prompt 1 has -1 at position 1"),
+        ([[1, VOCAB]], r"^prompt 0 has 128 at position 1: token ids are integers from 0 to 127 .*is the tokenizer its"),
+        ([PROMPT, [2, -1, 3]], r"^prompt 1 has -1 at position 1: token ids are integers from 0 to 127$"),
         ([[1.0]], r"^prompt 0 has 1.0 at position 0"),
         ([[1, math.nan]], r"^prompt 0 has nan at position 1"),
         ([[True, 1]], r"^prompt 0 has True at position 0"),
@@ -101,7 +103,8 @@ def test_what_is_no_model_config_or_tokenizer(arguments, error, message):
             BatchEncoding({"input_ids": [[1]]}),
             r"^prompts is one BatchEncoding: give its input_ids, and of tensors its at",
         ),
-        (PROMPT, r"^prompt 0 is a int: give text, a list of token ids"),
+        (PROMPT, r"^prompt 0 is a int: give text, a list of token ids.*; one alone goes in a list, \[prompt\]$"),
+        ([PROMPT, BatchEncoding({"input_ids": [1]})], r"^prompt 1 is a BatchEncoding: give its input_ids"),
         ([b"ab"], r"^prompt 0 is a bytes: give text, a list of token ids"),
         ([None], r"^prompt 0 is a NoneType: give text"),
         ([np.array([1.5])], r"^prompt 0 is a float64 tensor of shape \(1,\): give ids \[T\]"),
@@ -219,6 +222,22 @@ def test_a_message_shows_the_beginning_of_what_is_long(engine):
 def test_a_bad_temperature_never_reaches_the_engine(temperature):
     with pytest.raises(InvalidRequestError, match=r"^temperature=.*finite number at least 0 and at most 1e\+15"):
         SamplingParams(temperature=temperature)
+
+
+def test_a_padded_tensor_without_a_mask():
+    tokenizer = SimpleNamespace(pad_token_id=9, eos_token_id=1, bos_token_id=None)
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    for padded in (torch.tensor([[9, 3, 4], [6, 7, 8]]), torch.tensor([[3, 4, 5], [6, 7, 9]])):
+        for what in ("prompt", "sequence"):
+            message = rf"^{what}s is a tensor with padding \(token 9\).*give its attention_mask, or torch.ones_like"
+            with pytest.raises(InvalidRequestError, match=message):
+                to_token_ids(padded, None, tokenizer, what)
+        assert to_token_ids(padded, torch.ones_like(ids), tokenizer) == padded.tolist()
+        for other in (None, {"pad_token_id": None}, {"eos_token_id": 9}, {"bos_token_id": 9}):  # it may be meant
+            known = None if other is None else SimpleNamespace(**vars(tokenizer) | other)
+            assert to_token_ids(padded, None, known) == padded.tolist()
+    assert to_token_ids(ids, None, tokenizer) == ids.tolist()
+    assert to_token_ids(torch.zeros(0, 4, dtype=torch.long), None, tokenizer) == []
 
 
 def test_no_prompts_are_an_empty_batch(engine):

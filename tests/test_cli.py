@@ -61,11 +61,14 @@ def test_flags_are_the_sampling_parameters(
     monkeypatch.setattr(RolloutEngine, "submit", submit)
     given: dict[str, Any] = {
         "n": 2, "max_tokens": 5, "min_tokens": 3, "temperature": 0.7, "top_p": 0.8, "top_k": 4, "min_p": 0.1,
-        "repetition_penalty": 1.2,
+        "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.25,
     }  # fmt: skip
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos"]) == 1
-    expected = SamplingParams(**given, stop=("a", "b"), ignore_eos=True)
+    assert (
+        main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos", "--stop-token-id", "7"])
+        == 1
+    )
+    expected = SamplingParams(**given, stop=("a", "b"), stop_token_ids=(7,), ignore_eos=True)
     assert [replace(params, seed=None) for params in seen] == [expected] * 3
     assert len({params.seed for params in seen}) == 3  # each line has its own
 
@@ -176,9 +179,15 @@ def test_info_names_versions_device_and_operations(folder: str, capsys: pytest.C
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
-def test_info_of_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--device", "cuda"]) == 1
-    assert "sees no CUDA device" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["info", "generate", "score"])
+def test_a_device_that_is_not_there(
+    command: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = write(tmp_path / "in", [{"token_ids": [3, 4]}]), tmp_path / "out"
+    arguments = [] if command == "info" else [folder, source, str(target)]
+    assert main([command, *arguments, "--device", "cuda"]) == 1
+    assert "--device cuda: torch" in (said := capsys.readouterr().err) and "sees no CUDA device here" in said
+    assert not target.exists()
 
 
 @pytest.mark.parametrize(

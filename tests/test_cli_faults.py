@@ -122,6 +122,20 @@ def test_a_line_with_nan_is_known_again(tmp_path: Path) -> None:
         ResumableWriter(path, lines)
 
 
+def test_two_runs_do_not_write_to_one_output(
+    folder: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = files
+    with ResumableWriter(Path(target), []) as writer:
+        writer.write({"prompt": "abc", "id": 7, "completions": []})
+        kept = Path(target).read_bytes()
+        for flags in ([], ["--overwrite"]):
+            assert main(["generate", folder, source, target, "--max-tokens", "2", *flags]) == 1
+            assert "another run writes to it" in capsys.readouterr().err and Path(target).read_bytes() == kept
+    assert main(["generate", folder, source, target, "--max-tokens", "2"]) == 0
+    assert len(read(target)) == 3 and Path(target).read_bytes().startswith(kept)
+
+
 def test_windows_files_and_devices(folder: str, tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.write_bytes(b'\xef\xbb\xbf{"prompt": "abc"}\r\n\r\n{"prompt": "b"}\r\n')
@@ -153,6 +167,7 @@ def test_ctrl_c_keeps_what_is_done(
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ("[", "The file has to be JSON Lines, an object on each line"),
         ("9" * 5000, "line 2 is not JSON: Exceeds the limit"),
         ("[" * 200_000, "line 2 is not JSON: maximum recursion"),
         (r'{"prompt": "\ud83d"}', "line 2 is not JSON: 'utf-8' codec"),  # half a character
@@ -187,9 +202,11 @@ def test_blank_lines_are_none(folder: str, tmp_path: Path) -> None:
 def test_files_and_models_that_are_not_there(
     folder: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, target = files
+    (source, target), there = files, tmp_path / "there"
+    there.touch()
     for arguments, message in (
         ([folder, str(tmp_path / "nothing"), target], "cannot read"),
+        ([folder, str(tmp_path / "nothing"), str(there)], "cannot read"),
         ([folder, source, str(tmp_path / "no" / "out")], "cannot write"),
         ([str(tmp_path / "nothing"), source, target], "no such folder"),
         ([str(tmp_path), source, target], "no config.json"),
@@ -202,7 +219,7 @@ def test_files_and_models_that_are_not_there(
 
 
 @pytest.mark.parametrize("kept", ["", '{"token_ids": [3], "completions": []}\n'])
-def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str) -> None:
+def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"token_ids": [3]}\n{"token_ids": [4]}\n')
     target.write_text(kept)
@@ -211,7 +228,7 @@ def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str) -> Non
         assert target.read_text() == kept
     source.write_text("")  # nothing to do is no failure
     assert main(["generate", str(tmp_path / "nothing"), str(source), str(target), "--overwrite"]) == 0
-    assert target.read_text() == ""
+    assert target.read_text() == "" and capsys.readouterr().err.endswith(f"{source} has no lines\n")
 
 
 def test_a_model_without_tokenizer_takes_token_ids(

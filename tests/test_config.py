@@ -1,6 +1,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,20 @@ def test_counts_are_positive_integers(name, value):
         EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize("number", [np.int64(7), np.array(7), torch.tensor(7)])
+def test_integers_of_numpy_and_torch_are_integers(number):
+    names = ("max_num_seqs", "max_model_len", "max_lora_rank", "seed", "kv_cache_memory", "gather_memory")
+    config = EngineConfig(**dict.fromkeys(names, number))
+    assert [(type(v), v) for v in (getattr(config, name) for name in names)] == [(int, 7)] * len(names)
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "use_graphs", "deterministic", "check_finite_weights"])
+@pytest.mark.parametrize("value", ["False", 0, None])
+def test_switches_are_on_or_off(name, value):
+    with pytest.raises(InvalidConfigError, match=rf"^{name}={value!r}: give True or False$"):
+        EngineConfig(**{name: value})
+
+
 @pytest.mark.parametrize("value", [0, 2.5, "4096"])
 def test_max_model_len_is_none_or_a_positive_integer(value):
     assert EngineConfig(max_model_len=None).max_model_len is None
@@ -42,7 +57,9 @@ def test_dtype_by_name_or_value():
     assert EngineConfig(dtype=torch.float16).dtype is torch.float16
 
 
-@pytest.mark.parametrize("value", ["bf16", "Tensor", "int8", torch.int64, 16, None])
+@pytest.mark.parametrize(
+    "value", ["bf16", "Tensor", "int8", torch.int64, 16, None, "float8_e4m3fn", torch.float8_e5m2, [1]]
+)
 def test_a_dtype_that_is_none_is_refused(value):
     with pytest.raises(InvalidConfigError, match=r"no floating-point torch dtype"):
         EngineConfig(dtype=value)

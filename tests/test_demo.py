@@ -57,3 +57,12 @@ def test_bad_flags_are_refused(arguments, message, tmp_path):
     done = run("--output", str(tmp_path / "out"), *arguments)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dataset_with_any_text(tmp_path):
+    from stoker.examples.grpo_arithmetic import read_problems
+
+    problems = [{"prompt": "a\u2028b\x85c", "answer": "\u2029"}, {"prompt": "two", "answer": "2"}]
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(p, ensure_ascii=False) for p in problems).encode("utf-8-sig"))
+    assert read_problems(path) == problems

@@ -1,3 +1,9 @@
+import copy
+import dataclasses
+import json
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +64,31 @@ def test_tensors_go_to_the_device_asked_for(batch):
 def test_a_padding_id_that_is_none_is_refused(batch, value):
     with pytest.raises(InvalidRequestError, match=r"pad_token_id=.*tokenizer.pad_token_id or its EOS id"):
         batch.to_tensors(value)
+
+
+def test_a_padding_id_of_numpy(batch):
+    assert batch.to_tensors(np.int64(9)).completion_ids.tolist() == batch.to_tensors(9).completion_ids.tolist()
+
+
+def test_a_batch_of_whatever_gives_outputs(batch):
+    made = RolloutBatch(o for o in batch)
+    assert made == batch and len(made) == 2 and made.to_tensors(0).prompt_ids.shape == (3, 3)
+
+
+@pytest.mark.parametrize("send", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
+def test_a_copy_has_the_text_and_no_tokenizer(send):
+    def decode():  # a local function: not to be pickled
+        return "hello"
+
+    sent = send(completion([1, 2], _decode=decode))
+    assert sent == completion([1, 2]) and sent.text == "hello" and vars(sent)["_decode"] is None
+    assert send(completion([1])).text is None
+
+
+def test_a_batch_as_plain_data():
+    batch = RolloutBatch([output([5, 6], completion([1, 2], _decode=lambda: "hello"))])
+    data = json.loads(json.dumps(dataclasses.asdict(batch)))
+    assert data["outputs"][0]["completions"][0] == dataclasses.asdict(completion([1, 2]))
 
 
 def test_an_empty_batch_has_no_tensors():

@@ -98,7 +98,8 @@ def test_a_score_is_the_reward_of_the_last_token() -> None:
         if rewards:
             rewards[-1] += float(scores[row])
         expected.append(rewards)
-    check_rows(token_rewards(scores, kl, MASK, kl_coefficient=0.1), expected)
+    for given in (scores, scores.tolist(), scores.double()):  # a reward function returns a list
+        check_rows(token_rewards(given, kl, MASK, kl_coefficient=0.1), expected)
 
 
 def test_whitening_is_over_the_tokens_of_the_batch() -> None:

@@ -1,8 +1,10 @@
 import math
+from types import MappingProxyType
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.rollout.sampling_params import SamplingParams
@@ -33,6 +35,7 @@ def test_defaults_sample_from_the_full_distribution():
         *(("stop_token_ids", v) for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
         *(("seed", v) for v in (1.5, "0", True)),
         *(("logprobs_mode", v) for v in ("scale", None)),
+        *(("ignore_eos", v) for v in ("no", 1, None)),
     ],
 )
 def test_a_bad_value_is_refused_by_name(field, value):
@@ -55,6 +58,7 @@ def test_a_bad_value_is_refused_by_name(field, value):
         ({"frequency_penalty": 1e39}, r"at most 1e\+15$"),
         ({"presence_penalty": math.nan}, "a finite number at least"),
         ({"n": 0}, "an integer of at least 1"),
+        ({"max_tokens": None}, r"an integer of at least 1 \(a large one ends at max_model_len\)$"),
         ({"seed": 0.5}, "an integer$"),
         ({"logprobs_mode": "x"}, "scaled, raw, processed"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5 is above max_tokens=4"),
@@ -73,6 +77,12 @@ def test_values_become_plain_python():
     assert params.stop == ("###",) and params.stop_token_ids == (4,)
     assert params == SamplingParams(n=2, seed=3, temperature=0.5, stop=["###"], stop_token_ids=(4,))
     assert hash(params) is not None
+
+
+def test_integers_of_torch_are_integers():
+    params = SamplingParams(n=torch.tensor(2), max_tokens=torch.tensor(3), stop_token_ids=list(torch.tensor([4, 5])))
+    assert params == SamplingParams(n=2, max_tokens=3, stop_token_ids=(4, 5))
+    assert {type(v) for v in (params.n, params.max_tokens, *params.stop_token_ids)} == {int}
 
 
 def test_edges_are_accepted():
@@ -138,8 +148,31 @@ def test_greedy_ignores_the_sampling_fields():
     assert params == SamplingParams(temperature=0.0)
 
 
-def test_one_eos_id():
-    assert SamplingParams.from_generation_config(GenerationConfig(eos_token_id=5)).stop_token_ids == (5,)
+@pytest.mark.parametrize("eos", [5, np.int64(5), [5]])
+def test_one_eos_id(eos):
+    assert SamplingParams.from_generation_config(GenerationConfig(eos_token_id=eos)).stop_token_ids == (5,)
+
+
+def test_any_mapping_will_do():
+    fields = {"do_sample": True, "temperature": 0.5, "top_k": 3}
+    expected = SamplingParams(temperature=0.5, top_k=3)
+    assert SamplingParams.from_generation_config(MappingProxyType(fields)) == expected
+
+
+@pytest.mark.parametrize("config", [None, "greedy", PreTrainedConfig(), SamplingParams()])
+def test_what_is_no_generation_config_is_refused(config):
+    with pytest.raises(
+        InvalidRequestError, match=r"^config is a \w+: give a GenerationConfig, as model.generation_conf"
+    ):
+        SamplingParams.from_generation_config(config)
+
+
+def test_names_that_would_be_dropped_are_refused():
+    with pytest.raises(
+        InvalidRequestError, match=r"^generation config sets max_tokens, stop, a field of .*keyword arg"
+    ):
+        SamplingParams.from_generation_config({"do_sample": True, "max_tokens": 7, "stop": "x"})
+    assert SamplingParams.from_generation_config({"max_tokens": None, "do_sample": False}, max_tokens=7).max_tokens == 7
 
 
 @pytest.mark.parametrize(
