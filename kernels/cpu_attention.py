@@ -97,7 +97,8 @@ class _Held:
         rows, length = len(last), held[0].shape[2]
         newest = plan.once((part, "newest", heads), lambda: _places(table, last, size, heads))
         at = plan.once(
-            (part, "at", heads), lambda: (torch.arange(rows * heads).view(rows, heads) * length + last).flatten()
+            (part, "at", heads),
+            lambda: (torch.arange(rows * heads, device="cpu").view(rows, heads) * length + last).flatten(),
         )
         for cache, kept in self.flat[which]:
             kept.index_copy_(0, at, cache.index_select(0, newest))
@@ -133,7 +134,7 @@ class _Held:
 def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Tensor:
     """Where keys stand among the heads of all slots, int64 [R * H * L]. table: int64 [R, blocks]; positions: [R, L]."""
     slots = reference.key_slots(table, positions, block_size)
-    return (slots[:, None] * heads + torch.arange(heads)[:, None]).flatten()
+    return (slots[:, None] * heads + torch.arange(heads, device="cpu")[:, None]).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +214,20 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int,
     for number, (rows, blocks) in enumerate(zip(groups, lengths, strict=True)):
         for index, row in enumerate(rows):
             own[row], place[row] = blocks, number * largest + index
-    start = torch.tensor(own)
+    start = torch.tensor(own, device="cpu")
     most = max(-(-(n + num_steps - 1) // block_size) - own[row] for row, n in enumerate(key_lens))
-    at = (start[:, None] + torch.arange(most)).clamp(max=block_tables.shape[1] - 1)
+    at = (start[:, None] + torch.arange(most, device="cpu")).clamp(max=block_tables.shape[1] - 1)
     # Padded with a block that is written, for unwritten keys may be NaN.
     firsts = [tables[rows[0]] for rows in groups]
     prefix = [table[:n] + table[:1] * (widest - n) for table, n in zip(firsts, lengths, strict=True)]
-    beyond = torch.arange(widest * block_size) >= torch.tensor(lengths)[:, None] * block_size
+    beyond = (
+        torch.arange(widest * block_size, device="cpu") >= torch.tensor(lengths, device="cpu")[:, None] * block_size
+    )
     return _Shared(
-        members=torch.tensor([row for rows in groups for row in rows + rows[:1] * (largest - len(rows))]),
-        place=torch.tensor(place),
-        prefix_table=torch.tensor(prefix),
-        prefix_bias=torch.zeros(beyond.shape).masked_fill_(beyond, reference.NEG_INF)[:, None, None],
+        members=torch.tensor([row for rows in groups for row in rows + rows[:1] * (largest - len(rows))], device="cpu"),
+        place=torch.tensor(place, device="cpu"),
+        prefix_table=torch.tensor(prefix, device="cpu"),
+        prefix_bias=torch.zeros(beyond.shape, device="cpu").masked_fill_(beyond, reference.NEG_INF)[:, None, None],
         suffix_table=block_tables.gather(1, at),
         start=start * block_size,
         groups=len(groups),
@@ -257,7 +260,7 @@ def paged_attention(
     prefix = shared.prefix_table
     length = prefix.shape[1] * key_cache.shape[1]
     prefix_key, prefix_value = plan.held.keys(
-        plan.plain, "prefix", prefix, lambda: torch.arange(length).expand(len(prefix), -1), caches
+        plan.plain, "prefix", prefix, lambda: torch.arange(length, device="cpu").expand(len(prefix), -1), caches
     )
     key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, caches)
 
@@ -272,8 +275,8 @@ def paged_attention(
     alone = query.view(rows, kv_heads, per_key, dim)
     bias = plan.plain.once(
         ("suffix", query.dtype),
-        lambda: torch.zeros(rows, 1, 1, key.shape[2], dtype=query.dtype).masked_fill_(
-            (torch.arange(key.shape[2]) > last)[:, None, None], reference.NEG_INF
+        lambda: torch.zeros(rows, 1, 1, key.shape[2], dtype=query.dtype, device="cpu").masked_fill_(
+            (torch.arange(key.shape[2], device="cpu") > last)[:, None, None], reference.NEG_INF
         ),
     )
     out, lse = _attend_with_lse(alone, key, value, attn_mask=bias, scale=scale)

@@ -43,14 +43,17 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
             )
-    except UNREADABLE as error:
-        raise InvalidConfigError(f"{path} cannot be loaded: {error}") from error
+    except (*UNREADABLE, AssertionError) as error:  # the last for a device that torch was not built for
+        raise InvalidConfigError(f"{path} cannot be loaded on {device}: {error}") from error
     if info["missing_keys"]:
         lacking = ", ".join(sorted(info["missing_keys"])[:4])
         raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
     if tokenizer == "auto":
         has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
+        except Exception as error:  # damaged files end in whatever their reader raises
+            raise InvalidConfigError(f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one") from error
     return model.eval(), tokenizer
 
 

@@ -12,6 +12,7 @@ from stoker.rollout.adapters import Adapters, deleted
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
+from stoker.rollout.prompts import as_int
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging
@@ -36,6 +37,7 @@ class WeightUpdates:
 
     def update(self, weights: NewWeights | None, version: int | None) -> None:
         """As ``RolloutEngine.update_weights``."""
+        version = as_int(version)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidRequestError(f"version={shown(version)} is not an integer")
         if version is not None and version <= self.version:

@@ -369,6 +369,13 @@ def test_a_folder_that_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(InvalidConfigError, match=r"cannot be loaded"):
         RolloutEngine.from_pretrained(tmp_path)
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InvalidConfigError, match=r"the tokenizer in .* cannot be loaded"):
+        RolloutEngine.from_pretrained(tmp_path)
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidConfigError, match=r"cannot be loaded on cuda"):
+            RolloutEngine.from_pretrained(tmp_path, tokenizer=None, config=EngineConfig(device="cuda"))
 
 
 def test_a_checkpoint_with_a_tensor_missing_is_not_filled_up_at_random(tmp_path):

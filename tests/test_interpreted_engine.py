@@ -12,7 +12,7 @@ from pretend_device import bits, build, close, prompts
 from stoker.engine.device import CpuRuntime
 from stoker.kernels import linear
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
-from stoker.kernels.ops import REFERENCE, Ops, ops_for
+from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
@@ -36,10 +36,11 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
         assert engine.core.runner.has_graphs
 
 
-def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is() -> None:
+@pytest.mark.parametrize("ops", [TRITON, CPU], ids=["triton", "cpu"])
+def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is(ops: Ops) -> None:
     prompts = [[1, 2, 3]]
     settings = SamplingParams(n=2, seed=1, max_tokens=2, repetition_penalty=1.2, top_k=5, logprobs=2, ignore_eos=True)
-    with build(ops=TRITON, num_layers=1, block_size=2) as engine:
+    with build(ops=ops, num_layers=1, block_size=2) as engine:
         expected, scores = bits(engine.generate_batch(prompts, settings)), engine.score(prompts, top_k=2)
         engine.update_weights()
         torch.set_default_device("meta")

@@ -286,7 +286,7 @@ def test_every_token_carries_its_version(model):
                 engine.update_weights(version=version)
         in_place(model)
         assert set(assert_matches(engine, model)) == {11}
-        assert engine.update_weights(version=12) == 12
+        assert engine.update_weights(version=torch.tensor(12)) == 12
         tensors = engine.generate_batch([PROMPT] * 2, SamplingParams(max_tokens=3)).to_tensors(0)
         assert tensors.weight_versions.tolist() == [[12] * 3] * 2
 
