@@ -20,14 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.grouping import most_tiles, order_by_group, rows_per_tile
+from stoker.kernels.grouping import most_tiles, order_by_group
 from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora_kernels import expand_gated_kernel, expand_kernel, look_up_kernel, shrink_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
-_FEW = 256  # pairs of a token and an expert
+_FEW = 1024  # tokens, which are low tiles; more are tall ones
+_FEW_PAIRS = 256  # of a token and an expert
 _LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -45,12 +46,12 @@ class _Tiles(NamedTuple):
     def of(rows: AdapterRows, table: LoraTable, deterministic: bool) -> _Tiles:
         tokens, slots = len(rows.slots), table.num_slots
         if table.experts > 1:
-            height = 1 if tokens <= _FEW and not deterministic else 16
+            height = 1 if tokens <= _FEW_PAIRS and not deterministic else 16
             return _Tiles(triton.cdiv(tokens, height), height, rows.slots, rows.slots, 0)
         if slots not in rows.of_step:
             rows.of_step[slots] = order_by_group(rows.slots, slots + 1)
         # Of fp32 on no tensor core, 64 rows by as many columns are more than there are registers.
-        height = 16 if deterministic or table.dtype == torch.float32 else min(rows_per_tile(tokens, slots), 64)
+        height = 16 if deterministic or tokens <= _FEW or table.dtype == torch.float32 else 64
         order, starts = rows.of_step[slots]
         return _Tiles(most_tiles(tokens, slots, height), height, order, starts, slots)
 
@@ -70,11 +71,8 @@ def lora(
     tokens, depth = x.shape
     tiles = _Tiles.of(rows, table, deterministic)
     linears, rank = len(table.widths), _padded_rank(table)
-    block_r, splits = min(rank, 64), 1
-    block_k = 64 if table.dtype == torch.float32 else 128
-    programs, most = (1, 4) if deterministic else (tiles.programs * linears * (rank // block_r), 16)
-    while programs * splits < 4 * multiprocessors(x.device) and depth >= 2 * splits * _LEAST_SPAN and splits < most:
-        splits *= 2
+    block_r, block_k = min(rank, 64), 64 if table.dtype == torch.float32 else 128
+    splits = _splits(tokens, depth, rank, deterministic)
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
@@ -126,6 +124,16 @@ def lora_embedding(
 
 def _padded_rank(table: LoraTable) -> int:
     return int(max(16, triton.next_power_of_2(table.max_rank)))
+
+
+def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
+    """In how many spans a shrink goes over its input, so that every multiprocessor reads: few kinds of them, as each is
+    compiled for, and fewer of high ranks, whose blocks are programs too."""
+    most = 64 // rank if deterministic else 256 // rank if tokens <= _FEW else 1
+    splits = 1
+    while splits < most and depth >= 2 * splits * _LEAST_SPAN:
+        splits *= 2
+    return splits
 
 
 def _settings(like: Tensor, table: LoraTable, tiles: _Tiles, rank: int) -> dict[str, Any]:

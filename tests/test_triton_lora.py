@@ -103,15 +103,17 @@ def test_a_high_rank_over_a_deep_input(ops: str) -> None:
     check(OPS[ops].lora, table, 1100, torch.tensor([2, 1, 0], device=DEVICE), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", OPS)
-def test_many_tokens(ops: str) -> None:
-    """Full tiles, others, and tokens of none; an adapter's first as they lie, then anywhere."""
-    table = make_table([24], 16, {1: 4, 2: 7, 5: 1}, torch.float32)
+def test_many_tokens(ops: str, dtype: torch.dtype) -> None:
+    """Full tiles, others, and tokens of none; an adapter's as they lie, then anywhere, in low tiles and in tall ones."""
+    table = make_table([24], 16, {1: 4, 2: 7, 5: 1}, dtype)
     slots = torch.cat(
         [torch.tensor([1, 0, 2, 5] * 5), torch.full((150,), 2), torch.zeros(90).long(), torch.tensor([5])]
     )
-    for mixed in (slots, slots[torch.randperm(len(slots))]):
-        check(OPS[ops].lora, table, 16, mixed.to(DEVICE), torch.float32)
+    anywhere = slots[torch.randperm(len(slots))]
+    for mixed in (slots, anywhere, anywhere.repeat(5)):
+        check(OPS[ops].lora, table, 16, mixed.to(DEVICE), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
