@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lora_oracle import NUM_SLOTS, check, dense, make_table
+from torch import Tensor
 from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
+from stoker.kernels import launch
 from stoker.kernels.grouping import order_by_group
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
-from stoker.kernels.reference.norm_rotary import ACTIVATIONS
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.adapters import by_expert
 
@@ -180,6 +182,43 @@ def test_a_capture_serves_other_tokens_and_adapters(name: str) -> None:
         x.normal_()
         graph.replay()
         assert_close(captured, dense(x, out, table, slots), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_kernels_of_adapters_that_come_up_early_see_all_that_was_written(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long chain gives the bits it gives where each kernel starts when the one before has ended, captured or not."""
+    monkeypatch.undo()  # what fills memory with NaN would stand between the kernels
+    dtype = torch.bfloat16
+    norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
+    first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((4096, 1024), (1024, 2048)))
+    gate_up, down = (
+        make_table(widths, depth, {1: 16, 2: 8, 4: 16}, dtype, gains=(2,))
+        for widths, depth in (([2048, 2048], 1024), ([1024], 2048))
+    )
+    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(NUM_SLOTS, (tokens,), device=DEVICE)
+
+    def chain() -> Tensor:
+        x = start
+        for _ in range(30):
+            rows = AdapterRows(slots)
+            normed = TRITON.rms_norm(x, *norm)
+            hidden = TRITON.lora(normed, TRITON.linear(normed, first), gate_up, rows, "silu")
+            x = TRITON.lora(hidden, TRITON.linear(hidden, second, residual=x), down, rows)
+            x = TRITON.rms_norm(x, *norm)
+        return x
+
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
 
 
 def test_through_the_tables() -> None:
