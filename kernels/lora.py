@@ -128,8 +128,9 @@ def _padded_rank(table: LoraTable) -> int:
 
 def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     """In how many spans a shrink goes over its input, so that every multiprocessor reads: few kinds of them, as each is
-    compiled for, and fewer of high ranks, whose blocks are programs too."""
-    most = 64 // rank if deterministic else 256 // rank if tokens <= _FEW else 1
+    compiled for, and fewer of high ranks, whose blocks are programs too. Deterministic: whatever the other ranks are.
+    """
+    most = 4 if deterministic else 256 // rank if tokens <= _FEW else 1
     splits = 1
     while splits < most and depth >= 2 * splits * _LEAST_SPAN:
         splits *= 2

@@ -238,10 +238,12 @@ def test_through_the_tables() -> None:
 
 
 def test_a_row_has_the_same_bits_alone() -> None:
+    """And beside an adapter of a higher rank."""
     table = make_table([24], 1100, {1: 4, 2: 7}, torch.float32)
     slots = torch.tensor([1, 2, 0, 1, 2, 2, 1], device=DEVICE).repeat(4)
     x, out = randn(len(slots), 1100), randn(len(slots), 24)
     together = DETERMINISTIC.lora(x, out.clone(), table, AdapterRows(slots))
+    table.put(0, 3, LoraWeights(randn(40, 1100), randn(24, 40), 1.0))
     for row in (0, 5, 27):
         one = slice(row, row + 1)
         alone = DETERMINISTIC.lora(x[one], out[one].clone(), table, AdapterRows(slots[one].clone()))
