@@ -37,7 +37,7 @@ KINDS = {
         *("work_list", "common_blocks", "units_kernel"),
     ),
     "experts": ("grouped", "_order_kernel", "weighted_sum"),
-    "adapters": ("shrink", "expand_kernel", "look_up"),
+    "adapters": ("shrink", "expand_", "look_up"),
     "matmul": (
         *("gemm", "gemv", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "cublas", "splitk"),
         *("skinny", "single_kernel", "streamed", "add_segments"),

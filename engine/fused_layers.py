@@ -65,8 +65,9 @@ class _Linears:
             onto = None
             out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
         if rows is not None:
-            self.lora.apply(x, out, rows)
-        out = out if gated is None else self.ops.act_mul(out, gated)
+            out = self.lora.apply(x, out, rows, gated)
+        elif gated is not None:
+            out = self.ops.act_mul(out, gated)
         if residual is None or onto is not None:
             return out
         return torch.add(residual, out, alpha=scale, out=residual if in_place else None)

@@ -24,6 +24,7 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
+from stoker.kernels.reference.norm_rotary import Activation
 
 _NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
 
@@ -40,13 +41,13 @@ class Adapted:
         self.layers = layers
         self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
         self.tables: list[LoraTable] = []
-        self._changes_nothing = True
+        self._active: list[LoraTable] = []  # those that change anything
         self.reach(1)
 
     @property
     def rows(self) -> AdapterRows | None:
         """Of the step that runs, where it has adapters and they change any of these modules."""
-        return None if self._changes_nothing else self.layers.rows
+        return self.layers.rows if self._active else None
 
     def reach(self, length: int) -> None:
         """Have tables for so many adapters on top of each other."""
@@ -58,12 +59,13 @@ class Adapted:
         """What a slot does to one of the linears, in that order, which the tables have to reach."""
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
-        self._changes_nothing = all(table.empty for table in self.tables)
+        self._active = [table for table in self.tables if not table.empty]
 
-    def apply(self, x: Tensor, out: Tensor, rows: AdapterRows) -> None:
-        """Change what the linears made of ``x``, in place. x: [T, D]; out: [T, N]."""
-        for table in self.tables:
+    def apply(self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
+        """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""
+        for table in self._active[:-1]:
             self.layers.ops.lora(x, out, table, rows)
+        return self.layers.ops.lora(x, out, self._active[-1], rows, gated)
 
 
 class LoraLayers:
@@ -76,7 +78,7 @@ class LoraLayers:
         self.num_slots = num_slots
         self.device = device
         self.stacks = Stacks()
-        self.rows: AdapterRows | None = None  # of the step that runs; None where no token has an adapter
+        self._rows: AdapterRows | None = None
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
         self.layout = 0  # a captured step holds as long as this stays
         self.only_add = False  # adapters to an output, whatever stands there; as far as is known
@@ -91,6 +93,17 @@ class LoraLayers:
         self._ids: dict[tuple[int, ...], Tensor] = {}
         self._merged: dict[tuple[str, int], Tensor] = {}
         self._last: object = None
+
+    @property
+    def rows(self) -> AdapterRows | None:
+        """Of the step that runs; None where no token has an adapter."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: AdapterRows | None) -> None:
+        if rows is not None:
+            rows.of_step.clear()
+        self._rows = rows
 
     def group(self, paths: Sequence[str]) -> Adapted:
         """Linears that would be run together."""
@@ -206,7 +219,7 @@ class LoraLayers:
             for slot, (ids, rows) in by_slot.items()
         ]
         groups = {id(group): group for group, _ in self._adapted.values()}
-        tables = [[(t.max_rank, t.dtype, t.strided, t.empty) for t in g.tables] for g in groups.values()]
+        tables = [[(t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in g.tables] for g in groups.values()]
         return tables, places
 
     def _complete(self, path: str, link: AdapterWeights) -> LoraWeights:

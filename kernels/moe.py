@@ -14,32 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.grouping import group_of_tile, most_tiles, order_by_group, rows_per_tile
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora import lora
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
-_MAX_SCAN = 4096  # expert ids that a program looks at together
 _INVARIANT_ROWS = 64
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _order_kernel(ids_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Counting sort by one program an expert: where its pairs start, and which they are, in their own order."""
-    await_turn(DEPENDENT)
-    expert = tl.program_id(0)
-    below = 0
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        ids = tl.load(ids_ptr + at, mask=at < pairs, other=expert)
-        below += tl.sum((ids < expert).to(tl.int32), axis=0)
-    tl.store(starts_ptr + expert, below)
-    for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mine = tl.load(ids_ptr + at, mask=at < pairs, other=-1) == expert
-        count = mine.to(tl.int32)
-        tl.store(order_ptr + below + tl.cumsum(count, axis=0) - count, at, mask=mine)
-        below += tl.sum(count, axis=0)
 
 
 @triton.jit
@@ -87,21 +68,9 @@ def _grouped_kernel(
     """
     await_turn(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
-    # Which expert this tile of pairs is of: each has as many tiles as its pairs fill.
-    numbers = tl.arange(0, EXPERTS)
-    known = numbers < experts
-    starts = tl.load(starts_ptr + numbers, mask=known, other=0)
-    ends = tl.load(starts_ptr + numbers + 1, mask=known, other=0)
-    tiles = tl.cdiv(ends - starts, BLOCK_M)
-    tiles_until = tl.cumsum(tiles, axis=0)
-    tile = tl.program_id(1)
-    expert = tl.sum((tiles_until <= tile).to(tl.int32), axis=0)
+    expert, first, end = group_of_tile(starts_ptr, experts, tl.program_id(1), EXPERTS, BLOCK_M)
     if expert >= experts:
         return
-    mine = numbers == expert
-    first = tl.sum(tl.where(mine, starts + (tile - tiles_until + tiles) * BLOCK_M, 0), axis=0)
-    end = tl.sum(tl.where(mine, ends, 0), axis=0)
-
     places = first + tl.arange(0, BLOCK_M)
     real = places < end
     pairs = tl.load(order_ptr + places, mask=real, other=0).to(tl.int64)
@@ -162,11 +131,6 @@ def _weighted_sum_kernel(
     tl.store(out_ptr + token * width + at, total, mask=at < width)
 
 
-def rows_per_tile(pairs: int, num_experts: int) -> int:
-    """Height of a tile: about the pairs an expert has, so that few rows are empty and no weight is read twice."""
-    return int(min(max(triton.next_power_of_2(triton.cdiv(pairs, num_experts)), 16), 128))
-
-
 def experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -182,7 +146,7 @@ def experts(
     """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I]."""
     rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
     # Narrow tiles while few pairs are there, so that all multiprocessors read.
-    tiles = _max_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
+    tiles = most_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
     columns = 64 if tiles < 2 * multiprocessors(x.device) else 128
     return _experts(
         x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns
@@ -206,11 +170,6 @@ def experts_invariant(
     return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, gate, adapters, _INVARIANT_ROWS, 128)
 
 
-def _max_tiles(pairs: int, num_experts: int, rows: int) -> int:
-    """The most tiles of ``rows`` that pairs can fall into: a full one takes ``rows``, and an expert has one other."""
-    return pairs // rows + min(pairs, num_experts)
-
-
 def _experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -229,18 +188,15 @@ def _experts(
     assert down_bias is None or down_bias.is_contiguous()
     tokens, per_token = expert_ids.shape
     pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    block = min(max(triton.next_power_of_2(pairs), 16), _MAX_SCAN)
+    order, starts = order_by_group(expert_ids, num_experts)
     options = {"num_warps": 4} | launch.options(x.device)
-    _order_kernel[(num_experts + 1,)](expert_ids, order, starts, pairs, BLOCK=block, **options)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, in_order: bool = False) -> Tensor:
         full_width, depth = weight.shape[1:]
         width = full_width // 2 if gated else full_width
         out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
         # Columns vary first: programs of one expert run near each other, and share its weight in cache.
-        _grouped_kernel[(triton.cdiv(full_width, columns), _max_tiles(pairs, num_experts, rows))](
+        _grouped_kernel[(triton.cdiv(full_width, columns), most_tiles(pairs, num_experts, rows))](
             x,
             weight,
             x if bias is None else bias,

@@ -26,7 +26,7 @@ class Ops:
     rms_norm: Callable[..., Tensor]
     act_mul: Callable[[Tensor, Activation], Tensor]
     linear: Callable[..., Tensor]
-    lora: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
+    lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]

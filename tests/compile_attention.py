@@ -83,6 +83,7 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "registers": int(registers),
         "stack": int(stack),
         "shared": made.metadata.shared,
+        "narrow_loads": len(re.findall(r"\bld\.global\.b16", ptx)),
         "wide_loads": ptx.count("cp.async.cg.shared.global"),
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
         "dependent": options.get("launch_pdl", False),

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, as_on_hopper, build, launches
 
-from stoker.kernels import checksum, linear, linear_invariant, linear_streamed, moe, norm_rotary, sampling, window
+from stoker.kernels import (
+    checksum,
+    grouping,
+    linear,
+    linear_invariant,
+    linear_streamed,
+    lora,
+    moe,
+    norm_rotary,
+    sampling,
+    window,
+)
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 from stoker.kernels.reference.window import Record
@@ -60,10 +74,36 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
 
 
+def adapt(
+    tokens: int, rank: int, dtype: torch.dtype, experts: int = 1, op: Any = lora.lora, widths: Sequence[int] = (2048,)
+) -> None:
+    """As of a model with 1B parameters."""
+    table = LoraTable(widths, [None for _ in widths], 16, torch.device("cpu"), experts)
+    for index, width in enumerate(widths):
+        a, b = (torch.zeros(experts, *size, dtype=dtype) for size in ((rank, 2048), (width, rank)))
+        table.put(index, 1, LoraWeights(a, b, 1.0) if experts > 1 else LoraWeights(a[0], b[0], 1.0))
+    rows = AdapterRows(torch.zeros(tokens, dtype=torch.long))
+    x = zeros(tokens, 2048) if op is not lora.lora_embedding else rows.slots
+    op(x, zeros(tokens, sum(widths)), table, rows)
+
+
+def launch_adapters() -> None:
+    """Those that take the most registers."""
+    gated = partial(lora.lora, gated="silu")
+    adapt(256, 16, torch.bfloat16, widths=(2048, 512, 512))
+    adapt(4096, 64, torch.bfloat16, widths=(8192, 8192), op=gated)
+    adapt(256, 512, torch.float32, widths=(8192, 8192), op=gated)
+    adapt(256, 3, torch.float32, widths=(2048, 512, 512))
+    adapt(64, 16, torch.bfloat16, experts=4)
+    adapt(256, 16, torch.bfloat16, op=lora.lora_embedding)
+
+
 if __name__ == "__main__":
     as_on_hopper()
-    for module in (norm_rotary, linear, linear_invariant, linear_streamed, window, checksum, sampling, moe):
+    of_layers = norm_rotary, linear, linear_invariant, linear_streamed, window, checksum, sampling, grouping, moe, lora
+    for module in of_layers:
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
+    launch_adapters()
     print(json.dumps([build(*recorded) for recorded in launches]))

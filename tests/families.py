@@ -244,6 +244,10 @@ REFUSED: dict[str, dict[str, Any]] = {
 _TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
 
 
+# How many layers of a family's model have experts that go through transformers' interface.
+ROUTED = {"qwen3_moe": 2, "mixtral": 3, "olmoe": 3, "gpt_oss": 3, "deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2}
+
+
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     fields = _COMMON | (FAMILIES | REFUSED)[family] | overrides
     config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
@@ -258,6 +262,10 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(make_config(family, **overrides), dtype=torch.float32).eval()
         randomise(model)
     return model
+
+
+def experts_modules(model: torch.nn.Module) -> list[Any]:
+    return [m for m in model.modules() if hasattr(type(m), "_apply_gate")]
 
 
 @torch.no_grad()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from adapted import peft_model, state_dict
 from families import make_model
-from pretend_device import bits, build, close, prompts
+from pretend_device import STATIC, PretendDevice, bits, build, close, prompts
 
 from stoker.engine.device import CpuRuntime
-from stoker.kernels import linear
+from stoker.kernels import grouping, linear, lora
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -96,6 +98,30 @@ def test_a_gemma_is_deterministic_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with build("gemma2", runtime=CpuRuntime, num_layers=1) as plain:
         expected = plain.generate_batch(several, settings)
     assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
+
+
+def test_a_replayed_step_puts_its_own_tokens_in_the_order_of_their_adapters() -> None:
+    """Not those of the step that was captured. Once a step, for all of its layers."""
+    sources = {f"{seed}": peft_model(seed=seed, target_modules=["q_proj", "gate_proj"]) for seed in (1, 2)}
+    adapters: list[list[str | None]] = [["1", "2", None, "1"], [None, "1", "2", "2"]]
+    tokens, sorted_ = [[3], [5], [6], [8]], []
+
+    def order(*args: Any) -> Any:
+        sorted_.append(1)
+        return grouping.order_by_group(*args)
+
+    found = []
+    for ops, runtime in ((REFERENCE, CpuRuntime), (replace(STATIC, lora=TRITON.lora), PretendDevice)):
+        with build(ops=ops, runtime=runtime, decode_window=1) as engine, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lora, "order_by_group", order)
+            for name, model in sources.items():
+                engine.load_adapter(name, (state_dict(model), model.peft_config["default"]))
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            found.append([engine.generate_batch(tokens, params, adapter=names) for names in adapters])
+            assert engine.core.runner.has_graphs == bool(sorted_)
+    for one, other in zip(*found, strict=True):
+        close(one, other)
+    assert len(sorted_) == 3 * len(adapters)
 
 
 def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

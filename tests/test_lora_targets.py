@@ -189,6 +189,7 @@ def test_captured_steps_run_them_too(family: str, options: dict[str, Any]) -> No
     rows = ["default", None, None, "default"]
     with RolloutEngine(model.cuda(), config=CONFIG) as engine:
         for expected in (before, before, after, after):
+            rows = [*rows[1:], rows[0]]  # a replay has other rows than what was captured
             if expected is after:
                 with torch.no_grad():
                     for mine, new in zip(model.parameters(), changed.parameters(), strict=True):

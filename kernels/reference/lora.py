@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.lora_stacks import Pieces, Stacks, change
+from stoker.kernels.reference.norm_rotary import Activation, act_mul
 
 
 class LoraWeights(NamedTuple):
@@ -124,6 +125,8 @@ class AdapterRows:
     _ready: dict[LoraTable, tuple[int, Callable[[Tensor, Tensor], None] | None]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
+    # By number of slots, what kernels made of these on the device. A captured step makes it itself, so it is of one step.
+    of_step: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """Of the tokens at ``index``, int64 [R]."""
@@ -195,6 +198,12 @@ class PointerBlock:
         self.changed = False
 
 
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether each expert's begins at a multiple of 16 bytes."""
+    each = matrix.stride(0) if matrix.dim() == 3 else 0
+    return matrix.data_ptr() % 16 == 0 and each * matrix.element_size() % 16 == 0
+
+
 @dataclass(eq=False)
 class LoraTable:
     """The adapters of linears that read the same input and whose outputs lie side by side, by slot.
@@ -217,8 +226,9 @@ class LoraTable:
     rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
+    aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
     _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of a slot
-    _columns: Tensor | None = None
+    _columns: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.weights = [{} for _ in self.widths]
@@ -252,6 +262,7 @@ class LoraTable:
         self.max_rank = max(self.max_rank, weights.rank)
         first = weights.of(0)
         self.strided |= not (first.a.is_contiguous() and first.b.is_contiguous())
+        self.aligned &= weights.rank % 8 == 0 and all(_is_aligned(t) for t in (weights.a, weights.b))
         gain, shift = (0 if t is None else t.data_ptr() for t in (weights.gain, weights.shift))
         (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
         row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
@@ -273,14 +284,14 @@ class LoraTable:
 
     def columns(self, block: int) -> Tensor:
         """For kernels whose tiles have ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
-        if self._columns is None:
+        if block not in self._columns:
             tile = offset = 0
             entries = []
             for width, bias in zip(self.widths, self.biases, strict=True):
                 entries.append([tile, offset, width, 0 if bias is None else bias.data_ptr()])
                 tile, offset = tile + -(-width // block), offset + width
-            self._columns = to_device(torch.tensor(entries, device="cpu"), self.device)
-        return self._columns
+            self._columns[block] = to_device(torch.tensor(entries, device="cpu"), self.device)
+        return self._columns[block]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -297,16 +308,18 @@ def expert_slots(slots: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     return torch.where(slots > 0, (slots - 1) * num_experts + experts + 1, 0)
 
 
-def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:
+def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
     """Apply each token's adapter to the projection of ``x`` in ``out``, which is changed in place and returned.
 
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
-    table, stay as they are. Products are of the adapter's dtype, as PEFT's are.
+    table, stay as they are. Products are of the adapter's dtype, as PEFT's are. gated: returns ``act_mul`` of that
+    instead, of all tokens, and nobody reads ``out`` any more.
     """
     if table.experts == 1:
         rows.adapt(x, out, table)
-        return out
-    return _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
+    else:
+        _apply(x, lambda x, a: x.to(a.dtype) @ a.T, out, table, rows)
+    return out if gated is None else act_mul(out, gated)
 
 
 def lora_embedding(token_ids: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows) -> Tensor:

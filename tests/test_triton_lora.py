@@ -1,0 +1,250 @@
+"""Adapters over a projection: the kernels and the reference against dense products in fp64.
+
+Without a CUDA device kernels are interpreted, in fp32 and fp16; with one the same cases run compiled, in bf16 too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lora_oracle import NUM_SLOTS, check, dense, make_table
+from torch import Tensor
+from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+
+from stoker.kernels import launch
+from stoker.kernels.grouping import order_by_group
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+from stoker.weight_sync.adapters import by_expert
+
+OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_mixed_ranks_in_a_ragged_batch(ops: str, dtype: torch.dtype) -> None:
+    table = make_table([72, 16, 16], 40, {1: 4, 2: 1, 4: 33, 5: 16}, dtype)
+    slots = torch.tensor([1, 0, 5, 5, 2, 0, 4, 3, 1, 1, 4], device=DEVICE)
+    check(OPS[ops].lora, table, 40, slots, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("ops", OPS)
+def test_adapters_in_fp32_over_a_model_in_16_bits(ops: str, dtype: torch.dtype) -> None:
+    """As PEFT makes them."""
+    table = make_table([72, 16], 40, {1: 8, 2: 1, 4: 33}, torch.float32, gains=(1,), shifts=(2,))
+    check(OPS[ops].lora, table, 40, torch.tensor([1, 0, 2, 4, 3, 1], device=DEVICE), dtype)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_magnitudes_and_biases(ops: str) -> None:
+    table = make_table([24, 70], 33, {1: 3, 2: 8, 3: 2}, torch.float32, biased=True, gains=(1, 3))
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 1], device=DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_biases_of_adapters(ops: str) -> None:
+    """With DoRA and without, and of a linear that has nothing but a bias."""
+    table = make_table([24, 70], 33, {1: 3, 2: 8, 3: 0, 5: 2}, torch.float32, biased=True, gains=(1,), shifts=(1, 2, 3))
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 5, 3], device=DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_matrices_that_lie_column_after_column(ops: str, dtype: torch.dtype) -> None:
+    """As those of a head that is tied to an embedding; and beside some that do not."""
+    table = make_table([24, 40], 33, {1: 3, 2: 8, 3: 20}, dtype, columns=True)
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 1], device=DEVICE), dtype)
+
+
+@pytest.mark.parametrize("tokens", [5, 300])
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+def test_an_embedding_is_a_linear_of_one_hot_rows(ops: Ops, columns: bool, tokens: int) -> None:
+    table = make_table([72], 19, {1: 4, 2: 17, 3: 2}, torch.float32, gains=(2,), shifts=(3,), columns=columns)
+    slots = torch.tensor([1, 0, 2, 4, 3], device=DEVICE).repeat(tokens // 5)
+    ids, out = torch.randint(19, (tokens,), device=DEVICE), randn(tokens, 72)
+    expected = dense(F.one_hot(ids, 19), out, table, slots)
+    assert ops.lora_embedding(ids, out, table, AdapterRows(slots)) is out
+    assert_close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_a_table_of_experts(ops: str) -> None:
+    """As PEFT lays them side by side, of which every expert has a part that is neither rows nor columns."""
+    experts, slots = 3, torch.tensor([2, 0, 1, 2, 5, 1, 3], device=DEVICE)
+    chosen = torch.tensor([2, 1, 0, 0, 1, 2, 2], device=DEVICE)
+    table, weights = LoraTable([20], [None], NUM_SLOTS, DEVICE, experts), {}
+    for slot, rank, shifted in ((1, 2, False), (2, 5, True), (3, 0, True)):
+        side_by_side = LoraWeights(randn(experts * rank, 9), randn(20, experts * rank), 0.3 * slot)
+        shift = randn(experts, 20) if shifted else None
+        weights[slot] = by_expert(side_by_side, experts)._replace(shift=shift)
+        table.put(0, slot, weights[slot])
+    x, out = randn(7, 9), randn(7, 20)
+    expected = out.double()
+    for row, (slot, expert) in enumerate(zip(slots.tolist(), chosen.tolist(), strict=True)):
+        if slot in weights:
+            a, b = weights[slot].a[expert].double(), weights[slot].b[expert].double()
+            shift = 0 if weights[slot].shift is None else weights[slot].shift[expert].double()
+            expected[row] += 0.3 * slot * (b @ (a @ x[row].double())) + shift
+    rows = AdapterRows(expert_slots(slots, chosen, experts))
+    OPS[ops].lora(x, out, table, rows)
+    assert_close(out, expected, torch.float32)
+    table.put(0, 2, None)
+    changed = OPS[ops].lora(x, out.clone(), table, rows)
+    assert (changed != out).any(1).tolist() == ((slots == 1) | (slots == 3)).tolist()
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_a_high_rank_over_a_deep_input(ops: str) -> None:
+    """Several blocks of ranks, and the input in several spans."""
+    table = make_table([20], 1100, {1: 512, 2: 5}, torch.float32)
+    check(OPS[ops].lora, table, 1100, torch.tensor([2, 1, 0], device=DEVICE), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_many_tokens(ops: str, dtype: torch.dtype) -> None:
+    """Full tiles, others, and tokens of none; an adapter's as they lie, then anywhere, in low tiles and in tall ones."""
+    table = make_table([24], 16, {1: 4, 2: 7, 5: 1}, dtype)
+    slots = torch.cat(
+        [torch.tensor([1, 0, 2, 5] * 5), torch.full((150,), 2), torch.zeros(90).long(), torch.tensor([5])]
+    )
+    anywhere = slots[torch.randperm(len(slots))]
+    for mixed in (slots, anywhere, anywhere.repeat(5)):
+        check(OPS[ops].lora, table, 16, mixed.to(DEVICE), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_matrices_of_which_16_bytes_at_a_time_can_be_read(ops: str, dtype: torch.dtype) -> None:
+    """And beside some of which they cannot."""
+    table = make_table([32, 48], 64, {1: 8, 2: 16, 4: 24}, dtype)
+    slots = torch.tensor([1, 0, 2, 4, 4, 1], device=DEVICE)
+    assert table.aligned
+    check(OPS[ops].lora, table, 64, slots, dtype)
+    table.put(1, 2, LoraWeights(randn(16 * 64 + 1, dtype=dtype)[1:].view(16, 64), randn(48, 16, dtype=dtype), 0.5))
+    assert not table.aligned
+    check(OPS[ops].lora, table, 64, slots, dtype)
+    odd = make_table([32], 64, {1: 8, 2: 3}, dtype)
+    assert not odd.aligned
+    check(OPS[ops].lora, odd, 64, slots, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ops", OPS)
+def test_gate_and_up_with_what_comes_after_them(ops: str, dtype: torch.dtype) -> None:
+    """Of all tokens. Two linears, of which an adapter may change one, or one that gives both."""
+    slots = torch.tensor([1, 0, 5, 5, 2, 0, 4, 3, 1, 1, 4], device=DEVICE)
+    for act in ACTIVATIONS if dtype == torch.float32 else ("silu",):
+        for widths in ([40, 40], [80]):
+            table = make_table(widths, 33, {1: 4, 2: 1, 4: 20, 5: 16}, dtype, gains=(2,), shifts=(4,), biased=True)
+            x, gate_up = randn(len(slots), 33, dtype=dtype), randn(len(slots), 80, dtype=dtype)
+            gate, up = dense(x, gate_up, table, slots).chunk(2, dim=-1)
+            found = OPS[ops].lora(x, gate_up, table, AdapterRows(slots), act)
+            assert_close(found, ACTIVATIONS[act](gate) * up, dtype)
+        empty = LoraTable([40, 40], [None, None], NUM_SLOTS, DEVICE)
+        assert torch.equal(OPS[ops].lora(x, gate_up, empty, AdapterRows(slots), act), OPS[ops].act_mul(gate_up, act))
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 5000])
+def test_rows_in_the_order_of_their_groups(tokens: int) -> None:
+    groups = torch.randint(6, (tokens,), device=DEVICE)
+    order, starts = order_by_group(groups, 7)
+    assert order.tolist() == groups.sort(stable=True).indices.tolist()
+    assert starts.tolist() == [int((groups < group).sum()) for group in range(8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "deterministic"])
+def test_a_capture_serves_other_tokens_and_adapters(name: str) -> None:
+    """Of which none waits for the device, nor is read where it was when that was captured."""
+    op, dtype = OPS[name].lora, torch.bfloat16
+    table = make_table([256, 64], 512, {1: 16, 2: 8}, dtype)
+    x, out, slots = randn(40, 512, dtype=dtype), randn(40, 320, dtype=dtype), torch.randint(4, (40,), device=DEVICE)
+    op(x, out.clone(), table, AdapterRows(slots))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        op(x, out.clone(), table, AdapterRows(slots))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op(x, out.clone(), table, AdapterRows(slots))
+    for slot in (1, 2, 3):
+        for index, width in enumerate(table.widths):
+            table.put(index, slot, LoraWeights(randn(16, 512, dtype=dtype), randn(width, 16, dtype=dtype), 0.1))
+        assert table.pointers.is_cuda  # and up to date
+        slots.copy_(torch.randint(4, (40,)))
+        x.normal_()
+        graph.replay()
+        assert_close(captured, dense(x, out, table, slots), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_kernels_of_adapters_that_come_up_early_see_all_that_was_written(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long chain gives the bits it gives where each kernel starts when the one before has ended, captured or not."""
+    monkeypatch.undo()  # what fills memory with NaN would stand between the kernels
+    dtype = torch.bfloat16
+    norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
+    first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((4096, 1024), (1024, 2048)))
+    gate_up, down = (
+        make_table(widths, depth, {1: 16, 2: 8, 4: 16}, dtype, gains=(2,))
+        for widths, depth in (([2048, 2048], 1024), ([1024], 2048))
+    )
+    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(NUM_SLOTS, (tokens,), device=DEVICE)
+
+    def chain() -> Tensor:
+        x = start
+        for _ in range(30):
+            rows = AdapterRows(slots)
+            normed = TRITON.rms_norm(x, *norm)
+            hidden = TRITON.lora(normed, TRITON.linear(normed, first), gate_up, rows, "silu")
+            x = TRITON.lora(hidden, TRITON.linear(hidden, second, residual=x), down, rows)
+            x = TRITON.rms_norm(x, *norm)
+        return x
+
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+
+
+def test_through_the_tables() -> None:
+    """An emptied slot does nothing; a slot filled anew does what it was filled with, at the same addresses of the table."""
+    table = make_table([24], 16, {1: 4, 2: 7}, torch.float32)
+    where, slots = table.pointers.data_ptr(), torch.tensor([1, 2, 1], device=DEVICE)
+    x, out = randn(3, 16), randn(3, 24)
+    for change in (None, LoraWeights(randn(40, 16), randn(24, 40), 2.0), LoraWeights(randn(2, 16), randn(24, 2), -1.0)):
+        table.put(0, 1, change)
+        for ops in (TRITON, REFERENCE):
+            assert_close(
+                ops.lora(x, out.clone(), table, AdapterRows(slots)), dense(x, out, table, slots), torch.float32
+            )
+    assert table.pointers.data_ptr() == where
+    result = TRITON.lora(x, out.clone(), table, AdapterRows(slots))
+    assert not torch.equal(result[0], out[0])
+
+
+def test_a_row_has_the_same_bits_alone() -> None:
+    """And beside an adapter of a higher rank."""
+    table = make_table([24], 1100, {1: 4, 2: 7}, torch.float32)
+    slots = torch.tensor([1, 2, 0, 1, 2, 2, 1], device=DEVICE).repeat(4)
+    x, out = randn(len(slots), 1100), randn(len(slots), 24)
+    together = DETERMINISTIC.lora(x, out.clone(), table, AdapterRows(slots))
+    table.put(0, 3, LoraWeights(randn(40, 1100), randn(24, 40), 1.0))
+    for row in (0, 5, 27):
+        one = slice(row, row + 1)
+        alone = DETERMINISTIC.lora(x[one], out[one].clone(), table, AdapterRows(slots[one].clone()))
+        assert torch.equal(alone[0], together[row])
