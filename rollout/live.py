@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -31,6 +32,37 @@ _PATIENCE = 1.0  # seconds for which a thread that steps waits until one that wa
 _T = TypeVar("_T")
 
 
+class _Signal:
+    """A ``threading.Event`` without a lock of its own, which Ctrl-C in the middle of a call could leave locked."""
+
+    def __init__(self) -> None:
+        self._on = False
+        self._waiting: list[threading.Lock] = []  # one each, locked until it is on
+
+    def is_set(self) -> bool:
+        return self._on
+
+    def clear(self) -> None:
+        self._on = False
+
+    def set(self) -> None:
+        self._on = True
+        for lock in list(self._waiting):
+            with suppress(RuntimeError):  # released by an earlier call
+                lock.release()
+
+    def wait(self, timeout: float | None) -> None:
+        """Until it is on, or ``timeout`` seconds."""
+        lock = threading.Lock()
+        lock.acquire()
+        self._waiting.append(lock)
+        try:
+            if not self._on:
+                lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        finally:
+            self._waiting.remove(lock)
+
+
 class Loop:
     """The core, and the right to touch it."""
 
@@ -41,9 +73,9 @@ class Loop:
         self._turn = threading.Lock()
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
-        self._turn_over = threading.Event()
+        self._turn_over = _Signal()
         self._paused_by: int | None = None
-        self._resumed = threading.Event()
+        self._resumed = _Signal()
         self._resumed.set()
         self._unsound = False  # a change of the core did not come to its end
         self._abandoned: deque[Sequence[Request]] = deque()

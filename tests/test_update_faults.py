@@ -3,7 +3,9 @@
 import gc
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -21,12 +23,14 @@ from stoker.rollout import RolloutEngine
 
 
 class InterruptAt:
-    """Within it SIGINT comes at one of the calls and returns, of Python and of C; ``count`` is how many there were."""
+    """Within it SIGINT comes at one of the calls and returns of Python, or returns of C; ``count`` is how many there were."""
 
     def __init__(self, event: int = -1) -> None:
         self.event, self.count = event, 0
 
     def __call__(self, frame: FrameType, kind: str, argument: object) -> None:
+        if kind == "c_call":  # Python looks for signals when a call of C is over, and not before it
+            return
         self.count += 1
         if self.count == self.event:
             signal.raise_signal(signal.SIGINT)
@@ -218,3 +222,24 @@ def test_an_interrupt_at_any_point_of_sleep_and_wake_loses_nothing(level: int) -
                 wake()
                 assert tokens() == expected and engine.verify_weights().ok
                 assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_an_interrupt_at_any_point_of_a_turn_or_a_pause_leaves_no_lock_behind() -> None:
+    with RolloutEngine(small(), config=CONFIG) as engine:
+
+        def turn() -> None:
+            engine._loop.has_work("say")
+            engine.pause()
+            engine.resume()
+
+        with InterruptAt() as all_of_it:
+            turn()
+        for event in range(1, all_of_it.count - 2):
+            with suppress(KeyboardInterrupt), InterruptAt(event):
+                turn()
+            another = threading.Thread(target=lambda: engine.is_paused or engine._loop.has_work("say"), daemon=True)
+            another.start()
+            another.join(10)
+            assert not another.is_alive(), f"event {event}"
+            engine.resume()
+        assert_matches(engine, engine._binding.model)
