@@ -36,6 +36,7 @@ from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
 _WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
+_IDLE_S = 0.002
 _STOP_S = 30.0  # for a reward function or a tool that runs
 
 
@@ -315,7 +316,7 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         while True:
             handles = [handle for handle, _ in self._waited]
             if not handles:
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(_IDLE_S)
                 continue
             wait = partial(self._engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
             await self._loop.run_in_executor(self._stepper, wait)
@@ -330,6 +331,8 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             self._waited = left
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        while self._engine.is_paused:  # an optimizer step: an idle engine that is given work looks at the weights
+            await asyncio.sleep(_IDLE_S)
         future = self._loop.create_future()
         self._waited.append((self._engine.submit(prompt_ids, self._params), future))
         output = await future

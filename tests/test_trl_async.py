@@ -34,6 +34,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 
 from stoker.integrations import trl_async
@@ -188,6 +189,42 @@ def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
         assert any(mask[at:]) and sample.metrics["tools/call_frequency"] == 1
         assert sample.metrics["tools/failure_frequency"] == 0
     assert before
+
+
+def test_an_optimizer_step_is_not_looked_into(make: Make) -> None:
+    """A tool that answers during one is followed up after it: its weights are neither those before nor those after."""
+    within = [False]  # such a step, and not at its border
+    answered: list[bool] = []
+    submitted: list[bool] = []
+
+    def look_up(key: str) -> str:
+        """Look a key up.
+
+        Args:
+            key: what to look up.
+        """
+        time.sleep(0.05)
+        answered.append(within[0])
+        return ANSWER
+
+    class Slow(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            time.sleep(0.02)
+            within[0], before, end = True, len(answered), time.monotonic() + 2
+            while len(answered) == before and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            within[0] = False
+
+    rollouts = AsyncRollouts(count_a, tools=[look_up], config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(count_a, rollouts, max_tool_calling_iterations=2)
+    engine = rollouts.attach(trainer)
+    assert engine is not None
+    trainer.add_callback(Slow())
+    submit = engine.submit
+    engine.submit = lambda *given: (submitted.append(within[0]), submit(*given))[1]  # type: ignore[method-assign]
+    trainer.train()
+    assert any(answered) and submitted and not any(submitted)
 
 
 def test_environments_give_tools_and_the_reward(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
