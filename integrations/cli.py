@@ -158,7 +158,7 @@ def _run_program(command: str, *flags: str) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise CommandError(
-            f"stoker {command} {name} needs {package}, which is not installed: pip install 'stoker[trl,peft,plot]'"
+            f"stoker {command} {name} needs {package}, which is not installed: pip install {package}"
         ) from error
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class _EngineBackend:
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         self._turns_to_come = False
         self._to_sleep = False  # after them
+        self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=_tokenizer(trainer))
@@ -115,13 +117,11 @@ class _EngineBackend:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to."""
         if images is not None and any(images):
             raise UnsupportedModelError("the prompts carry images: the engine runs text models only")
-        params = _sampling_params(self._trainer)
+        params = self._params(prompts, n)
         if self.engine.is_sleeping:
             self.engine.wake_up()
         try:
-            batch = self.engine.generate_batch(
-                prompts, [replace(params, n=n, seed=seed) for seed in self._seeds(prompts)]
-            )
+            batch = self.engine.generate_batch(prompts, params)
         finally:
             if self._trainer.args.vllm_enable_sleep_mode:
                 if self._turns_to_come:
@@ -142,12 +142,27 @@ class _EngineBackend:
             try:
                 return generate(*args, **kwargs)
             finally:
-                self._turns_to_come = False
+                self._turns_to_come, self._longest = False, None
                 if self._to_sleep:
                     self._to_sleep = False
                     self.engine.sleep()
 
         return generation
+
+    def _params(self, prompts: Sequence[list[int]], n: int) -> list[SamplingParams]:
+        """Of each prompt. After a tool's answer, what TRL would cut off is not sampled, nor does it need KV blocks."""
+        trainer, params = self._trainer, sampling_params(self._trainer)
+        limits = [params.max_tokens] * len(prompts)
+        with_tools = getattr(trainer, "tools", None) and getattr(trainer, "rollout_func", None) is None
+        if self._turns_to_come and with_tools:
+            if self._longest is None:
+                self._longest = max(map(len, prompts)) + trainer.max_completion_length
+            else:
+                limits = [max(1, min(params.max_tokens, self._longest - len(prompt))) for prompt in prompts]
+        return [
+            replace(params, n=n, max_tokens=limit, min_tokens=min(params.min_tokens, limit), seed=seed)
+            for limit, seed in zip(limits, self._seeds(prompts), strict=True)
+        ]
 
     def _seeds(self, prompts: Sequence[Any]) -> list[int]:
         """One for each prompt, drawn from torch as ``generate`` draws.
@@ -162,11 +177,16 @@ class _TokenListBackend(_EngineBackend):
     """GRPO, RLOO, Distillation, SDFT and SDPO: they want the interface of TRL's ``VLLMGeneration``."""
 
     def seam(self) -> list[tuple[Any, str, Any]]:
-        # None of TRL's own modes: what is special to those is skipped.
-        seam = [*super().seam(), (self._trainer, "vllm_mode", "engine")]
+        # In this mode the tool loop asks the backend, and not the model's config, what a tool's answer has to fit in.
+        seam = [*super().seam(), (self._trainer, "vllm_mode", "colocate")]
         if hasattr(self._trainer, "_generate"):  # not every kind has turns
             seam.append((self._trainer, "_generate", self.all_turns(self._trainer._generate)))
         return seam
+
+    @property
+    def llm(self) -> Any:
+        """Where the tool loop looks for ``max_model_len``."""
+        return SimpleNamespace(llm_engine=SimpleNamespace(model_config=self.engine))
 
     def generate(
         self,
@@ -289,7 +309,7 @@ def _eos_ids(trainer: Any) -> list[int]:
     return sorted(found)
 
 
-def _sampling_params(trainer: Any) -> SamplingParams:
+def sampling_params(trainer: Any) -> SamplingParams:
     """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
 
     A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
@@ -334,7 +354,7 @@ def check_version() -> None:
     try:
         found = version("trl")
     except PackageNotFoundError:
-        raise InvalidConfigError("TRL is not installed: pip install 'stoker[trl]'") from None
+        raise InvalidConfigError("TRL is not installed: pip install trl datasets") from None
     if not _OLDEST <= Version(found).release < _TOO_NEW:
         raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
 
@@ -370,5 +390,5 @@ def _check(trainer: Any) -> type[_EngineBackend]:
             f"{trainer.vllm_importance_sampling_mode!r}: set it to 'token_truncate' or 'token_mask', or set "
             "vllm_importance_sampling_correction=False"
         )
-    _sampling_params(trainer)
+    sampling_params(trainer)
     return _BACKENDS[kind]

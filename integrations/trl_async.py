@@ -27,7 +27,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from stoker.integrations.trl import check_version
+from stoker.integrations.trl import check_version, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
 
@@ -36,6 +36,7 @@ from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
 _WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
+_IDLE_S = 0.002
 _STOP_S = 30.0  # for a reward function or a tool that runs
 
 
@@ -98,7 +99,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._failed = threading.Event()
         self._trainer: Any = None
         self._callback: TrainerCallback | None = None
-        self._loop: Any = None
+        self._loop: _EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self.engine: RolloutEngine | None = None
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
@@ -108,8 +109,9 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         """Build the engine over the trainer's model. Every process calls it; the main one generates and gets it.
 
         Raises a ``StokerError`` before anything is changed: ``InvalidConfigError`` for another kind of trainer, one
-        that was not given this object, or one that shards its model; ``EngineStateError`` where it is attached already;
-        ``UnsupportedModelError`` for a model the engine does not run.
+        that was not given this object, or one that shards its model; ``InvalidRequestError`` for a sampling setting that
+        cannot be; ``EngineStateError`` where it is attached already; ``UnsupportedModelError`` for a model the engine does
+        not run.
         """
         kinds = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
         if "AsyncGRPOTrainer" not in kinds:
@@ -128,6 +130,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             raise InvalidConfigError(
                 "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
             )
+        sampling_params(trainer)  # or a setting that cannot be would show when training begins
         if main:
             args = trainer.args
             self.engine = RolloutEngine(
@@ -168,20 +171,24 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
 
     def start(self) -> None:
         """Produce rollouts in a thread. Called by the trainer when training begins."""
-        if self._thread is not None or self.engine is None:
+        if self._loop is not None or self.engine is None:
             return
+        self.stop()  # where a run before this one could not be
+        self._forget()
         self.engine.update_weights()  # which may come from a checkpoint
-        self._failed.clear()
         self._heartbeat.value = time.time()
         self._loop = _loop(self, self._trainer, self.engine)
-        self._thread = threading.Thread(target=self._run, name="stoker-async-rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run, name="stoker-async-rollouts", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:  # was put where check_health finds it
-            return
+    def _forget(self) -> None:
+        """What a run before this one left: samples of its weights, its metrics, its error, the prompts it had trained on."""
+        for left in (self.rollout_buffer, self.metrics_queue, self._failures):
+            while not left.empty():
+                left.get_nowait()
+        self._failed.clear()
+        self._trainer._trained_groups.clear()
+        self._trainer._last_groups_trained = 0
 
     def stop(self) -> None:
         """End the thread; completions under way are dropped.
@@ -190,16 +197,18 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         """
         if self._thread is None:
             return
+        if self._loop is not None:
+            self._loop.request_stop()
+            self._loop = None
         if self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
             self.engine.pause("abort")  # and may have left the weights incomplete
             self.engine.resume()
-        self._loop.request_stop()
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
             raise EngineStateError(
                 f"a reward function or tool has not returned within {_STOP_S:.0f} s of the end of training"
             )
-        self._thread = self._loop = None
+        self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
         """New groups are tagged with this version."""
@@ -268,6 +277,13 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._params = params
         self._waited: list[tuple[RolloutHandle, asyncio.Future[Any]]] = []
 
+    def run(self) -> None:
+        with ThreadPoolExecutor(1, "stoker-async-steps") as self._stepper:
+            try:
+                super().run()
+            except BaseException:  # which was put where check_health finds it
+                self._drop()  # ``sys.exit`` in a reward function leaves the event loop's tasks where they were
+
     def request_stop(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._stop_event.set)
@@ -289,30 +305,34 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
         finally:
-            for handle, _ in self._waited:
-                handle.abort()
+            self._drop()
+
+    def _drop(self) -> None:
+        for handle, _ in self._waited:
+            handle.abort()
 
     async def _step_loop(self) -> None:
         """Step the engine, in a thread, for whoever waits for a completion."""
-        with ThreadPoolExecutor(1, "stoker-async-steps") as stepper:
-            while True:
-                handles = [handle for handle, _ in self._waited]
-                if not handles:
-                    await asyncio.sleep(0.002)
-                    continue
-                wait = partial(self._engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
-                await self._loop.run_in_executor(stepper, wait)
-                left = []
-                for handle, future in self._waited:
-                    if future.cancelled():
-                        handle.abort()
-                    elif handle.done:
-                        future.set_result(handle.result())
-                    else:
-                        left.append((handle, future))
-                self._waited = left
+        while True:
+            handles = [handle for handle, _ in self._waited]
+            if not handles:
+                await asyncio.sleep(_IDLE_S)
+                continue
+            wait = partial(self._engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
+            await self._loop.run_in_executor(self._stepper, wait)
+            left = []
+            for handle, future in self._waited:
+                if future.cancelled():
+                    handle.abort()
+                elif handle.done:
+                    future.set_result(handle.result())
+                else:
+                    left.append((handle, future))
+            self._waited = left
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        while self._engine.is_paused:  # an optimizer step: an idle engine that is given work looks at the weights
+            await asyncio.sleep(_IDLE_S)
         future = self._loop.create_future()
         self._waited.append((self._engine.submit(prompt_ids, self._params), future))
         output = await future
@@ -324,19 +344,9 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
 
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _EngineLoop:
     args = trainer.args
-    params = SamplingParams(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=max(args.top_k or 0, 0),
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
-        stop_token_ids=trainer.eos_token_ids,
-        ignore_eos=True,  # a completion ends at the trainer's EOS ids and at no other
-    )
     return _EngineLoop(
         engine,
-        params,
+        sampling_params(trainer),
         model_name="",
         dataset=trainer.train_dataset,
         processing_class=trainer.processing_class,

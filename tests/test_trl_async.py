@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,90 +15,41 @@ from typing import Any
 
 import pytest
 import torch
-from trl_async_setup import ANSWER, chat_tokenizer, count_a, parse, stand_in
+from trl_async_setup import (
+    ANSWER,
+    OPTIONS,
+    Make,
+    async_trainers,
+    chat_tokenizer,
+    count_a,
+    parse,
+    record,
+    saved_model,
+    stand_in,
+    threads,
+)
 from trl_setup import EOS, LOGPROB_TOLERANCE, make_model, plain_logprobs
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
 
 from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
-from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError
-
-Make = Callable[..., Any]
+from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, InvalidRequestError
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(path)
-    return str(path)
-
-
-OPTIONS: dict[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "max_staleness": 4,
-    "max_inflight_tasks": 8,
-    "dtype": "float32",
-    "bf16": False,
-    "use_cpu": True,
-    "report_to": "none",
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+    return saved_model(tmp_path_factory)
 
 
 @pytest.fixture
 def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    stand_in(monkeypatch)
-    made: list[AsyncRollouts] = []
-
-    def build(
-        reward: Any,
-        rollouts: AsyncRollouts | None = None,
-        *,
-        peft_config: Any = None,
-        environment_factory: Any = None,
-        **settings: Any,
-    ) -> Any:
-        rollouts = rollouts or AsyncRollouts(reward, config=EngineConfig(kv_cache_memory="4MiB"))
-        made.append(rollouts)
-        return AsyncGRPOTrainer(
-            model=folder,
-            reward_funcs=reward,
-            args=AsyncGRPOConfig(**OPTIONS | {"output_dir": str(tmp_path)} | settings),
-            train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("abc", "hg", "d")]}),
-            processing_class=chat_tokenizer(),
-            rollout_worker=rollouts,
-            weight_transfer=rollouts,
-            peft_config=peft_config,
-            environment_factory=environment_factory,
-        )
-
-    yield build
-    for rollouts in made:
-        if rollouts.engine is not None:
-            rollouts.detach()
-
-
-def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("stoker-async")}
-
-
-def record(rollouts: AsyncRollouts) -> list[Any]:
-    """The samples that the trainer is given, from now on."""
-    samples: list[Any] = []
-    put = rollouts.rollout_buffer.put_nowait
-    rollouts.rollout_buffer.put_nowait = lambda sample: (samples.append(sample), put(sample))[1]  # type: ignore[method-assign]
-    return samples
+    yield from async_trainers(folder, str(tmp_path), monkeypatch)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -187,26 +136,6 @@ def test_samples_that_are_too_old_are_not_trained_on(make: Make) -> None:
     assert all("rollout/duration_s" in log for log in logs)  # what the loop measures arrives
 
 
-def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) -> None:
-    trainer = make(count_a, save_strategy="steps", save_steps=2, max_steps=2)
-    trainer.rollout_worker.attach(trainer)
-    trainer.train()
-    trainer.train()  # a second run starts from the first prompt
-    assert len(trainer.state.log_history) > 1 and not threads()
-    trainer.rollout_worker.detach()
-    state = tmp_path / "checkpoint-2" / "rollout_state.json"
-    assert json.loads(state.read_text())["prompt_index"] > 0
-    state.write_text(json.dumps({"prompt_index": 7, "model_version": 9}))  # of three prompts, so the second is next
-
-    resumed = make(count_a, max_steps=3)
-    engine = resumed.rollout_worker.attach(resumed)
-    submit, asked = engine.submit, []
-    engine.submit = lambda prompt, *rest: (asked.append(prompt), submit(prompt, *rest))[1]  # type: ignore[method-assign]
-    resumed.train(resume_from_checkpoint=str(state.parent))
-    assert asked[0] == resumed.processing_class("hg")["input_ids"]
-    assert resumed.state.global_step == 3 and resumed.model_version == 11
-
-
 def test_reward_rises(make: Make) -> None:
     trainer = make(count_a, max_steps=40, learning_rate=8e-3, max_staleness=1)
     trainer.rollout_worker.attach(trainer)
@@ -229,42 +158,6 @@ def test_an_adapter_is_read_live_and_never_merged(make: Make, monkeypatch: pytes
     for output in batch:
         plain = plain_logprobs(oracle, output.prompt_token_ids, output.completions[0].token_ids)
         assert output.completions[0].logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
-
-
-def test_a_reward_function_that_raises_ends_training_with_its_error(make: Make) -> None:
-    def broken(**_: Any) -> list[float]:
-        raise ZeroDivisionError("no reward today")
-
-    trainer = make(broken)
-    engine = trainer.rollout_worker.attach(trainer)
-    monkeypatched = trainer.get_train_dataloader
-
-    def impatient() -> Any:
-        loader = monkeypatched()
-        trainer._rollout_dataset.poll_interval_s = 0.2
-        return loader
-
-    trainer.get_train_dataloader = impatient
-    with pytest.raises(EngineStateError, match="the rollouts have failed: ZeroDivisionError: no reward today"):
-        trainer.train()
-    assert not threads() and not engine.core.has_work
-    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
-
-
-@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
-def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: type[BaseException]) -> None:
-    trainer = make(count_a)
-    engine = trainer.rollout_worker.attach(trainer)
-    trainer.create_optimizer()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error("the loss is gone")
-
-    trainer.optimizer.step = fail
-    with pytest.raises(error, match="the loss is gone"):
-        trainer.train()
-    assert not threads() and not engine.is_paused and not engine.core.has_work
-    assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
 
 
 def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
@@ -296,6 +189,42 @@ def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
         assert any(mask[at:]) and sample.metrics["tools/call_frequency"] == 1
         assert sample.metrics["tools/failure_frequency"] == 0
     assert before
+
+
+def test_an_optimizer_step_is_not_looked_into(make: Make) -> None:
+    """A tool that answers during one is followed up after it: its weights are neither those before nor those after."""
+    within = [False]  # such a step, and not at its border
+    answered: list[bool] = []
+    submitted: list[bool] = []
+
+    def look_up(key: str) -> str:
+        """Look a key up.
+
+        Args:
+            key: what to look up.
+        """
+        time.sleep(0.05)
+        answered.append(within[0])
+        return ANSWER
+
+    class Slow(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            time.sleep(0.02)
+            within[0], before, end = True, len(answered), time.monotonic() + 2
+            while len(answered) == before and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            within[0] = False
+
+    rollouts = AsyncRollouts(count_a, tools=[look_up], config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(count_a, rollouts, max_tool_calling_iterations=2)
+    engine = rollouts.attach(trainer)
+    assert engine is not None
+    trainer.add_callback(Slow())
+    submit = engine.submit
+    engine.submit = lambda *given: (submitted.append(within[0]), submit(*given))[1]  # type: ignore[method-assign]
+    trainer.train()
+    assert any(answered) and submitted and not any(submitted)
 
 
 def test_environments_give_tools_and_the_reward(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +279,24 @@ def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch
         trainer.rollout_worker.detach()
 
 
+def test_a_setting_that_cannot_be_is_refused_before_training(make: Make) -> None:
+    trainer = make(count_a, top_p=3.0)
+    with pytest.raises(InvalidRequestError, match="top_p"):
+        trainer.rollout_worker.attach(trainer)
+    assert trainer.rollout_worker.engine is None
+
+
+def test_a_tokenizer_without_an_eos(make: Make) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.eos_token = None
+    trainer = make(count_a, tokenizer=tokenizer, max_steps=1)
+    assert trainer.eos_token_ids == [None, EOS]  # TRL's own
+    trainer.rollout_worker.attach(trainer)
+    samples = record(trainer.rollout_worker)
+    trainer.train()
+    assert any(sample.input_ids[-1] == EOS for sample in samples)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_one_import_is_all_that_changes(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
@@ -397,10 +344,3 @@ def test_tools_and_environments_are_those_of_the_trainer(monkeypatch: pytest.Mon
     for name in ("rollout_worker", "weight_transfer"):
         with pytest.raises(InvalidConfigError, match=f"the engine takes the place of {name}: leave it out"):
             trl_async.AsyncGRPOTrainer("model", **{name: made.rollouts})
-
-
-def test_a_worker_that_stands_still_is_noticed(make: Make) -> None:
-    rollouts = AsyncRollouts(count_a)
-    rollouts._heartbeat.value = time.time() - 60
-    with pytest.raises(EngineStateError, match="have stood still for 60 s"):
-        rollouts._check_health(30)

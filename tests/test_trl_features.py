@@ -183,6 +183,55 @@ def test_environments_are_stepped(make_trainer: MakeTrainer, monkeypatch: pytest
     assert engine.is_sleeping and max(logged(trainer, "reward")) > 0
 
 
+class CallingTokenizer(ToolTokenizer):
+    """Takes every completion for a call."""
+
+    def parse_response(self, ids: list[int], **_: Any) -> dict[str, Any]:
+        return super().parse_response([*ids, IDS["b"]])
+
+
+def chatty(**settings: Any) -> dict[str, Any]:
+    """Arguments for a trainer whose tool answers at some length."""
+
+    def lookup(text: str) -> str:
+        """Look something up.
+
+        Args:
+            text: What to look up.
+        """
+        return "dad" * (2 + len(text) % 3)
+
+    more = chat_arguments(CallingTokenizer) | {"tools": [lookup]}
+    return {"more": more, "max_completion_length": 48, "max_tool_calling_iterations": 9} | settings
+
+
+def test_a_tools_answer_that_does_not_fit_in_the_engine_is_dropped(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(**chatty(generation_kwargs={"max_new_tokens": 8}))
+    attach(trainer, config=EngineConfig(max_model_len=40))  # of the model's 128
+    calls = record_calls(trainer, monkeypatch)
+    trainer.train()
+    check_parity(trainer)
+    assert len(calls) > 2 * 3 and max(len(o.prompt_token_ids) for call in calls for o in call) > 20  # some do fit
+
+
+def test_later_turns_take_no_more_room_than_the_completion_may(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What TRL cuts off a turn is not sampled, so a KV cache that is enough for a first turn is for all of them."""
+    trainer = make_trainer(**chatty(generation_kwargs={"min_new_tokens": 20}))
+    longest = max(len(f"h{chat[0]['content']}g") for chat in CHATS) + 48
+    blocks = -(-longest // BLOCK) + 1  # one holds what is not to be kept
+    engine = attach(trainer, config=EngineConfig(block_size=BLOCK, kv_cache_memory=blocks * BLOCK * 256))
+    assert engine.stats().num_kv_blocks == blocks - 1
+    calls = record_calls(trainer, monkeypatch)
+    trainer.train()
+    check_parity(trainer)
+    assert len(calls) > 3
+    assert max(len(o.prompt_token_ids) + len(o.completions[0].token_ids) for call in calls for o in call) == longest
+
+
 # -- rollout_func, truncation, over-long prompts -----------------------------------------------------------------------
 
 

@@ -6,12 +6,16 @@ models; plain stand-ins take the place of these three. All else is TRL's own.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from trl_setup import make_tokenizer
+from trl_setup import make_model, make_tokenizer
+
+from stoker.rollout import EngineConfig
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ANSWER = "gggg"
@@ -55,3 +59,80 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=plain_varlen))
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     monkeypatch.setattr(async_rollout_worker, "parse_response", parse)
+
+
+Make = Callable[..., Any]
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_staleness": 4,
+    "max_inflight_tasks": 8,
+    "dtype": "float32",
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
+
+def saved_model(paths: pytest.TempPathFactory) -> str:
+    """For a fixture: the folder of a model, as the trainer takes it."""
+    path = paths.mktemp("model")
+    make_model().save_pretrained(path)
+    return str(path)
+
+
+def async_trainers(folder: str, output_dir: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """For a fixture: builds trainers that have their rollouts and no engine yet, and detaches in the end."""
+    from datasets import Dataset
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    from stoker.integrations.trl_async import AsyncRollouts
+
+    stand_in(monkeypatch)
+    made: list[AsyncRollouts] = []
+
+    def build(
+        reward: Any,
+        rollouts: AsyncRollouts | None = None,
+        *,
+        peft_config: Any = None,
+        environment_factory: Any = None,
+        tokenizer: Any = None,
+        **settings: Any,
+    ) -> Any:
+        rollouts = rollouts or AsyncRollouts(reward, config=EngineConfig(kv_cache_memory="4MiB"))
+        made.append(rollouts)
+        return AsyncGRPOTrainer(
+            model=folder,
+            reward_funcs=reward,
+            args=AsyncGRPOConfig(**OPTIONS | {"output_dir": output_dir} | settings),
+            train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in ("abc", "hg", "d")]}),
+            processing_class=tokenizer or chat_tokenizer(),
+            rollout_worker=rollouts,
+            weight_transfer=rollouts,
+            peft_config=peft_config,
+            environment_factory=environment_factory,
+        )
+
+    yield build
+    for rollouts in made:
+        if rollouts.engine is not None:
+            rollouts.detach()
+
+
+def threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith("stoker-async")}
+
+
+def record(rollouts: Any) -> list[Any]:
+    """The samples that the trainer is given, from now on."""
+    samples: list[Any] = []
+    put = rollouts.rollout_buffer.put_nowait
+    rollouts.rollout_buffer.put_nowait = lambda sample: (samples.append(sample), put(sample))[1]
+    return samples

@@ -1,0 +1,182 @@
+"""Runs of TRL's AsyncGRPOTrainer on the engine that end early, go on from a checkpoint, or come after another."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from trl_async_setup import Make, async_trainers, count_a, record, saved_model, threads
+from trl_setup import logged
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from stoker.integrations import trl_async
+from stoker.integrations.trl_async import AsyncRollouts
+from stoker.rollout import EngineConfig, EngineStateError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_model(tmp_path_factory)
+
+
+@pytest.fixture
+def make(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    yield from async_trainers(folder, str(tmp_path), monkeypatch)
+
+
+def look_often(trainer: Any) -> None:
+    """Have the trainer look after its rollouts five times a second."""
+    loader = trainer.get_train_dataloader
+
+    def impatient() -> Any:
+        made = loader()
+        trainer._rollout_dataset.poll_interval_s = 0.2
+        return made
+
+    trainer.get_train_dataloader = impatient
+
+
+def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) -> None:
+    trainer = make(count_a, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.rollout_worker.attach(trainer)
+    trainer.train()
+    trainer.train()  # a second run starts from the first prompt
+    assert len(trainer.state.log_history) > 1 and not threads()
+    trainer.rollout_worker.detach()
+    state = tmp_path / "checkpoint-2" / "rollout_state.json"
+    assert json.loads(state.read_text())["prompt_index"] > 0
+    state.write_text(json.dumps({"prompt_index": 7, "model_version": 9}))  # of three prompts, so the second is next
+
+    resumed = make(count_a, max_steps=3)
+    engine = resumed.rollout_worker.attach(resumed)
+    submit, asked = engine.submit, []
+    engine.submit = lambda prompt, *rest: (asked.append(prompt), submit(prompt, *rest))[1]  # type: ignore[method-assign]
+    resumed.train(resume_from_checkpoint=str(state.parent))
+    assert asked[0] == resumed.processing_class("hg")["input_ids"]
+    assert resumed.state.global_step == 3 and resumed.model_version == 11
+
+
+def test_a_reward_function_that_raises_ends_training_with_its_error(make: Make) -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ZeroDivisionError("no reward today")
+
+    trainer = make(broken)
+    engine = trainer.rollout_worker.attach(trainer)
+    look_often(trainer)
+    with pytest.raises(EngineStateError, match="the rollouts have failed: ZeroDivisionError: no reward today"):
+        trainer.train()
+    assert not threads() and not engine.core.has_work
+    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
+def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: type[BaseException]) -> None:
+    trainer = make(count_a)
+    engine = trainer.rollout_worker.attach(trainer)
+    trainer.create_optimizer()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("the loss is gone")
+
+    trainer.optimizer.step = fail
+    with pytest.raises(error, match="the loss is gone"):
+        trainer.train()
+    assert not threads() and not engine.is_paused and not engine.core.has_work
+    assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
+
+
+def test_a_worker_that_stands_still_is_noticed(make: Make) -> None:
+    rollouts = AsyncRollouts(count_a)
+    rollouts._heartbeat.value = time.time() - 60
+    with pytest.raises(EngineStateError, match="have stood still for 60 s"):
+        rollouts._check_health(30)
+
+
+def test_a_second_run_knows_nothing_of_the_first(make: Make) -> None:
+    epochs = {"max_steps": -1, "num_train_epochs": 2, "token_budget": 0, "per_device_train_batch_size": 4}
+    trainer = make(count_a, **epochs)  # of three prompts, and one a step
+    rollouts = trainer.rollout_worker
+    rollouts.attach(trainer)
+    samples = record(rollouts)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.global_step >= 5 and 77 not in trainer._trained_groups
+        rollouts.rollout_buffer.queue.clear()
+        late = replace(samples[0], group_id=77, model_version=trainer.model_version)
+        rollouts.rollout_buffer.put(late)
+        rollouts.metrics_queue.put({"late": 1.0})
+    assert not logged(trainer, "late")
+
+
+def test_the_error_of_a_run_is_its_own(make: Make) -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ZeroDivisionError("of the second run")
+
+    trainer = make(broken)
+    rollouts = trainer.rollout_worker
+    rollouts.attach(trainer)
+    rollouts._failures.put(("ValueError", "of the first run, which ended before anybody looked", ""))
+    rollouts._failed.set()
+    look_often(trainer)
+    with pytest.raises(EngineStateError, match="ZeroDivisionError: of the second run"):
+        trainer.train()
+
+
+def test_a_reward_function_that_exits_ends_training_and_holds_nothing(make: Make) -> None:
+    status = [3]
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        if status:
+            sys.exit(status.pop())
+        return count_a(completions)
+
+    trainer = make(reward, max_completion_length=64)  # others are under way then
+    engine = trainer.rollout_worker.attach(trainer)
+    look_often(trainer)
+    with pytest.raises(EngineStateError, match="the rollouts have failed: SystemExit: 3"):
+        trainer.train()
+    assert not threads() and not engine.core.has_work
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_a_run_after_one_whose_tool_hung(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def look_up(key: str) -> str:
+        """Look a key up.
+
+        Args:
+            key: what to look up.
+        """
+        if trainer.state.global_step:
+            hangs.set()
+            goes_on.wait(60)
+        return "gggg"
+
+    class UntilItHangs(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            hangs.wait(60)
+
+    monkeypatch.setattr(trl_async, "_STOP_S", 0.2)
+    rollouts = AsyncRollouts(count_a, tools=[look_up], config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(count_a, rollouts, max_steps=1, max_tool_calling_iterations=1)
+    trainer.add_callback(UntilItHangs())
+    rollouts.attach(trainer)
+    with pytest.raises(EngineStateError, match="has not returned within 0 s"):
+        trainer.train()
+    with pytest.raises(EngineStateError, match="has not returned within 0 s"):
+        trainer.train()
+    goes_on.set()
+    monkeypatch.setattr(trl_async, "_STOP_S", 30.0)
+    trainer.train()
+    assert trainer.state.global_step == 1 and not threads()
