@@ -53,7 +53,9 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
         except Exception as error:  # damaged files end in whatever their reader raises
-            raise InvalidConfigError(f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one") from error
+            raise InvalidConfigError(
+                f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one"
+            ) from error
     return model.eval(), tokenizer
 
 
