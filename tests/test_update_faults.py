@@ -225,21 +225,22 @@ def test_an_interrupt_at_any_point_of_sleep_and_wake_loses_nothing(level: int) -
 
 
 def test_an_interrupt_at_any_point_of_a_turn_or_a_pause_leaves_no_lock_behind() -> None:
-    with RolloutEngine(small(), config=CONFIG) as engine:
+    engine = RolloutEngine(small(), config=CONFIG)  # left open where this fails: closing it would wait for ever
 
-        def turn() -> None:
-            engine._loop.has_work("say")
-            engine.pause()
-            engine.resume()
+    def turn() -> None:
+        engine._loop.has_work("say")
+        engine.pause()
+        engine.resume()
 
-        with InterruptAt() as all_of_it:
+    with InterruptAt() as all_of_it:
+        turn()
+    for event in range(1, all_of_it.count - 2):
+        with suppress(KeyboardInterrupt), InterruptAt(event):
             turn()
-        for event in range(1, all_of_it.count - 2):
-            with suppress(KeyboardInterrupt), InterruptAt(event):
-                turn()
-            another = threading.Thread(target=lambda: engine.is_paused or engine._loop.has_work("say"), daemon=True)
-            another.start()
-            another.join(10)
-            assert not another.is_alive(), f"event {event}"
-            engine.resume()
-        assert_matches(engine, engine._binding.model)
+        another = threading.Thread(target=lambda: engine.is_paused or engine._loop.has_work("say"), daemon=True)
+        another.start()
+        another.join(10)
+        assert not another.is_alive(), f"event {event}"
+        engine.resume()
+    assert_matches(engine, engine._binding.model)
+    engine.close()
