@@ -177,7 +177,7 @@ def odds_and_ends(rank: int) -> None:
         for one in (twin, model):
             torch.manual_seed(3)
             one.add_adapter("late", lora(r=2, init_lora_weights=False))  # which nothing has sharded
-        assert engine.update_weights() == 1
+        engine.update_weights()
         (late,) = engine.generate_batch([PROMPT], GREEDY, adapter="late")
         with running(twin, "late"):
             assert late.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)

@@ -28,7 +28,9 @@ from stoker.engine.adapter_slab import Slab, pack
 from stoker.engine.device import runtime_for
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.reference.lora import AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
-from stoker.rollout import EngineConfig, RolloutEngine, adapters, binding
+from stoker.rollout import EngineConfig, RolloutEngine, adapter_sources, adapters
+from stoker.weight_sync.adapters import live_adapters
+from stoker.weight_sync.naming import unwrap
 
 CPU = torch.device("cpu")
 LOADED: dict[str, dict[str, Any]] = {
@@ -45,7 +47,7 @@ LOADED: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No adapter lies on the device, as far as the engine knows, though it is a CPU."""
-    for module in (adapters, binding):
+    for module in (adapters, adapter_sources):
         monkeypatch.setattr(module, "lies_on", lambda adapter, device: False)
 
 
@@ -130,7 +132,7 @@ def test_a_swap_is_one_copy(linears: int) -> None:
 
 def test_packing_takes_one_copy_for_each_dtype() -> None:
     model = peft_model()
-    weights = binding.live_adapters(binding.unwrap(model))["default"]
+    weights = live_adapters(unwrap(model), {})["default"]
     with Copies() as copies:
         pack(weights, runtime_for(CPU))
     assert copies.count == 1

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from adapted import expected_tokens, peft_model, tokens
 from families import REFUSED, VOCAB, make_model
 from peft import IA3Config, LoraConfig, get_peft_model
 from small_engine import llama
@@ -160,12 +161,13 @@ def test_ddp_is_looked_through(process_group):
         assert_usable(engine, model)
 
 
-def test_sharded_adapters_are_refused_for_what_they_are(process_group):
+def test_a_class_that_fsdp2_put_in_front_of_peft_s_is_looked_through(process_group):
     """FSDP2 gives a model a class of its own, also that of PEFT, in which the causal language model has to be found."""
     mesh = init_device_mesh("cpu", (1,))
-    sharded = fully_shard(get_peft_model(make_model("llama"), lora()), mesh=mesh)
-    with pytest.raises(UnsupportedModelError, match="keep adapters whole, outside of FSDP"):
-        RolloutEngine(sharded, config=CONFIG)
+    sharded = fully_shard(peft_model(), mesh=mesh)
+    with RolloutEngine(sharded, config=CONFIG) as engine:
+        assert engine.adapters == ("default",)
+        assert tokens(engine) == expected_tokens(peft_model())
 
 
 def test_torch_compile_is_looked_through():
