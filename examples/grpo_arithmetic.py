@@ -89,9 +89,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_problems(path: Path) -> list[Problem]:
     problems = []
-    for number, line in enumerate(
-        path.read_text(encoding="utf-8-sig").split("\n"), start=1
-    ):  # and not where text has U+2028
+    text = path.read_text(encoding="utf-8-sig")
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut at U+2028 too
         if not line.strip():
             continue
         try:
