@@ -61,7 +61,9 @@ class Adapters:
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
         self._slabs: dict[int, Slab] = {}
         self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
-        self.given_back = 0  # bytes of copies on the device, until they are there again
+        # What ``give_back`` has left, until all of it is there again: slots without their adapter, and bytes of copies.
+        self.emptied: set[int] = set()
+        self.given_back = 0
 
     @property
     def names(self) -> list[str]:
@@ -164,7 +166,8 @@ class Adapters:
         mirrored = [
             a.slot for a in self.slots if self._binding.source.adapters and not self._binding.adapters.is_loaded(a.name)
         ]
-        for slot in {*self._slabs, *mirrored}:
+        self.emptied.update(self._slabs, mirrored)
+        for slot in self.emptied:
             self._binding.shell.lora.put(slot, None)
             self._placed.pop(slot, None)
         self._slabs.clear()
@@ -172,6 +175,7 @@ class Adapters:
     def take_again(self) -> None:
         for adapter in self.slots:
             self.place(adapter)
+        self.emptied.clear()
         self.given_back = 0
 
     def _is_aliased(self, name: str, weights: AdapterWeights) -> bool:

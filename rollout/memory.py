@@ -46,7 +46,7 @@ class EngineMemory:
     @property
     def asleep(self) -> list[str]:
         """What has to be woken before anything can run; graphs wake by themselves."""
-        weights = self.binding.source.resident and not self.adapters.given_back
+        weights = self.binding.source.resident and not self.adapters.emptied
         states = {"weights": weights, "kv_cache": bool(self.kv.layers)}
         return [tag for tag, awake in states.items() if not awake]
 

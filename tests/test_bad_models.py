@@ -25,6 +25,7 @@ from transformers import (
 from usable import CONFIG, PROMPT, assert_usable
 
 from stoker.kernels.errors import (
+    EngineStateError,
     UnsupportedModelError,
     WeightsMovedError,
 )
@@ -161,13 +162,26 @@ def test_ddp_is_looked_through(process_group):
         assert_usable(engine, model)
 
 
-def test_a_class_that_fsdp2_put_in_front_of_peft_s_is_looked_through(process_group):
+def test_a_class_that_fsdp2_put_in_front_of_peft_s_is_looked_through(process_group, monkeypatch):
     """FSDP2 gives a model a class of its own, also that of PEFT, in which the causal language model has to be found."""
+
+    def interrupted(adapter: object) -> None:
+        raise KeyboardInterrupt
+
     mesh = init_device_mesh("cpu", (1,))
     sharded = fully_shard(peft_model(), mesh=mesh)
     with RolloutEngine(sharded, config=CONFIG) as engine:
         assert engine.adapters == ("default",)
-        assert tokens(engine) == expected_tokens(peft_model())
+        expected = expected_tokens(peft_model())
+        assert tokens(engine) == expected
+        engine.sleep(level=2)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine._adapters, "place", interrupted)
+            engine.wake_up()
+        with pytest.raises(EngineStateError, match=r"asleep \(weights"):
+            engine.generate_batch([PROMPT])  # by a slot that is empty, it would be the base's
+        engine.wake_up()
+        assert tokens(engine) == expected
 
 
 def test_torch_compile_is_looked_through():

@@ -21,9 +21,15 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP, 
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
-from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    assert_close,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
 
-from stoker.kernels import launch
 from stoker.kernels import linear as triton_linear
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, QKNorm, qk_norm_rotary
@@ -199,15 +205,7 @@ def test_kernels_that_come_up_early_see_all_that_was_written(tokens: int, monkey
             x = TRITON.rms_norm(x, *norm)
         return x
 
-    early = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        graph.replay()
-    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
-    wanted = chain()
-    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+    assert_early_starts_change_nothing(chain, monkeypatch)
 
 
 @dtypes

@@ -10,9 +10,15 @@ import torch
 import torch.nn.functional as F
 from lora_oracle import NUM_SLOTS, check, dense, make_table
 from torch import Tensor
-from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    assert_close,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
 
-from stoker.kernels import launch
 from stoker.kernels.grouping import order_by_group
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
@@ -210,15 +216,7 @@ def test_kernels_of_adapters_that_come_up_early_see_all_that_was_written(
             x = TRITON.rms_norm(x, *norm)
         return x
 
-    early = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        graph.replay()
-    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
-    wanted = chain()
-    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+    assert_early_starts_change_nothing(chain, monkeypatch)
 
 
 def test_through_the_tables() -> None:

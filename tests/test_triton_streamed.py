@@ -13,9 +13,16 @@ import pytest
 import torch
 from linears import expected_linear, make_linear
 from torch import Tensor
-from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    assert_close,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
 
-from stoker.kernels import launch, linear_measured, ops
+from stoker.kernels import linear_measured, ops
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import splits_to_try, streamed, tiles_of
 from stoker.kernels.ops import REFERENCE
@@ -86,15 +93,7 @@ def test_streamed_kernels_that_come_up_early_see_all_that_was_written(monkeypatc
             x = multiply(wide, down, norm=None, gated=None, residual=x, splits=16)
         return x
 
-    early = chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chain()
-    for _ in range(20):
-        graph.replay()
-    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
-    wanted = chain()
-    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
+    assert_early_starts_change_nothing(chain, monkeypatch)
 
 
 def test_the_splits_fill_the_chip_and_are_no_shorter_than_they_may_be() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.kernels import launch
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bf16 arithmetic is wrong; `-m gpu` runs the same tests in it, compiled.
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -38,3 +40,16 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(float("nan")) if out.is_floating_point() and out.device.type != "meta" else out
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def assert_early_starts_change_nothing(chain: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that come up while the one before ends give the bits of kernels that wait, launched or captured."""
+    early = chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        graph.replay()
+    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    wanted = chain()
+    assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
