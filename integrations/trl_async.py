@@ -331,8 +331,6 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             self._waited = left
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        while self._engine.is_paused:  # an optimizer step: an idle engine that is given work looks at the weights
-            await asyncio.sleep(_IDLE_S)
         future = self._loop.create_future()
         self._waited.append((self._engine.submit(prompt_ids, self._params), future))
         output = await future

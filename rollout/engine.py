@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
 from stoker.engine.kv_cache import KVCache
+from stoker.engine.request import Request
+from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
@@ -127,9 +129,15 @@ class RolloutEngine:
         params = params_per_prompt(sampling_params, len(ids))
         for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
-        self._updates.notice()
-        by_prompt = self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids)))
-        self._loop.run("generate_batch", [r for rs, _ in by_prompt for r in rs], progress_bar=progress_bar)
+        by_prompt: list[tuple[list[Request], Scoring | None]] = []
+
+        def make() -> list[Request]:
+            self._check_ready()
+            self._updates.before_requests()
+            by_prompt.extend(self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids))))
+            return [r for requests, _ in by_prompt for r in requests]
+
+        self._loop.run("generate_batch", make, progress_bar=progress_bar)
         return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
 
     @torch.inference_mode(False)
@@ -167,9 +175,15 @@ class RolloutEngine:
         variant = self._requests.variant(temperature, top_k)
         for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
             self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
-        self._updates.notice()
-        requests = self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids)))
-        self._loop.run("score", requests, progress_bar=progress_bar)
+        requests: list[Request] = []
+
+        def make() -> list[Request]:
+            self._check_ready()
+            self._updates.before_requests()
+            requests.extend(self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids))))
+            return requests
+
+        self._loop.run("score", make, progress_bar=progress_bar)
         return [
             token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
             for sequence, r in zip(ids, requests, strict=True)
@@ -195,11 +209,12 @@ class RolloutEngine:
         (ids,) = to_token_ids([prompt], None, self.tokenizer)
         (params,) = params_per_prompt(sampling_params, 1)
         self._requests.check_prompt(0, ids, params)
-        if not self._loop.has_work("submit"):
-            self._updates.notice()
-        ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
-        handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
-        self._loop.add("submit", requests)
+        with self._loop.gate("submit"):
+            self._check_ready()
+            self._updates.before_requests(idle_only=True)
+            ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
+            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
+            self._loop.add("submit", requests)
         return handle
 
     def wait(
@@ -217,7 +232,7 @@ class RolloutEngine:
         """Stop between two steps, so that weights can be updated or memory be given back with requests under way.
 
         mode: "keep" leaves them where they are; "wait" lets them finish first; "abort" ends them, with the tokens they
-        have. New requests queue until ``resume``.
+        have. New requests queue until ``resume``, and those of other threads do not look at the weights before it.
         """
         self._check_open()
         if mode not in ("keep", "wait", "abort"):
@@ -227,14 +242,17 @@ class RolloutEngine:
     def resume(self, *, recompute: bool = False) -> None:
         """Go on. recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
 
-        Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows. Raises
-        ``EngineStateError`` where they find the engine asleep, or weights that are incomplete.
+        Their next tokens are sampled under the new weights either way, as ``Completion.weight_versions`` shows; changes
+        that nobody announced are noticed here. Raises ``EngineStateError`` where they find the engine asleep, or weights
+        that are incomplete.
         """
         self._check_open()
-        if self._loop.has_work("resume"):
-            self._check_ready()
-            self._binding.check_ready()
-        self._loop.resume(recompute=recompute)
+        with self._loop.gate("resume"):
+            if self._loop.has_work("resume"):
+                self._check_ready()
+                self._binding.check_ready()
+                self._updates.notice(recompute=recompute)
+            self._loop.resume(recompute=recompute)
 
     @property
     def is_paused(self) -> bool:
@@ -316,7 +334,9 @@ class RolloutEngine:
         self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self.core.under_way))
 
     def _change_adapters(self, action: str, change: Callable[[], StokerError | None]) -> None:
-        if (error := self._loop.do(action, change)) is not None:  # which was not raised within: other requests go on
+        with self._loop.gate(action):
+            error = self._loop.do(action, change)
+        if error is not None:  # which was not raised within: other requests go on
             raise error
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -332,8 +352,9 @@ class RolloutEngine:
         "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
-        self._check_idle("sleep")
-        self._loop.do("sleep", lambda: self._memory.sleep(chosen, drop_weights=level == 3))
+        with self._loop.gate("sleep"):
+            self._check_idle("sleep")
+            self._loop.do("sleep", lambda: self._memory.sleep(chosen, drop_weights=level == 3))
 
     @torch.inference_mode(False)
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
@@ -343,7 +364,8 @@ class RolloutEngine:
         slept, they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
         """
         self._check_open()
-        self._memory.wake(TAGS if tags is None else check_tags(tags))  # nothing runs while any of it sleeps
+        with self._loop.gate("wake up"):
+            self._memory.wake(TAGS if tags is None else check_tags(tags))  # nothing runs while any of it sleeps
 
     @contextmanager
     def sleeping(self, level: int = 1) -> Iterator[None]:
@@ -375,11 +397,12 @@ class RolloutEngine:
     @torch.inference_mode(False)  # or the model could not be trained any more
     def close(self) -> None:
         """Free everything and give the model's weights storages of their own again. The engine is of no use after."""
-        if not self._closed:
-            self._loop.do("close", self.core.abort_all)
-            self._memory.sleep(TAGS, drop_weights=True)
-            self._binding.release()
-            self._closed = True
+        with self._loop.gate("close"):
+            if not self._closed:
+                self._loop.do("close", self.core.abort_all)
+                self._memory.sleep(TAGS, drop_weights=True)
+                self._binding.release()
+                self._closed = True
 
     def __enter__(self) -> Self:
         return self

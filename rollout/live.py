@@ -70,6 +70,7 @@ class Loop:
         """runnable: those of some requests that can still start; it fails the others."""
         self.core = core
         self._runnable = runnable
+        self._gate = threading.RLock()
         self._turn = threading.Lock()
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
@@ -79,6 +80,14 @@ class Loop:
         self._resumed.set()
         self._unsound = False  # a change of the core did not come to its end
         self._abandoned: deque[Sequence[Request]] = deque()
+
+    def gate(self, action: str) -> threading.RLock:
+        """What to hold while requests are started, and while that is changed which they start on: weights, memory, a pause.
+
+        It is taken before a turn, so ``EngineStateError`` inside a step. action: as of ``do``.
+        """
+        self._refuse_inside_a_step(action)
+        return self._gate
 
     def do(self, action: str, change: Callable[[], _T]) -> _T:
         """Change the core, between two steps. An exception within aborts every request and goes on to the caller.
@@ -146,6 +155,11 @@ class Loop:
     def is_paused(self) -> bool:
         return self._paused_by is not None
 
+    @property
+    def is_paused_elsewhere(self) -> bool:
+        """By another thread than this one."""
+        return self._paused_by not in (None, threading.get_ident())
+
     def check_not_paused(self) -> None:
         """Raise ``EngineStateError`` where waiting would never end."""
         if self._paused_by == threading.get_ident():
@@ -154,8 +168,19 @@ class Loop:
     def add(self, call: str, requests: Sequence[Request]) -> None:
         self.do(call, lambda: self.core.add(self._runnable(requests)))
 
-    def run(self, call: str, requests: Sequence[Request], *, progress_bar: bool) -> None:
-        """Step until all of them are through; where that is interrupted, none of them holds anything."""
+    def run(self, call: str, make: Callable[[], Sequence[Request]], *, progress_bar: bool) -> None:
+        """Step until the requests that ``make`` gives are through; where that is interrupted, none of them holds anything."""
+        requests: Sequence[Request] = ()
+        try:
+            with self.gate(f"start {call}"):
+                requests = make()
+                self.add(f"start {call}", requests)
+            self._finish(requests, progress_bar)
+        except BaseException:
+            self.abort(requests)
+            raise
+
+    def _finish(self, requests: Sequence[Request], progress_bar: bool) -> None:
         with tqdm(total=len(requests), unit="sequence", disable=not progress_bar) as progress:
             left = list(requests[::-1])
 
@@ -166,12 +191,7 @@ class Loop:
                     progress.update(sum(r.status is Status.FINISHED for r in requests) - progress.n)
                 return not left
 
-            try:
-                self.add(f"start {call}", requests)
-                self.drive(done)
-            except BaseException:
-                self.abort(requests)
-                raise
+            self.drive(done)
 
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.
@@ -210,7 +230,8 @@ class Loop:
             self._resumed.clear()
             self._paused_by = threading.get_ident()
 
-        self.do("pause", pause)
+        with self.gate("pause"):
+            self.do("pause", pause)
 
     def resume(self, *, recompute: bool) -> None:
         if recompute:

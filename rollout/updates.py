@@ -44,7 +44,7 @@ class WeightUpdates:
             raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
         start = time.perf_counter()
         staged = None if weights is None else self._receive(weights)
-        with uninterrupted():
+        with self._loop.gate("update its weights"), uninterrupted():
             if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
                 self.last_bytes = self._look(self._binding.refresh)
             else:
@@ -60,25 +60,37 @@ class WeightUpdates:
         self.last_seconds = time.perf_counter() - start
 
     def _receive(self, weights: NewWeights) -> Staging:
-        with uninterrupted():
+        with self._loop.gate("update its weights"), uninterrupted():
             if self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
                 self._look(self._binding.rebind)
         return self._binding.receive(weights)
 
     def verify(self) -> WeightReport:
         """As ``RolloutEngine.verify_weights``: after an update, of what runs next."""
-        with uninterrupted():
+        with self._loop.gate("verify its weights"), uninterrupted():
             if self._told and self._binding.moved():  # which the update may have left to ``notice``
                 self._look(self._binding.rebind)
         return self._binding.verify(self.version)
 
-    def notice(self) -> None:
-        """Take over what was changed in the model without a word. Raises where the engine may not run on it."""
-        with uninterrupted():
+    def before_requests(self, *, idle_only: bool = False) -> None:
+        """Where requests are about to be made, inside the loop's gate: see what the weights are now.
+
+        Not while another thread has paused the engine, which may be changing them: what it finds then, ``resume`` notices.
+        idle_only: nor where others' requests are under way.
+        """
+        if not self._loop.is_paused_elsewhere and not (idle_only and self._loop.has_work("look at its weights")):
+            self.notice()
+
+    def notice(self, *, recompute: bool = True) -> None:
+        """Take over what was changed in the model without a word. Raises where the engine may not run on it.
+
+        recompute: the KV of requests that are under way, too.
+        """
+        with self._loop.gate("look at its weights"), uninterrupted():
             behind = self._behind
             if self._look(self._binding.notice) or behind:
                 version = self.version if self._told else self.version + 1
-                self._take(version, recompute=True)  # what others have under way, that is
+                self._take(version, recompute=recompute)
             self._behind = self._told = False
             self._binding.shell.lora.stacks.forget()
         self._binding.check_ready()

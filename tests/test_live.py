@@ -119,8 +119,9 @@ def test_a_handle_that_was_dropped_stands_in_nobodys_way() -> None:
         check_logprobs(engine, PROMPTS[3], output.completions[0])
 
 
+@pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_new_weights_on_the_way(recompute: bool) -> None:
+def test_new_weights_on_the_way(recompute: bool, announced: bool) -> None:
     with build() as engine:
         handles = [engine.submit(p, long(i, temperature=0.7)) for i, p in enumerate(PROMPTS)]
         with pytest.raises(TimeoutError):
@@ -130,8 +131,10 @@ def test_new_weights_on_the_way(recompute: bool) -> None:
         engine.pause("keep")
         assert engine.is_paused and {h.status for h in handles} == {"running"}
         nudge(engine)
-        assert engine.update_weights() == 1
+        if announced:
+            assert engine.update_weights() == 1
         engine.resume(recompute=recompute)
+        assert engine.weight_version == 1
         fresh = engine.submit(PROMPTS[0], long(9))  # begins like one whose KV is older
         for prompt, handle in zip(PROMPTS, handles, strict=True):
             (completion,) = handle.result().completions

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from live_setup import PROMPTS, at_rest, build, long, same
+from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
+
+from stoker.rollout import EngineStateError, RolloutEngine
 
 
 def test_threads_share_the_engine() -> None:
@@ -116,4 +120,78 @@ def test_an_interrupt_before_its_turn_leaves_nobody_waiting_for_a_thread(monkeyp
             with pytest.raises(KeyboardInterrupt):
                 loop.do("look", lambda: None)
         assert not loop._wanted and loop._turn_over.is_set()
+        at_rest(engine)
+
+
+@contextmanager
+def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Another thread that makes a call, and what this gave once the block is over."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield results
+    thread.join(timeout=60)
+    assert results and not isinstance(results[0], BaseException), results
+
+
+@pytest.mark.parametrize("call", ["submit", "generate_batch"])
+def test_weights_are_not_looked_at_while_a_pause_may_change_them(call: str) -> None:
+    """Whoever paused is in the middle of an optimizer step; what is asked for meanwhile is of the weights after it."""
+
+    def ask(engine: RolloutEngine) -> Any:
+        if call == "submit":
+            return engine.submit(PROMPTS[3], long(3))
+        return engine.generate_batch([PROMPTS[3]], long(3))[0]
+
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        engine.pause()
+        nudge(engine)
+        with beside(lambda: ask(engine)) as results:
+            while not engine.core.has_work:
+                time.sleep(1e-3)
+            assert engine.weight_version == 0
+            nudge(engine)
+            engine.resume()
+            assert engine.weight_version == 1
+        output = results[0].result() if call == "submit" else results[0]
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("call", ["submit", "generate_batch", "score"])
+def test_no_thread_sleeps_under_a_call_that_begins(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(engine: RolloutEngine) -> Any:
+        if call == "submit":
+            return engine.submit(PROMPTS[3], long(3)).result()
+        return (
+            engine.generate_batch([PROMPTS[3]], long(3))[0] if call == "generate_batch" else engine.score([PROMPTS[3]])
+        )
+
+    with build() as engine:
+        resolve, there, tried = engine._adapters.resolve, threading.Event(), threading.Event()
+
+        def after_a_while(*args: Any) -> Any:
+            there.set()
+            tried.wait(0.5)
+            return resolve(*args)
+
+        monkeypatch.setattr(engine._adapters, "resolve", after_a_while)
+        with beside(lambda: ask(engine)):
+            assert there.wait(60)
+            try:  # it is through or under way by then
+                engine.sleep()
+            except EngineStateError as error:
+                assert "cannot sleep while requests are under way" in str(error)
+            tried.set()
+        if engine.is_sleeping:
+            engine.wake_up()
         at_rest(engine)

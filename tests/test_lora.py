@@ -116,8 +116,8 @@ def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: 
         handles = [engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other", "third")]
         stacks = engine._binding.shell.lora.stacks
         seen: list[Any] = []
-        run = engine._loop.run
-        monkeypatch.setattr(engine._loop, "run", lambda *a, **k: seen.append(stacks._slots) or run(*a, **k))
+        finish = engine._loop._finish
+        monkeypatch.setattr(engine._loop, "_finish", lambda *a: seen.append(stacks._slots) or finish(*a))
         for _ in range(2):
             engine.core.step()
         assert stacks._slots

@@ -192,10 +192,11 @@ def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
 
 
 def test_an_optimizer_step_is_not_looked_into(make: Make) -> None:
-    """A tool that answers during one is followed up after it: its weights are neither those before nor those after."""
+    """A tool that answers during one has its next turn queued: the weights are neither those before nor those after."""
     within = [False]  # such a step, and not at its border
     answered: list[bool] = []
     submitted: list[bool] = []
+    looked: list[bool] = []
 
     def look_up(key: str) -> str:
         """Look a key up.
@@ -221,10 +222,11 @@ def test_an_optimizer_step_is_not_looked_into(make: Make) -> None:
     engine = rollouts.attach(trainer)
     assert engine is not None
     trainer.add_callback(Slow())
-    submit = engine.submit
+    submit, notice = engine.submit, engine._updates.notice
     engine.submit = lambda *given: (submitted.append(within[0]), submit(*given))[1]  # type: ignore[method-assign]
+    engine._updates.notice = lambda **o: (looked.append(within[0]), notice(**o))[1]  # type: ignore[method-assign]
     trainer.train()
-    assert any(answered) and submitted and not any(submitted)
+    assert any(answered) and any(submitted) and looked and not any(looked)
 
 
 def test_environments_give_tools_and_the_reward(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
