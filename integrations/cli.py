@@ -166,10 +166,18 @@ def _run_program(command: str, *flags: str) -> int:
         sys.argv = before
 
 
+def _path(standard: str) -> Callable[[str], Path]:
+    return lambda name: Path(standard if name == "-" else name)
+
+
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
-    parser.add_argument("input", metavar="INPUT", type=Path, help="JSON Lines file")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="JSON Lines file; what is in it is kept")
+    parser.add_argument(
+        "input", metavar="INPUT", type=_path("/dev/stdin"), help="JSON Lines file, or - for standard input"
+    )
+    parser.add_argument(
+        "output", metavar="OUTPUT", type=_path("/dev/stdout"), help="the same; of a file, what is in it is kept"
+    )
     parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter over the model, as PEFT saves it")
     parser.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")
 
@@ -224,7 +232,7 @@ def _info(args: argparse.Namespace) -> int:
 
 def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, ...]) -> list[Line]:
     with suppress(OSError):  # what is not there is named by whoever opens it
-        if args.output.samefile(args.input):
+        if args.output.is_file() and args.output.samefile(args.input):
             args.parser.error("INPUT and OUTPUT are the same file")
     return read_lines(args.input, kinds=kinds, results=results)
 
@@ -235,13 +243,12 @@ def _write(
     """Write what ``records(engine, lines)`` gives for the lines that are not done yet; returns the exit code."""
     from tqdm import tqdm
 
-    failed = 0
     with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
         first = writer.done
         if first == len(lines):
             done = f"{args.output} is complete: {first} lines" if lines else f"{args.input} has no lines"
             print(done, file=sys.stderr)
-            return 0
+            return _failures(writer)
         if first:
             print(f"{args.output} has {first} of {len(lines)} lines: going on", file=sys.stderr)
         with load(args) as engine, tqdm(total=len(lines), initial=first, unit="line", disable=None) as progress:
@@ -249,14 +256,19 @@ def _write(
                 raise CommandError(f"{args.model} has no tokenizer: every line needs token_ids")
             for record in records(engine, lines[first:]):
                 writer.write(record)
-                failed += "error" in record
                 progress.update()
-    if failed:
+    return _failures(writer)
+
+
+def _failures(writer: ResumableWriter) -> int:
+    """Tell of the lines that failed, in this run or before; returns the exit code."""
+    if writer.failed:
         print(
-            f'stoker: {failed} of {len(lines) - first} lines failed, see their "error" in {args.output}',
+            f'stoker: {writer.failed} of {writer.done} lines failed, see their "error" in {writer.path}; --overwrite '
+            "starts anew",
             file=sys.stderr,
         )
-    return 1 if failed else 0
+    return 1 if writer.failed else 0
 
 
 # -- stoker generate ---------------------------------------------------------------------------------------------------

@@ -92,14 +92,15 @@ class ResumableWriter:
     """Writes one object for each input line, in order, each whole before the next is begun.
 
     An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
-    a torn last one is cut off, and ``done`` says how many there are. With ``overwrite`` they go when the first new one
-    is written. Raises ``CommandError`` where it is of another input, or cannot be written; what was written stays, and
+    a torn last one is cut off, and ``done`` says how many there are, ``failed`` how many of them have an error. With
+    ``overwrite`` they go when the first new one is written. Raises ``CommandError`` where it is of another input, or cannot be written; what was written stays, and
     of a run that fails before it has written anything, no trace.
     """
 
     def __init__(self, path: Path, inputs: list[Line], *, overwrite: bool = False) -> None:
         self.path = path
         self.done = 0
+        self.failed = 0
         self._end = 0
         try:
             self._is_new = not path.exists()
@@ -146,6 +147,7 @@ class ResumableWriter:
                         "start anew with --overwrite"
                     )
                 self.done, self._end = number, self._end + len(text)
+                self.failed += "error" in found
         self._file.truncate(self._end)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -164,6 +166,7 @@ class ResumableWriter:
                 "and run the same command again"
             ) from error
         self.done, self._end = self.done + 1, self._end + len(data)
+        self.failed += "error" in record
 
     def _drop_leftover(self) -> None:
         if self._leftover:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -102,6 +104,20 @@ def test_a_line_that_cannot_be_served_does_not_stop_the_others(
     assert "40 tokens" in records[1]["error"] and "99 at position 0" in records[2]["error"]
     assert "prompt 0" not in records[1]["error"]
     assert "2 of 4 lines failed" in capsys.readouterr().err
+
+
+def test_standard_input_and_output(folder: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    source, target = files
+    command = ["generate", folder, "--max-tokens", "3", "--seed", "4"]
+    assert main([*command, source, target]) == 0
+    capfd.readouterr()
+    with open(source) as file, os.fdopen(os.dup(0)) as before:
+        os.dup2(file.fileno(), 0)
+        try:
+            assert main([*command, "-", "-"]) == 0
+        finally:
+            os.dup2(before.fileno(), 0)
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == read(target)
 
 
 def test_more_lines_than_run_at_a_time(folder: str, tmp_path: Path) -> None:

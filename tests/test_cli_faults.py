@@ -65,6 +65,21 @@ def test_a_complete_output_is_left_alone(
     assert Path(target).read_bytes() == before and "complete" in capsys.readouterr().err
 
 
+def test_a_run_that_goes_on_tells_of_the_lines_that_failed_before(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in", [{"token_ids": [99]}, {"token_ids": [3]}, {"token_ids": [4]}])
+    target = tmp_path / "out"
+    command = ["generate", folder, source, str(target), "--max-tokens", "2"]
+    assert main(command) == 1
+    whole = target.read_bytes()
+    for done in (2, 3):
+        target.write_bytes(b"".join(whole.splitlines(keepends=True)[:done]))
+        capsys.readouterr()
+        assert main(command) == 1
+        assert "1 of 3 lines failed" in capsys.readouterr().err and target.read_bytes() == whole
+
+
 @pytest.mark.parametrize("kept", ['{"prompt": "other", "completions": []}\n', "[1]\n", "no JSON\n"])
 def test_the_output_of_something_else_is_not_touched(
     files: tuple[str, str], folder: str, capsys: pytest.CaptureFixture[str], kept: str
