@@ -186,7 +186,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
     forward is passed over. That is all of it unless a layer keeps an MLP of its own.
     """
-    if getattr(shell.module.base_model, "rotary_emb", None) is None:
+    if getattr(shell.decoder, "rotary_emb", None) is None:
         return 0, False
     kinds = rotary_kinds(shell)
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
@@ -208,8 +208,9 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
 
 def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, Any, Structure]]:
     """(path, list, index, layer, structure) of every decoder layer that has one."""
+    of_text = set(shell.decoder.modules())
     for path, module in shell.module.named_modules():
-        if isinstance(module, nn.ModuleList):
+        if isinstance(module, nn.ModuleList) and module in of_text:
             for index, layer in enumerate(module):
                 structure = structure_of(layer)
                 if structure is not None:

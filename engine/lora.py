@@ -7,7 +7,7 @@ added to a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -71,8 +71,16 @@ class Adapted:
 class LoraLayers:
     """The adapters of one shell, by slot from 1 on."""
 
-    def __init__(self, module: nn.Module, ops: Ops, num_slots: int, max_rank: int, device: torch.device) -> None:
-        """module: the shell's, before any of its layers is replaced."""
+    def __init__(
+        self,
+        module: nn.Module,
+        ops: Ops,
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """module: the shell's, before any of its layers is replaced. beside: what no token goes through, by path."""
         self.ops = ops
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -85,6 +93,7 @@ class LoraLayers:
         self.without_block: list[LoraTable] = []  # tables that are new
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
+        self._beside = beside
         self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
@@ -121,13 +130,22 @@ class LoraLayers:
         for paths, group in groups.items():
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 
+    def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
+        """What of them tokens go through: an adapter of a multimodal model may be over its vision tower, too."""
+
+        def is_read(path: str) -> bool:
+            return not any(_at_or_below(path, other) for other in self._beside)
+
+        for link in adapter.links:
+            yield link.where(is_read) if self._beside else link
+
     def know(self, adapters: Iterable[AdapterWeights]) -> None:
         """Tell which adapters may come into slots.
 
         Where all of them only add, as all but DoRA do, a step rounds otherwise: no matter for those that happen to be in slots.
         """
         before = self.only_add
-        self.only_add = not any(link.magnitudes for adapter in adapters for link in adapter.links)
+        self.only_add = not any(link.magnitudes for adapter in adapters for link in self._links(adapter))
         self.layout += before != self.only_add
 
     def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
@@ -136,7 +154,7 @@ class LoraLayers:
             raise UnsupportedModelError(
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
             )
-        for link in adapter.links:
+        for link in self._links(adapter):
             check_fits(name, link, self._modules, self._fused, dtype)
 
     def derives(self, adapter: AdapterWeights) -> bool:
@@ -147,13 +165,15 @@ class LoraLayers:
             or link.biases
             or any(path in link.linears for path in self._router_paths)
             or any(key != projection_of(key) for key in link.experts)
-            for link in adapter.links
+            for link in self._links(adapter)
         )
 
     def outside(self, adapter: AdapterWeights) -> list[str]:
         """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
         parts = (
-            p for link in adapter.links for p in (link.linears, link.biases, link.experts, link.tokens, link.saved)
+            p
+            for link in self._links(adapter)
+            for p in (link.linears, link.biases, link.experts, link.tokens, link.saved)
         )
         return [path for part in parts for path in part if path not in self._fused]
 
@@ -174,7 +194,7 @@ class LoraLayers:
     @torch.no_grad()
     def put(self, slot: int, adapter: AdapterWeights | None) -> None:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
-        links = [] if adapter is None else list(adapter.links)
+        links = [] if adapter is None else list(self._links(adapter))
         chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
         states: dict[str, dict[str, Tensor]] = {}
         tokens: dict[str, TokenRows] = {}

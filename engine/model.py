@@ -144,11 +144,13 @@ class ModelShell:
         config = copy.deepcopy(model.config)
         config._attn_implementation = _ATTENTION
         config._experts_implementation = EXPERTS
-        config.return_dict, config.output_hidden_states, config.output_attentions = True, False, False
+        for part in (config, config.get_text_config(decoder=True)):
+            part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
-        self.config: Any = self.module.config
+        self.decoder: Any = decoder_of(self.module)
+        self.config: Any = self.decoder.config
         self.lora: LoraLayers
         self.hidden: Callable[[Tensor, Tensor, Any], Tensor] = self._module_hidden
         self.logits: Callable[[Tensor], Tensor] = self.module_logits
@@ -203,6 +205,17 @@ class ModelShell:
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(wide),))
         embeddings.register_forward_hook(lambda _, inputs, output: output.to(narrow))
         return True
+
+    @property
+    def beside_text(self) -> list[str]:
+        """Topmost modules of a multimodal model that no text goes through, by path."""
+        read = {*self.decoder.modules(), *self.module.get_output_embeddings().modules()}
+        multimodal = self.decoder is not self.module.base_model
+        paths: list[str] = []
+        for path, module in self.module.named_modules() if multimodal else ():
+            if read.isdisjoint(module.modules()) and not any(path.startswith(f"{p}.") for p in paths):
+                paths.append(path)
+        return paths
 
     @property
     def device(self) -> torch.device:
@@ -308,9 +321,17 @@ def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
     if len(bases) != 1:
         raise UnsupportedModelError(f"{type(module).__name__} has no base model besides its head")
     ((name, base),) = bases
+    if module.get_output_embeddings() in base.modules():  # a text model within a model
+        return _split(base)
     tail, given = copy.copy(module), _GivenHiddenStates()
     tail._modules = module._modules | {name: given}
     return base, tail, given
+
+
+def decoder_of(model: Any) -> Any:
+    """The base model that text goes through: of a model that takes images or sound too, the text part of it."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "base_model", decoder)
 
 
 def check_supported(model: nn.Module) -> None:
@@ -324,9 +345,10 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} is no transformers causal language model: give a PreTrainedModel with a head"
         )
-    config: PreTrainedConfig = model.config
-    if getattr(config, "is_encoder_decoder", False) or hasattr(config, "vision_config"):
-        raise UnsupportedModelError(f"{name} is not a text-only decoder: use its text model, or model.generate")
+    decoder = decoder_of(model)
+    config: PreTrainedConfig = decoder.config
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder and a decoder: use model.generate for it")
     states = set(getattr(config, "layer_types", None) or ()) - _KV_LAYER_TYPES
     if states or getattr(model, "_is_stateful", False):
         what = f"layers of type {', '.join(sorted(states))}" if states else "recurrent layers"
@@ -340,7 +362,7 @@ def check_supported(model: nn.Module) -> None:
 
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:
     """Raise ``UnsupportedModelError`` where sequences of that length would not be independent of each other."""
-    name, config = type(model).__name__, model.config
+    name, config = type(model).__name__, decoder_of(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
         if parameters.get("rope_type") in ("dynamic", "longrope"):

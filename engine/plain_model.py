@@ -20,7 +20,7 @@ _LARGE = 1e3
 
 def rotary_kinds(shell: ModelShell) -> list[str | None]:
     """Of each layer, which of its model's rotary embeddings it takes; None where there is but one."""
-    rotary = shell.module.base_model.rotary_emb
+    rotary = shell.decoder.rotary_emb
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         return list(shell.config.layer_types)
     return [None] * shell.num_layers
@@ -29,7 +29,7 @@ def rotary_kinds(shell: ModelShell) -> list[str | None]:
 def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [1, T]."""
     named = {} if kind is None else {"layer_type": kind}
-    cos, sin = shell.module.base_model.rotary_emb(x, position_ids=positions, **named)
+    cos, sin = shell.decoder.rotary_emb(x, position_ids=positions, **named)
     return cos, sin
 
 
@@ -42,7 +42,7 @@ class PlainModel:
 
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
         """shell: one of which ``is_plain`` is true."""
-        body: Any = shell.module.base_model
+        body: Any = shell.decoder
         norm = norm_of(body.norm)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
@@ -59,7 +59,7 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body = shell.module.base_model
+        body = shell.decoder
         return (
             all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers"))
             and norm_of(body.norm) is not None
@@ -94,11 +94,11 @@ class PlainModel:
         }
 
     def _frequencies(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.shell.module.base_model.rotary_emb.buffers()]
+        return [buffer.clone() for buffer in self.shell.decoder.rotary_emb.buffers()]
 
     def refresh(self) -> None:
         """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
-        rotary = self.shell.module.base_model.rotary_emb
+        rotary = self.shell.decoder.rotary_emb
         if self.kept is None or all(map(torch.equal, self.of, rotary.buffers())):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):

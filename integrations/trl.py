@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
-from transformers import ProcessorMixin, TrainerCallback
+from transformers import TrainerCallback
 
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
@@ -116,7 +116,7 @@ class _EngineBackend:
     def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to."""
         if images is not None and any(images):
-            raise UnsupportedModelError("the prompts carry images: the engine runs text models only")
+            raise UnsupportedModelError("the prompts carry images, and the engine reads text only")
         params = self._params(prompts, n)
         if self.engine.is_sleeping:
             self.engine.wake_up()
@@ -296,7 +296,8 @@ def _live_model(trainer: Any) -> Any:
 
 
 def _tokenizer(trainer: Any) -> Any:
-    return getattr(trainer, "_tokenizer", trainer.processing_class)  # not every kind keeps it
+    processor = trainer.processing_class  # which not every kind keeps apart
+    return getattr(trainer, "_tokenizer", getattr(processor, "tokenizer", processor))
 
 
 def _eos_ids(trainer: Any) -> list[int]:
@@ -378,8 +379,6 @@ def _check(trainer: Any) -> type[_EngineBackend]:
             "the trainer generates with transformers' continuous batching: build it with "
             "use_transformers_continuous_batching=False"
         )
-    if isinstance(trainer.processing_class, ProcessorMixin):
-        raise UnsupportedModelError("the trainer has a multimodal processor: the engine runs text models only")
     if getattr(trainer.args, "vllm_structured_outputs_regex", None) is not None:
         raise InvalidConfigError("vllm_structured_outputs_regex is set, and the engine does not constrain its output")
     # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.

@@ -282,7 +282,8 @@ class ModelBinding:
         }
         with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
             take_over_experts(shell.module, self.ops)
-            shell.lora = LoraLayers(shell.module, self.ops, self.max_loras, self.max_lora_rank, source.device)
+            options = self.max_loras, self.max_lora_rank, source.device, shell.beside_text
+            shell.lora = LoraLayers(shell.module, self.ops, *options)
             self._fused = source.rehome(fusion_groups(shell))
             self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
         if self.deterministic and not whole:

@@ -49,7 +49,7 @@ class RolloutEngine:
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
         setup.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = setup.tokenizer_of(tokenizer)
         self._closed = False
         self._binding = ModelBinding(
             model,

@@ -13,6 +13,7 @@ from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.kv_cache import KVCache
+from stoker.engine.model import decoder_of
 from stoker.engine.quantised import finds_outliers
 from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import Sampler
@@ -31,7 +32,13 @@ _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations
 
 def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any]:
     """The model of a local folder, in evaluation mode, and its tokenizer. Raises ``InvalidConfigError``."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise InvalidConfigError(f"{path} is no model folder (no config.json in it): give a local folder")
@@ -40,7 +47,11 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with whole_models():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            of_images = (
+                type(AutoConfig.from_pretrained(path, local_files_only=True)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            )
+            kind = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+            model, info = kind.from_pretrained(
                 path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
             )
     except (*UNREADABLE, AssertionError) as error:  # the last for a device that torch was not built for
@@ -57,6 +68,11 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
                 f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one"
             ) from error
     return model.eval(), tokenizer
+
+
+def tokenizer_of(tokenizer: Any) -> Any:
+    """A multimodal processor's own, which is what text goes through; any other is it."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
 
 
 def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
@@ -81,7 +97,7 @@ def check_device(config: EngineConfig, binding: ModelBinding) -> None:
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
     """Tokens that prompt and completion may have together."""
-    limit = getattr(binding.source.module.config, "max_position_embeddings", None)
+    limit = getattr(decoder_of(binding.source.module).config, "max_position_embeddings", None)
     if config.max_model_len is None:
         if limit is None:
             raise InvalidConfigError("the model's config has no max_position_embeddings: set max_model_len")

@@ -11,7 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCAB = 128
 WINDOW = 12  # sliding window, and attention chunk, of every family that has one
@@ -37,6 +43,8 @@ _COMMON: dict[str, Any] = {
 def _rope(theta: float = 1000.0, **extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, **extra}
 
+
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
 
 # Fields besides _COMMON. hidden_size / num_attention_heads is 12 where no head_dim is given.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -214,6 +222,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "floor_scale": 5,
         "attn_scale": 0.4,
     },
+    "gemma4": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 15.0,
+    },
+    # Text that goes through models of images, by the family of what it goes through there.
+    "gemma3+images": {"vision_config": _VISION | {"num_hidden_layers": 1}, "mm_tokens_per_image": 4},
+    "gemma4+images": {"vision_config": _VISION | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8}},
+    "mistral+images": {"vision_config": _VISION | {"num_hidden_layers": 1, "head_dim": 8}},
+    "qwen3+images": {
+        "head_dim": 16,
+        "rope_parameters": _rope(mrope_section=[4, 2, 2]),
+        "vision_config": _VISION | {"depth": 2, "num_heads": 4, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+    },
+    "llama4+images": {
+        "vision_config": _VISION
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "num_hidden_layers": 1}
+    },
 }
 
 # Families with a recurrent state, which the engine refuses.
@@ -241,7 +273,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
 }
 
-_TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+_TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "gemma4": "gemma4_text"}
+_IMAGE_MODEL_TYPES = {
+    "gemma3": "gemma3",
+    "gemma4": "gemma4",
+    "mistral": "mistral3",
+    "qwen3": "qwen3_vl",
+    "llama4": "llama4",
+}
 
 
 # How many layers of a family's model have experts that go through transformers' interface.
@@ -249,9 +288,25 @@ ROUTED = {"qwen3_moe": 2, "mixtral": 3, "olmoe": 3, "gpt_oss": 3, "deepseek_v2":
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    if family.endswith("+images"):
+        return _image_config(family, **overrides)
     fields = _COMMON | (FAMILIES | REFUSED)[family] | overrides
     config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
     config.eos_token_id = fields["eos_token_id"]  # glm4 puts its own ids where it is None
+    return config
+
+
+def _image_config(family: str, **overrides: Any) -> PreTrainedConfig:
+    of_text = family.removesuffix("+images")
+    fields, text = dict(FAMILIES[family]), _COMMON | overrides
+    vision = {"vision_config": fields.pop("vision_config")}
+    if of_text == "qwen3":  # of its own
+        text |= fields
+    else:
+        text |= FAMILIES[of_text] | {"model_type": _TEXT_MODEL_TYPES.get(of_text, of_text)}
+        vision |= fields
+    config = AutoConfig.for_model(_IMAGE_MODEL_TYPES[of_text], text_config=text, **vision)
+    config.eos_token_id = config.text_config.eos_token_id = text["eos_token_id"]
     return config
 
 
@@ -259,7 +314,8 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A model in eval mode, on the CPU, in fp32. It has no EOS: set ``generation_config.eos_token_id`` to have one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(make_config(family, **overrides), dtype=torch.float32).eval()
+        kind = AutoModelForImageTextToText if family.endswith("+images") else AutoModelForCausalLM
+        model = kind.from_config(make_config(family, **overrides), dtype=torch.float32).eval()
         randomise(model)
     return model
 
@@ -274,7 +330,7 @@ def randomise(model: PreTrainedModel) -> None:
     embeddings = model.get_input_embeddings().weight
     for tensor in model.parameters():
         if tensor is embeddings:
-            tensor.copy_(model.config.initializer_range * torch.randn_like(tensor))
+            tensor.copy_(model.config.get_text_config().initializer_range * torch.randn_like(tensor))
         elif tensor.ndim == 1:  # norm weights about their default of 0 or 1, biases and sinks about 0
             tensor.add_(0.25 * torch.randn_like(tensor))
         else:

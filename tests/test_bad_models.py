@@ -107,7 +107,7 @@ def of_type(kind: str, **fields) -> nn.Module:
         ),
         (lambda: of_type("opt", ffn_dim=16, word_embed_proj_dim=16), r"^OPTForCausalLM does not run in the engine"),
         (lambda: of_type("mpt", d_model=16, n_heads=4, n_layers=2), r"^MptForCausalLM does not route its attention"),
-        (t5, r"^T5ForConditionalGeneration is not a text-only decoder"),
+        (t5, r"^T5ForConditionalGeneration is an encoder and a decoder"),
         (lambda: nn.Linear(2, 2), r"^Linear is no transformers causal language model"),
         (nn.Identity, r"^Identity has no parameters"),
         (lambda: LlamaModel(small_llama_config()), r"^LlamaModel is no transformers causal language model"),

@@ -67,7 +67,7 @@ def test_hugging_face_agrees_with_itself(family):
     model = model_of(family)
     for prompt, completion in zip(PROMPTS, greedy_of(family), strict=True):
         assert oracle.logits(model, prompt, completion).argmax(-1).tolist() == completion
-    if family != "llama4":  # its temperature tuning counts the padding as positions
+    if not family.startswith("llama4"):  # its temperature tuning counts the padding as positions
         assert oracle.greedy_batch(model, PROMPTS, NEW_TOKENS) == greedy_of(family)
 
 

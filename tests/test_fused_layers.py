@@ -22,7 +22,19 @@ from stoker.engine.plain_model import PlainModel
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 # Families whose layers all keep their own forward: LayerNorms, latent attention, experts or rotations of other kinds.
-OWN = {"cohere2", "starcoder2", "gpt_oss", "deepseek_v2", "deepseek_v3", "gpt_neox", "llama4", "olmoe"}
+OWN = {
+    "cohere2",
+    "starcoder2",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_neox",
+    "llama4",
+    "llama4+images",
+    "gemma4",
+    "gemma4+images",
+    "olmoe",
+}
 # Layers that keep a mixture of experts, in the models of ``families.py``.
 OWN_MLP = {"qwen3_moe": [0, 2], "mixtral": [0, 1, 2], "glm4_moe": [1, 2]}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ProcessorMixin, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl_setup import END_OF_TURN, EOS, MakeTrainer, ask, logged, make_model, trainers
 
 from stoker.rollout import (
@@ -255,7 +255,6 @@ def test_other_trainers_are_refused(tmp_path: Any) -> None:
     [
         ({"use_vllm": True}, InvalidConfigError, "use_vllm=False"),
         ({"use_transformers_continuous_batching": True}, InvalidConfigError, "continuous_batching=False"),
-        ({"processing_class": object.__new__(ProcessorMixin)}, UnsupportedModelError, "multimodal"),
         ({"loss_type": "vespo"}, InvalidConfigError, "VESPO.*'sequence_mask'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",

@@ -71,6 +71,12 @@ class AdapterWeights:
         """The same with other tensors."""
         return replace(self, **{f.name: _mapped(getattr(self, f.name), change) for f in fields(self)})
 
+    def where(self, keep: Callable[[str], bool]) -> AdapterWeights:
+        """What it does to the modules whose names are kept. Of ``then`` it keeps all."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        mine = {name: part for name, part in parts.items() if isinstance(part, dict)}
+        return replace(self, **{name: {k: v for k, v in part.items() if keep(k)} for name, part in mine.items()})
+
     def tensors(self) -> Iterator[Tensor]:
         return (tensor for _, tensor in self.named_tensors())
 
