@@ -52,7 +52,7 @@ def test_in_another_dtype(family: str) -> None:
     with RolloutEngine(model, config=EngineConfig(dtype="float32", kv_cache_memory="2MiB", max_model_len=64)) as engine:
         check(engine, model)
         with torch.no_grad():
-            model.get_decoder().base_model.norm.weight.mul_(1.2)
+            next(model.get_decoder().parameters()).mul_(1.2)
             model.get_output_embeddings().weight.mul_(1.1)
         engine.update_weights()
         check(engine, model)
