@@ -298,14 +298,14 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 def _image_config(family: str, **overrides: Any) -> PreTrainedConfig:
     of_text = family.removesuffix("+images")
-    fields, text = dict(FAMILIES[family]), _COMMON | overrides
-    vision = {"vision_config": fields.pop("vision_config")}
+    fields = dict(FAMILIES[family])
+    rest = {"vision_config": fields.pop("vision_config")}
     if of_text == "qwen3":  # of its own
-        text |= fields
+        text = _COMMON | fields | overrides
     else:
-        text |= FAMILIES[of_text] | {"model_type": _TEXT_MODEL_TYPES.get(of_text, of_text)}
-        vision |= fields
-    config = AutoConfig.for_model(_IMAGE_MODEL_TYPES[of_text], text_config=text, **vision)
+        text = _COMMON | FAMILIES[of_text] | overrides | {"model_type": _TEXT_MODEL_TYPES.get(of_text, of_text)}
+        rest |= fields
+    config = AutoConfig.for_model(_IMAGE_MODEL_TYPES[of_text], text_config=text, **rest)
     config.eos_token_id = config.text_config.eos_token_id = text["eos_token_id"]
     return config
 
