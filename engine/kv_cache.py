@@ -22,9 +22,12 @@ class LayerShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    same_as: int | None = None  # a layer before it, whose keys and values it attends to: it keeps none of its own
 
     @property
     def token_bytes(self) -> int:
+        if self.same_as is not None:
+            return 0
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
@@ -62,8 +65,12 @@ class KVCache:
             self._buffer = self.runtime.allocate(self.num_blocks * self.block_bytes(self.shapes, self.block_size))
         self._buffer.restore()
         buffer = self._buffer.tensor
-        layers, start = [], 0
+        layers: list[tuple[Tensor, Tensor]] = []
+        start = 0
         for shape in self.shapes:
+            if shape.same_as is not None:
+                layers.append(layers[shape.same_as])
+                continue
             pair = []
             for dim in (shape.key_dim, shape.value_dim):
                 size = (self.num_blocks, self.block_size, shape.heads, dim)
@@ -85,6 +92,6 @@ class KVCache:
         """Copy whole blocks, all reads before all writes. copies: (from, to)."""
         (index,) = self.runtime.upload(np.array(copies))
         source, target = index[:, 0], index[:, 1]
-        for pair in self.layers:
-            for cache in pair:
+        for pair, shape in zip(self.layers, self.shapes, strict=True):
+            for cache in pair if shape.same_as is None else ():
                 cache.index_copy_(0, target, cache.index_select(0, source))

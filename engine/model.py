@@ -69,12 +69,16 @@ class _ShapeProbe:
     """Stands in for a context once, to see what each layer would store."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # so that no others have their addresses
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends more than once, and the cache holds one key a token")
+        places = [t.data_ptr() for t in (key, value)]
+        same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
+        self.kept[layer] = key, value
         self.shapes[layer] = LayerShape(
-            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype
+            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype, same_as=same_as
         )
         return query.new_zeros(*query.shape[:2], value.shape[2])
 

@@ -111,6 +111,15 @@ def test_logprobs_are_those_of_the_plain_forward(family):
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
+def test_layers_that_attend_to_the_keys_of_others_keep_none():
+    kept = []
+    for shared in (0, 2):
+        model = make_model("gemma4", num_kv_shared_layers=shared)
+        with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+            kept.append(engine.stats().kv_block_bytes)
+    assert kept[0] == 2 * kept[1]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
 def test_sampled_tokens_do_not_depend_on_neighbours(family):
     with crowded_engine(family) as engine:
