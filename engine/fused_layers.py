@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stoker.engine.layer_structure import Structure, norm_of, structure_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
-from stoker.engine.plain_model import PlainModel, rotary_embedding, rotary_kinds
+from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm, QKNorm
@@ -186,10 +186,10 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
     forward is passed over. That is all of it unless a layer keeps an MLP of its own.
     """
-    if getattr(shell.decoder, "rotary_emb", None) is None:
-        return 0, False
-    kinds = rotary_kinds(shell)
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
+        if not has_rotary(shell):
+            return 0, False
+        kinds = rotary_kinds(shell)
         for path, siblings, index, layer, structure in list(_candidates(shell)):
             replacement = _fused(layer, structure, shell, ops, fused, path, kinds[layer.self_attn.layer_idx])
             if replacement is not None:

@@ -28,9 +28,23 @@ def rotary_kinds(shell: ModelShell) -> list[str | None]:
 
 def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [1, T]."""
+    rotary: Any = shell.decoder.rotary_emb
+    if hasattr(rotary, "mrope_section"):  # of time, height and width, which are one for text
+        positions = positions.expand(3, *positions.shape)
     named = {} if kind is None else {"layer_type": kind}
-    cos, sin = shell.decoder.rotary_emb(x, position_ids=positions, **named)
+    cos, sin = rotary(x, position_ids=positions, **named)
     return cos, sin
+
+
+def has_rotary(shell: ModelShell) -> bool:
+    """Whether positions alone give the model's rotary embeddings."""
+    like = shell.module.get_input_embeddings().weight[None, :1]
+    try:
+        for kind in {*rotary_kinds(shell)}:
+            rotary_embedding(shell, like, POSITIONS[None].to(like.device), kind)
+    except Exception:  # of any kind: it has none, or one that wants more
+        return False
+    return True
 
 
 class PlainModel:
