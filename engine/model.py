@@ -164,7 +164,7 @@ class ModelShell:
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
         which no name covers, are taken from ``modules``, the model's by name.
         """
-        take_over_quantised(self.module, modules)
+        take_over_quantised(self.module, modules, tensors)
         own = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         wanted = own | buffers

@@ -25,6 +25,7 @@ from stoker.rollout import (
     SamplingParams,
     UnsupportedModelError,
     WeightsMismatchError,
+    WeightsMovedError,
     binding,
 )
 from stoker.rollout import engine as engine_module
@@ -255,16 +256,29 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_sharded_base_is_refused(folder: Path, kind: str, mesh: Any) -> None:
-    """At once, and in an engine on a model that is sharded later."""
-    model = quantised(folder, kind)
+def test_a_base_in_8_bits_is_not_sharded(folder: Path, mesh: Any) -> None:
+    """Refused at once, and in an engine on a model that is sharded later."""
+    model = quantised(folder, "int8")
     with RolloutEngine(model) as engine:
         engine.generate_batch(PROMPTS, GREEDY)
         fully_shard(model.model.norm, mesh=mesh)
         for call in (lambda: RolloutEngine(model), engine.update_weights):
-            with pytest.raises(UnsupportedModelError, match=r"is quantised and sharded, .* keep it whole on each rank"):
+            with pytest.raises(UnsupportedModelError, match=r"to 8 bits and sharded, .* keep it whole on each rank"):
                 call()
+
+
+def test_a_base_in_4_bits_is_sharded_later(folder: Path, mesh: Any) -> None:
+    """And whole tensors among shards that are bits stored as floats are not taken for numbers."""
+    model, twin = (adapted(quantised(folder, "nf4", bnb_4bit_quant_storage=torch.bfloat16)) for _ in range(2))
+    with RolloutEngine(model, config=EngineConfig(check_finite_weights=True)) as engine:
+        check(twin, engine.generate_batch(PROMPTS, GREEDY))
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(WeightsMovedError, match="the model is sharded now"):
+            engine.generate_batch(PROMPTS, GREEDY)
+        assert engine.update_weights() == 1
+        check(twin, engine.generate_batch(PROMPTS, GREEDY))
+        assert engine.verify_weights().source == "mirror"
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
