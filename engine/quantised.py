@@ -17,6 +17,11 @@ def is_quantised(module: nn.Module) -> bool:
     return any(k.__module__.partition(".")[0] == "bitsandbytes" and k.__name__ in _KINDS for k in kinds)
 
 
+def is_packed(weight: Tensor) -> bool:
+    """Whether it is in 4 bits, which may be stored in a float's dtype."""
+    return getattr(weight, "quant_state", None) is not None
+
+
 class QuantisedLinear(nn.Module):
     """Stands in for the trainer's layer in a shell, so that nothing is hung on the trainer's module itself.
 

@@ -212,6 +212,21 @@ def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:
         assert engine.weight_version == 1
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_a_wide_head_over_bits_that_are_stored_as_floats(folder: Path, storage: torch.dtype) -> None:
+    """TRL's ``cast_lm_head_to_fp32``. The same bits in integers give the same numbers."""
+    found = []
+    for stored in (torch.uint8, storage):
+        model = quantised(folder, "nf4", bnb_4bit_quant_storage=stored)
+        for name, parameter in model.named_parameters():
+            if "lm_head" not in name and not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.bfloat16()
+        with RolloutEngine(model) as engine:
+            found.append([o.completions[0] for o in engine.generate_batch(PROMPTS, GREEDY)])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
 @pytest.mark.skipif(not has_avx512bf16(), reason="this CPU does not compute in bfloat16")
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_weights_that_an_evaluation_lays_out_for_the_cpu(folder: Path, kind: str) -> None:
