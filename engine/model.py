@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
-from stoker.engine.quantised import take_over_quantised
+from stoker.engine.quantised import is_packed, take_over_quantised
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
@@ -170,7 +170,7 @@ class ModelShell:
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
         which no name covers, are taken from ``modules``, the model's by name.
         """
-        take_over_quantised(self.module, modules)
+        take_over_quantised(self.module, modules, tensors)
         own = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         wanted = own | buffers
@@ -201,7 +201,8 @@ class ModelShell:
         Embeddings that are tied to it give the layers what these take.
         """
         head, embeddings = self.module.get_output_embeddings(), self.module.get_input_embeddings()
-        others = {p.dtype for p in self._base.parameters() if p is not embeddings.weight and p.is_floating_point()}
+        plain = (p for p in self._base.parameters() if not is_packed(p) and p is not embeddings.weight)
+        others = {p.dtype for p in plain if p.is_floating_point()}
         wide = head.weight.dtype
         if len(others) != 1 or wide in others or torch.promote_types(wide, *others) != wide:
             return False

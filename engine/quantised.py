@@ -13,30 +13,33 @@ _COLUMNS = 1024  # of a weight made plain at a time
 
 
 def is_quantised(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "bitsandbytes" and type(module).__name__ in _KINDS
+    kinds = type(module).__mro__  # FSDP2 puts a class of its own in front
+    return any(k.__module__.partition(".")[0] == "bitsandbytes" and k.__name__ in _KINDS for k in kinds)
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether it is in 4 bits, which may be stored in a float's dtype."""
+    return getattr(weight, "quant_state", None) is not None
 
 
 class QuantisedLinear(nn.Module):
     """Stands in for the trainer's layer in a shell, so that nothing is hung on the trainer's module itself.
 
-    It shares the trainer's parameters and state and computes what the trainer's layer does. In 4 bits by the function
-    beneath it, since on a CPU its forward packs the trainer's weights anew when it is not training.
+    It computes what the trainer's layer does, on the tensors it is bound to: the trainer's, or whole copies of shards of them.
+    In 4 bits by the function beneath it, since on a CPU its forward packs the trainer's weights anew when it is not
+    training; the ``quant_state`` is the weight's. In 8 bits by the trainer's layer itself.
     """
 
-    def __init__(self, module: Any) -> None:
+    weight: Any
+    bias: Any
+
+    def __init__(self, module: Any, parameters: Mapping[str, Tensor | None]) -> None:
+        """parameters: by their names in the layer."""
         super().__init__()
         self._trainer = (module,)  # in a tuple: it is no child of this one
         self.in_features: int = module.in_features
         self.out_features: int = module.out_features
-        self._parameters.update(module._parameters)
-
-    @property
-    def weight(self) -> Tensor:
-        return self._trainer[0].weight  # type: ignore[no-any-return]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self._trainer[0].bias  # type: ignore[no-any-return]
+        self._parameters.update(parameters)  # type: ignore[arg-type]
 
     @property
     def finds_outliers(self) -> bool:
@@ -51,8 +54,8 @@ class QuantisedLinear(nn.Module):
         from bitsandbytes import matmul_4bit
 
         dtype = layer.compute_dtype or x.dtype
-        bias = None if layer.bias is None else layer.bias.to(dtype)
-        out: Tensor = matmul_4bit(x.to(dtype), layer.weight.t(), bias=bias, quant_state=layer.weight.quant_state)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        out: Tensor = matmul_4bit(x.to(dtype), self.weight.t(), bias=bias, quant_state=self.weight.quant_state)
         return out.to(x.dtype)
 
     def adapted_norms(self, scale: float, b: Tensor, a: Tensor) -> Tensor:
@@ -78,9 +81,14 @@ def finds_outliers(shell: nn.Module) -> bool:
     return any(module.finds_outliers for module in shell.modules() if isinstance(module, QuantisedLinear))
 
 
-def take_over_quantised(shell: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Put a ``QuantisedLinear`` in place of every linear of the shell that is quantised in the model. modules: its own."""
+def take_over_quantised(shell: nn.Module, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> None:
+    """Put a ``QuantisedLinear`` in place of every linear of the shell that is quantised in the model.
+
+    modules, tensors: the model's, by name. Only the weight has another shape than the class of the model gives it.
+    """
     for path, module in modules.items():
         if is_quantised(module):
             parent, _, name = path.rpartition(".")
-            setattr(shell.get_submodule(parent), name, QuantisedLinear(module))
+            plain = shell.get_submodule(path)._parameters
+            weight = tensors.get(f"{path}.weight", plain["weight"])
+            setattr(shell.get_submodule(parent), name, QuantisedLinear(module, plain | {"weight": weight}))

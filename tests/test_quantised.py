@@ -13,70 +13,37 @@ import torch
 from pretend_device import STATIC, PretendDevice
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from trl_setup import LOGPROB_TOLERANCE, build, logged
 
 from stoker.engine.graphs import GraphStep
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.ops import REFERENCE
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
+from stoker.rollout import (
+    EngineConfig,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightsMismatchError,
+    WeightsMovedError,
+    binding,
+)
 from stoker.rollout import engine as engine_module
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
-from peft import LoraConfig, get_peft_model
+from bitsandbytes.nn.modules import has_avx512bf16
+from peft import LoraConfig
+from quantised_bases import KINDS, adapted, quantised, save
 
-FP32 = torch.float32
-KINDS = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-    "int8": {"load_in_8bit": True},
-}
 PROMPTS = [[3, 4, 5, 6], [9, 8, 7], list(range(1, 40)), [5]]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        attention_bias=True,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
-    return path
-
-
-def quantised(folder: Path, kind: str) -> Any:
-    options: dict[str, Any] = dict(KINDS[kind])
-    if kind != "int8":
-        options["bnb_4bit_compute_dtype"] = FP32
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(**options), dtype=FP32
-    ).eval()
-    for module in model.modules():  # or, in evaluation on some CPUs, its forward would go over to bf16
-        module.support_avx512bf16_for_cpu = False
-    return model
-
-
-def adapted(model: Any, seed: int = 1, **options: Any) -> Any:
-    torch.manual_seed(seed)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    config = LoraConfig(**{"r": 4, "target_modules": targets, "init_lora_weights": False} | options)
-    return get_peft_model(model, config).eval()
+    return save(tmp_path_factory.mktemp("model"))
 
 
 def check(model: Any, batch: Any) -> None:
@@ -245,6 +212,35 @@ def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:
         assert engine.weight_version == 1
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_a_wide_head_over_bits_that_are_stored_as_floats(folder: Path, storage: torch.dtype) -> None:
+    """TRL's ``cast_lm_head_to_fp32``. The same bits in integers give the same numbers."""
+    found = []
+    for stored in (torch.uint8, storage):
+        model = quantised(folder, "nf4", bnb_4bit_quant_storage=stored)
+        for name, parameter in model.named_parameters():
+            if "lm_head" not in name and not hasattr(parameter, "quant_state"):
+                parameter.data = parameter.data.bfloat16()
+        with RolloutEngine(model) as engine:
+            found.append([o.completions[0] for o in engine.generate_batch(PROMPTS, GREEDY)])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="this CPU does not compute in bfloat16")
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_weights_that_an_evaluation_lays_out_for_the_cpu(folder: Path, kind: str) -> None:
+    model = quantised(folder, kind)
+    for module in model.modules():
+        module.support_avx512bf16_for_cpu = True
+    with RolloutEngine(model) as engine:
+        engine.generate_batch(PROMPTS, GREEDY)
+        oracle.greedy(model, PROMPTS[0], 1)
+        assert model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+        assert engine.weight_version == 1
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -275,16 +271,41 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_sharded_base_is_refused(folder: Path, kind: str, mesh: Any) -> None:
-    """At once, and in an engine on a model that is sharded later."""
-    model = quantised(folder, kind)
+def test_a_base_in_8_bits_is_not_sharded(folder: Path, mesh: Any) -> None:
+    """Refused at once, and in an engine on a model that is sharded later."""
+    model = quantised(folder, "int8")
     with RolloutEngine(model) as engine:
         engine.generate_batch(PROMPTS, GREEDY)
         fully_shard(model.model.norm, mesh=mesh)
         for call in (lambda: RolloutEngine(model), engine.update_weights):
-            with pytest.raises(UnsupportedModelError, match=r"is quantised and sharded, .* keep it whole on each rank"):
+            with pytest.raises(UnsupportedModelError, match=r"to 8 bits and sharded, .* keep it whole on each rank"):
                 call()
+
+
+def test_a_base_in_4_bits_is_sharded_later(folder: Path, mesh: Any) -> None:
+    """And whole tensors among shards that are bits stored as floats are not taken for numbers."""
+    model, twin = (adapted(quantised(folder, "nf4", bnb_4bit_quant_storage=torch.bfloat16)) for _ in range(2))
+    with RolloutEngine(model, config=EngineConfig(check_finite_weights=True)) as engine:
+        check(twin, engine.generate_batch(PROMPTS, GREEDY))
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(WeightsMovedError, match="the model is sharded now"):
+            engine.generate_batch(PROMPTS, GREEDY)
+        assert engine.update_weights() == 1
+        check(twin, engine.generate_batch(PROMPTS, GREEDY))
+        assert engine.verify_weights().source == "mirror"
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
+def test_bits_that_are_stored_as_floats_are_not_taken_for_numbers(folder: Path, storage: torch.dtype) -> None:
+    model = adapted(quantised(folder, "nf4", bnb_4bit_quant_storage=storage))
+    assert not all(p.isfinite().all() for p in model.parameters())
+    with RolloutEngine(model, config=EngineConfig(check_finite_weights=True)) as engine:
+        check(model, engine.generate_batch(PROMPTS, GREEDY))
+        layer = model.get_base_model().model.layers[0]
+        layer.input_layernorm.weight.data[0] = torch.nan
+        with pytest.raises(WeightsMismatchError, match=r"layers.0.input_layernorm.weight holds NaN or Inf: "):
+            engine.update_weights()
 
 
 def test_weights_from_elsewhere_are_refused(folder: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.scales import is_packed, scales_of
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.
 _Place = tuple[str, Tensor, tuple[Any, ...]]
@@ -42,7 +43,8 @@ class AliasedSource:
         self._sums: list[int] | None = None
         sizes: dict[torch.dtype, int] = {}
         for parameter in self.module.parameters():
-            if parameter.is_floating_point():  # quantised weights say nothing of what they are computed in
+            # Quantised weights say nothing of what they are computed in.
+            if parameter.is_floating_point() and not is_packed(parameter):
                 sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
             self.device = parameter.device
         self.dtype = max(sizes, key=lambda d: sizes[d])
@@ -123,7 +125,7 @@ class AliasedSource:
     def pull(self) -> int:
         """The engine reads the trainer's tensors: there is nothing to move."""
         if self._check_finite:
-            tensors = self.tensors()
+            tensors = {name: t for name, t in self.tensors().items() if not is_packed(t)}  # whose bits are no numbers
             wrong = list(unfit(((name, t, t.dtype) for name, t in tensors.items()), finite=True))
             if wrong:
                 raise WeightsMismatchError(f"{'; '.join(wrong)}: the model has to hold finite numbers")
@@ -186,14 +188,11 @@ class AliasedSource:
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
-    """What the numbers of a quantised weight depend on too. In 4 bits the scales may be quantised once more.
+    """What the numbers of a quantised weight depend on too.
 
     Those of a weight in 8 bits go over to the state of its module with the first forward.
     """
-    state = getattr(weight, "quant_state", None)
-    while state is not None:
-        yield from (t for t in (state.absmax, state.offset) if isinstance(t, Tensor))
-        state = state.state2
+    yield from (scale for _, scale in scales_of(getattr(weight, "quant_state", None)))
     if hasattr(weight, "SCB"):
         scales = weight.SCB if weight.SCB is not None else module.state.SCB
         yield from (t for t in (scales,) if isinstance(t, Tensor))

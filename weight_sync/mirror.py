@@ -13,6 +13,7 @@ from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, W
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, agree, gather, plan
 from stoker.weight_sync.naming import engine_dtypes, unwrap
+from stoker.weight_sync.scales import with_scales
 from stoker.weight_sync.shards import Held, Shards, read
 
 _ALIGNMENT = 256  # bytes
@@ -125,7 +126,8 @@ class Mirror:
 class MirroredSource:
     """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
 
-    Of adapters it holds what is sharded, in the trainer's dtype; what is whole the engine reads where it is.
+    Of adapters it holds what is sharded, in the trainer's dtype; what is whole the engine reads where it is. Weights in 4
+    bits it holds as they are packed, with their scales.
 
     A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
     new. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
@@ -154,14 +156,16 @@ class MirroredSource:
         self._check_finite = check_finite
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
-        self._adapters = held.adapters
+        self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
         self.optional = held.optional
-        device = device or (held.shards[0] if held.shards else next(iter(held.full.values()))).device
+        own = (held.shards[0] if held.shards else next(iter(held.full.values()))).device
+        device = device or own
+        self.converts = self._dtypes != held.dtypes or device.type != own.type  # so that it holds other bits
         self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
         sizes: dict[torch.dtype, int] = {}
-        for name in parameters:
+        for name in parameters - self._packed.keys():  # packed ones say nothing of what they are computed in
             sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
         self.dtype = max(sizes, key=lambda d: sizes[d])
         self.mirror: Mirror | None = None
@@ -182,13 +186,18 @@ class MirroredSource:
 
     def names(self) -> set[str]:
         held = self._read()
-        return held.names - held.adapters
+        return held.names - held.beside
 
     def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
         """The mirror's, which is made at the first call with the layout that ``groups`` asks for."""
         if self.mirror is None:
             self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device)
-        return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._adapters}
+            self._give_states(self.mirror)
+        return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._beside}
+
+    def _give_states(self, mirror: Mirror) -> None:
+        for name, state in self._packed.items():
+            mirror.tensors[name].quant_state = with_scales(state, f"{name}.", mirror.tensors, self.device)
 
     @property
     def adapters(self) -> dict[str, Tensor]:
@@ -268,6 +277,8 @@ class MirroredSource:
             refusal = self._agree(held.shards, changed, refusal)
         if refusal is not None:
             raise refusal
+        self._packed = held.states
+        self._give_states(mirror)
         full = [name for name in full if (name,) in changed]
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         groups = list(dict.fromkeys(s.group for s in held.shards))
@@ -288,6 +299,11 @@ class MirroredSource:
         return sum(mirror.tensors[name].nbytes for name in moved)
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held.spoilt:
+            return UnsupportedModelError(
+                f"parameter {held.spoilt[0]} is sharded, and bitsandbytes' forward in eval() takes its parts for laid out as "
+                "some CPUs like them: the model is spoilt. Load it anew, with support_avx512bf16_for_cpu = False on its layers"
+            )
         if held.names == self._shapes.keys() | self._aliases.keys() and held.aliases != self._aliases:
             shared = sorted(name for name in held.names if held.aliases.get(name) != self._aliases.get(name))
             return UnsupportedModelError(
@@ -303,12 +319,7 @@ class MirroredSource:
             )
         if not mirror.resident:
             return WeightsMismatchError("the weights are not in memory: wake them up before an update")
-        values = [(name, tensor, self._dtypes[name]) for name, tensor in held.full.items()]
-        for s in held.shards:
-            dtypes = {self._dtypes[name] for name in s.names}
-            name = s.names[0] if len(s.names) == 1 else f"a tensor among {s.names[0]} to {s.names[-1]}"
-            values += [(name, s.local, dtype) for dtype in dtypes]
-        wrong = list(unfit(values, finite=self._check_finite))
+        wrong = list(unfit(held.numbers(self._dtypes), finite=self._check_finite))
         if wrong:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None

@@ -7,7 +7,7 @@ become ``Shards``: a local tensor, and for every rank of its group the boxes of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.weight_sync.naming import plain_name, tensors_of, walk, walk_adapters
+from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
+from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
 
 Box = tuple[tuple[int, int], ...]
 
@@ -94,10 +95,33 @@ class Held:
     parameters: set[str] = field(default_factory=set)
     optional: set[str] = field(default_factory=set)  # buffers that no checkpoint has
     adapters: set[str] = field(default_factory=set)  # those of adapters among all these, of which only shards are read
+    states: dict[str, Any] = field(default_factory=dict)  # of each weight in 4 bits; its scales are whole tensors
+    scales: set[str] = field(default_factory=set)  # these scales, by the weight's name and theirs
 
     @property
     def names(self) -> set[str]:
         return self.shapes.keys() | self.aliases.keys()
+
+    @property
+    def spoilt(self) -> list[str]:
+        """Sharded weights whose states say that a forward laid them out anew for a CPU: the parts know nothing of that."""
+        return [n for n, state in self.states.items() if n not in self.full and is_laid_out_for_cpu(state)]
+
+    @property
+    def beside(self) -> set[str]:
+        """Which of them are no tensors of the plain model."""
+        return self.adapters | self.scales
+
+    def numbers(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        """All that is here, with the dtype it is to have; but for packed weights, whose bits are no numbers."""
+        yield from ((name, tensor, dtypes[name]) for name, tensor in self.full.items() if name not in self.states)
+        for s in self.shards:
+            if self.states.keys().isdisjoint(s.names):
+                name = s.names[0] if len(s.names) == 1 else f"a tensor among {s.names[0]} to {s.names[-1]}"
+                yield from ((name, s.local, dtype) for dtype in {dtypes[n] for n in s.names})
+            else:
+                pieces = (p for p in s.pieces[dist.get_rank(s.group)] if p.name not in self.states)
+                yield from ((p.name, s.local[p.start : p.start + p.rows], dtypes[p.name]) for p in pieces)
 
     def add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shapes[name], self.dtypes[name] = torch.Size(shape), dtype
@@ -152,9 +176,20 @@ def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGro
         else:
             held.add(name, tensor.shape, tensor.dtype)
             held.full[name] = tensor.detach()
+    for path, module in modules:
+        if inside(module) is None and (state := state_of(module)) is not None:
+            _read_scales(held, f"{path}.weight", state)
     paths = {path for path, _ in of_adapters}
     held.adapters = {name for name in held.names if name.rpartition(".")[0] in paths}
     return held
+
+
+def _read_scales(held: Held, name: str, state: Any) -> None:
+    held.states[name] = state
+    for scale_name, scale in scales_of(state, f"{name}."):
+        held.add(scale_name, scale.shape, scale.dtype)
+        held.full[scale_name] = scale.detach()
+        held.scales.add(scale_name)
 
 
 # -- DTensor ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.gather import MEMORY_BYTES
 from stoker.weight_sync.mirror import MirroredSource
-from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap
+from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
+from stoker.weight_sync.scales import has_eight_bits
 from stoker.weight_sync.shards import has_units, is_shard, is_sharded
 
 
@@ -118,11 +119,15 @@ def source_for(
     check_model(model)
     quantised = getattr(unwrap(model), "quantization_method", None) is not None
     if is_sharded(model):
-        if quantised:
+        if quantised and any(has_eight_bits(module) for _, module in walk(model)):
             raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__} is quantised and sharded, which is not supported: keep it whole on each rank"
+                f"{type(unwrap(model)).__name__} is quantised to 8 bits and sharded, and only weights in 4 bits are gathered: "
+                "quantise it to 4 bits, or keep it whole on each rank"
             )
-        return MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
+        mirrored = MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
+        if quantised and mirrored.converts:
+            raise _as_it_is(model)
+        return mirrored
     parameters = {name: t for name, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)}
     own = {name: t.dtype for name, t in parameters.items()}
     devices = {t.device for t in parameters.values()}
@@ -134,12 +139,16 @@ def source_for(
     elsewhere = device is not None and all(d.type != device.type for d in devices) and _exists(device)
     if elsewhere or engine_dtypes(model, own, own.keys(), dtype) != own:
         if quantised:
-            raise UnsupportedModelError(
-                f"{type(unwrap(model)).__name__} is quantised, and runs where it is as it is: leave dtype and device of "
-                "EngineConfig on 'auto'"
-            )
+            raise _as_it_is(model)
         return MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
     return AliasedSource(model, check_finite=check_finite)
+
+
+def _as_it_is(model: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(unwrap(model)).__name__} is quantised, and runs where it is as it is: leave dtype and device of "
+        "EngineConfig on 'auto'"
+    )
 
 
 def _exists(device: torch.device) -> bool:
