@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 def layers_of(model: Any) -> Any:
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
-    return plain.model.layers
+    return plain.get_decoder().layers
 
 
 # -- the ways to shard -------------------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ def by_ddp(model: Any) -> nn.Module:
 WRAPPERS: dict[int, dict[str, Any]] = {
     2: {
         "fsdp2": by_fsdp2,
+        "fsdp2 with images": by_fsdp2,
         "fsdp1": by_fsdp1,
         "fsdp1 with checkpointing": by_checkpointing_fsdp1,
         "fsdp1 not sharded": partial(by_fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
@@ -130,7 +131,7 @@ def follow_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """Every way to shard over so many ranks, one after another."""
     found = {}
     for name, wrap in WRAPPERS[world_size].items():
-        family = "llama" if "tensor" in name or "1" in name else "qwen3"
+        family = "llama" if "tensor" in name or "1" in name else "mistral+images" if "images" in name else "qwen3"
         try:
             found[name] = follow_training(rank, wrap, family, 2**16)
         except BaseException as error:
