@@ -21,7 +21,6 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles, order_by_group
-from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora_kernels import expand_gated_kernel, expand_kernel, look_up_kernel, shrink_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -158,7 +157,7 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, ti
     """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
     # Wide tiles where there are many: each reads what the splits of the shrink gave.
-    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * multiprocessors(out.device)
+    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(out.device)
     block_n = 128 if many else 64
     expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
         hidden,

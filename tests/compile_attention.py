@@ -29,6 +29,7 @@ launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
 def as_on_hopper() -> None:
     """Kernels are launched as there, also where tensors are a CPU's."""
     launching.options = lambda device: {"DEPENDENT": True, "launch_pdl": True}  # type: ignore[assignment]
+    launching.multiprocessors = lambda device: 132  # type: ignore[assignment]
 
 
 class Recorder:
@@ -129,7 +130,6 @@ if __name__ == "__main__":
     for module in (attention, attention_plan):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
-    attention.num_sms = lambda device: 132
     as_on_hopper()
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
