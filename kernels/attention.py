@@ -97,7 +97,7 @@ def launch_config(
         if itemsize == 4:  # plain fp32 has no tensor cores, and twice the registers
             block_m = 32 if wide <= 64 else 16
         block_n = max(16, min(fits, 64))
-        return LaunchConfig(block_m, block_n, 8 if wide > 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
+        return LaunchConfig(block_m, block_n, 8 if wide >= 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
     most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
     block_m = min(max(16, triton.next_power_of_2(queries)), most)
     block_n = max(16, min(fits, 64))

@@ -70,7 +70,8 @@ def lora(
     tokens, depth = x.shape
     tiles = _Tiles.of(rows, table, deterministic)
     linears, rank = len(table.widths), _padded_rank(table)
-    block_r, block_k = min(rank, 64), 64 if table.dtype == torch.float32 else 128
+    wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
+    block_r, block_k = min(rank, 32 if wide and table.strided else 64), 64 if wide else 128
     splits = _splits(tokens, depth, rank, deterministic)
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)

@@ -185,6 +185,8 @@ def _experts(
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     assert expert_weights.stride(1) == 1 and (gate_up_bias is None or gate_up_bias.is_contiguous())
     assert down_bias is None or down_bias.is_contiguous()
+    if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
+        columns = 64
     tokens, per_token = expert_ids.shape
     pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
     order, starts = order_by_group(expert_ids, num_experts)
