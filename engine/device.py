@@ -189,7 +189,8 @@ class CudaRuntime(Runtime):
     def allocate(self, nbytes: int) -> DeviceBuffer:
         try:
             driver = CudaDriver(self.device)
-        except (ImportError, RuntimeError, AttributeError) as error:
+            driver.check()
+        except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
             _log.warning(
                 "the KV cache will not keep its addresses, and graphs are captured again after sleep: %s", error
             )

@@ -297,8 +297,8 @@ class StepInputs:
         host["seed"][slot], host["sample_index"][slot] = spec.seed, request.sample_index
         host["first_stop"][slot] = request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
-        if len(spec.stop_ids) > self._stop_ids.shape[1]:
-            more = len(spec.stop_ids) - self._stop_ids.shape[1]
+        if len(spec.stop_ids) > self._stop_ids.shape[1]:  # to a power of two: steps are captured anew for each width
+            more = 2 ** (len(spec.stop_ids) - 1).bit_length() - self._stop_ids.shape[1]
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=self.vocab)
             self._packed = self._new_packed()
         self._stop_ids[slot] = self.vocab

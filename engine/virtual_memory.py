@@ -179,6 +179,12 @@ class CudaDriver:
         flag = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self.granularity = int(self._call("cuMemGetAllocationGranularity", self.location, flag))
 
+    def check(self) -> None:
+        """Take the least there is, write to it and give it back: a device may have the calls and refuse them, or torch the memory."""
+        buffer = VirtualBuffer(self.granularity, self)
+        buffer.tensor.zero_()
+        buffer.release()
+
     def reserve(self, size: int) -> int:
         return int(self._call("cuMemAddressReserve", size, 0, 0, 0))
 
@@ -192,13 +198,13 @@ class CudaDriver:
         access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         try:
             self._call("cuMemMap", address, size, 0, handle, 0)
-        except RuntimeError:
+        except BaseException:
             self._call("cuMemRelease", handle)
             raise
         try:
             self._call("cuMemRelease", handle)  # the mapping keeps the memory
             self._call("cuMemSetAccess", address, size, [access], 1)
-        except RuntimeError:
+        except BaseException:
             self.unmap(address, size)
             raise
 

@@ -30,7 +30,6 @@ from stoker.kernels.attention_plan import (
     UNIT_ROWS,
     AttentionPlan,
     Lanes,
-    num_sms,
     plan_attention,
     workspace_bytes,
 )
@@ -84,7 +83,7 @@ class LaunchConfig:
 
 
 def launch_config(
-    queries: int, key_dim: int, value_dim: int, itemsize: int, num_sms: int, *, prefill: bool = False
+    queries: int, key_dim: int, value_dim: int, itemsize: int, processors: int, *, prefill: bool = False
 ) -> LaunchConfig:
     """How to launch attention. queries: rows and heads that see the same keys; dims of a head; bytes of a number.
 
@@ -98,7 +97,7 @@ def launch_config(
         if itemsize == 4:  # plain fp32 has no tensor cores, and twice the registers
             block_m = 32 if wide <= 64 else 16
         block_n = max(16, min(fits, 64))
-        return LaunchConfig(block_m, block_n, 8 if wide > 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
+        return LaunchConfig(block_m, block_n, 8 if wide >= 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
     most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
     block_m = min(max(16, triton.next_power_of_2(queries)), most)
     block_n = max(16, min(fits, 64))
@@ -108,7 +107,7 @@ def launch_config(
     by_memory = _SHARED_BYTES // (2 * block_n * row_bytes + 2 * block_m * key_dim * itemsize)
     resident = max(1, min(by_registers, by_memory))
     registers = min(255, 65536 // (resident * num_warps * 32) // 8 * 8)
-    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, num_sms * resident, registers)
+    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, processors * resident, registers)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -203,7 +202,7 @@ class _Launch:
         self.kv_heads, self.value_dim = value_cache.shape[2:]
         self.group = self.heads // self.kv_heads
         self.itemsize = query.element_size()
-        self.sms = num_sms(query.device)
+        self.processors = launch.multiprocessors(query.device)
         # A capped score is ``cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1))`` of ``x = score / cap``.
         self.numbers = (scale * _LOG2E, 0.0)
         if softcap is not None:
@@ -241,7 +240,7 @@ class _Launch:
         }
 
     def config(self, queries: int, prefill: bool = False) -> LaunchConfig:
-        return launch_config(queries, self.key_dim, self.value_dim, self.itemsize, self.sms, prefill=prefill)
+        return launch_config(queries, self.key_dim, self.value_dim, self.itemsize, self.processors, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
         """What units share first: the last of a row's own pieces to be done merges them all."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -192,12 +191,6 @@ def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:
     parts = _max_parts(rows, block_tables.stride(0), block_size)
     common, prefix, unit_rows = torch.zeros(3, rows, dtype=torch.int32, device=block_tables.device)
     return Buffers(rows, parts, common, prefix, unit_rows)
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device; a few where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def plan_attention(

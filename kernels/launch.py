@@ -24,6 +24,12 @@ _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a device; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@cache
 def options(device: torch.device) -> dict[str, Any]:
     """How a kernel that calls ``await_turn`` is launched."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -9,8 +9,6 @@ whatever stands beside it, for the price of a slower product.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -24,14 +22,6 @@ from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 FEWEST_FOR_TORCH = 5  # tokens
 MOST_SKINNY = 16
-_CPU_MULTIPROCESSORS = 132  # the interpreter plays the GPU these kernels are made for
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _CPU_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @triton.jit
@@ -264,7 +254,9 @@ def skinny(
     tokens, depth = x.shape
     full_width = weight.shape[0]
     width = full_width if gated is None else full_width // 2
-    rows, columns, stages = skinny_config(tokens, (full_width, depth), x.dtype.itemsize, multiprocessors(x.device))
+    rows, columns, stages = skinny_config(
+        tokens, (full_width, depth), x.dtype.itemsize, launch.multiprocessors(x.device)
+    )
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     norm_weight, eps, offset = norm or (x, 0.0, False)
     kernel = _single_kernel if tokens == 1 else _skinny_kernel

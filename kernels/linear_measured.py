@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, multiprocessors, skinny
+from stoker.kernels import launch
+from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_streamed import MOST_ROWS, splits_to_try, streamed, tiles_of
 from stoker.kernels.norm_rotary import rms_norm
@@ -122,7 +123,7 @@ class MeasuredLinear:
             self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
         size = weight.shape[0], weight.shape[1]
         others: dict[str, Callable[..., Tensor]] = {}
-        for n in splits_to_try(size, x.dtype.itemsize, multiprocessors(device)):
+        for n in splits_to_try(size, x.dtype.itemsize, launch.multiprocessors(device)):
             way = partial(streamed, splits=n, arrived=self._arrived[device])
             others[f"streamed, {n} splits"] = way
             if normed:  # of many rows it is more work to do it again for every tile than once before

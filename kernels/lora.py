@@ -21,7 +21,6 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles, order_by_group
-from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora_kernels import expand_gated_kernel, expand_kernel, look_up_kernel, shrink_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -71,7 +70,8 @@ def lora(
     tokens, depth = x.shape
     tiles = _Tiles.of(rows, table, deterministic)
     linears, rank = len(table.widths), _padded_rank(table)
-    block_r, block_k = min(rank, 64), 64 if table.dtype == torch.float32 else 128
+    wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
+    block_r, block_k = min(rank, 32 if wide and table.strided else 64), 64 if wide else 128
     splits = _splits(tokens, depth, rank, deterministic)
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
@@ -158,7 +158,7 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, ti
     """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
     # Wide tiles where there are many: each reads what the splits of the shrink gave.
-    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * multiprocessors(out.device)
+    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(out.device)
     block_n = 128 if many else 64
     expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
         hidden,

@@ -16,7 +16,6 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.grouping import group_of_tile, most_tiles, order_by_group, rows_per_tile
 from stoker.kernels.launch import await_turn
-from stoker.kernels.linear import multiprocessors
 from stoker.kernels.lora import lora
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
@@ -147,7 +146,7 @@ def experts(
     rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
     # Narrow tiles while few pairs are there, so that all multiprocessors read.
     tiles = most_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
-    columns = 64 if tiles < 2 * multiprocessors(x.device) else 128
+    columns = 64 if tiles < 2 * launch.multiprocessors(x.device) else 128
     return _experts(
         x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns
     )
@@ -186,6 +185,8 @@ def _experts(
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     assert expert_weights.stride(1) == 1 and (gate_up_bias is None or gate_up_bias.is_contiguous())
     assert down_bias is None or down_bias.is_contiguous()
+    if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
+        columns = 64
     tokens, per_token = expert_ids.shape
     pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
     order, starts = order_by_group(expert_ids, num_experts)

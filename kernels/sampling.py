@@ -18,6 +18,8 @@ from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.sampling import SAMPLE_BLOCK
 
+# Grids have rows first, where there may be 2^31 programs: 8192 rows of a window of 8, or a large chunk of scores, are more
+# than the 65,535 of the other dimensions.
 # 8 blocks a program: one row of 152k logits makes 149 programs, one for each multiprocessor of a large GPU.
 _BLOCKS = 8
 SPLIT = _BLOCKS * SAMPLE_BLOCK
@@ -85,7 +87,6 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: in
     rows, count = seed.shape[0], SAMPLE_BLOCK + triton.cdiv(vocab, SAMPLE_BLOCK)
     out = torch.empty(rows, count, dtype=torch.float32, device=seed.device)
     columns = (t.contiguous() for t in (seed, position, sample_index))
-    # Rows first, where a grid has 2^31 programs: 8192 rows of a window of 8 are more than the 65,535 of the other dimensions.
     grid = rows, triton.cdiv(count, 4 * _QUADS)
     _noise_kernel[grid](*columns, out, count, QUADS=_QUADS, **_LAUNCH, **launch.options(out.device))
     return out
@@ -106,8 +107,8 @@ def _sample_splits(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     await_turn(DEPENDENT)
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = row * tl.num_programs(0) + split
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * tl.num_programs(1) + split
     logits = _load_split(logits_ptr, stride, vocab, split, row, BLOCKS, BLOCK)
     mass = _logsumexp(logits * tl.load(inverse_ptr + row), 1)
     tl.store(masses_ptr + at, _logsumexp(mass, 0))
@@ -187,7 +188,7 @@ def sample(
     modes |= launch.options(logits.device)
     draws, draws_stride = (noise, noise.stride(0)) if noise is not None else (floats, 0)
     work = (floats[0], floats[1], ids[0], floats[2], ids[1])
-    _sample_splits[splits, rows](
+    _sample_splits[rows, splits](
         logits, stride, vocab, inverse, draws, draws_stride, *work, BLOCKS=_BLOCKS, **modes, **_LAUNCH
     )
     chosen_greedy = greedy.contiguous() if greedy is not None else tokens
@@ -203,8 +204,8 @@ def _score_splits(
     logits_ptr, stride, vocab, inverse_ptr, tokens_ptr, masses_ptr, entropies_ptr, larger_ptr, FULL: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    at = row * tl.num_programs(0) + split
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = row * tl.num_programs(1) + split
     logits = _load_split(logits_ptr, stride, vocab, split, row, BLOCKS, BLOCK)
     scaled = logits * tl.load(inverse_ptr + row)
     mass = _logsumexp(_logsumexp(scaled, 1), 0)
@@ -248,7 +249,7 @@ def _score(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor, full: bo
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     inverse, tokens = inverse_temperature.contiguous(), tokens.contiguous()
     work = (masses, entropies, larger)
-    _score_splits[splits, rows](
+    _score_splits[rows, splits](
         logits, stride, vocab, inverse, tokens, *work, FULL=full, BLOCKS=_BLOCKS, BLOCK=SAMPLE_BLOCK, **_LAUNCH
     )
     _score_rows[rows,](

@@ -97,8 +97,8 @@ def _thresholds(logits_ptr, stride, vocab, top_k_ptr, top_p_ptr, min_p_ptr, boun
 
 @triton.jit
 def _apply_thresholds(logits_ptr, stride, vocab, min_p_ptr, bounds_ptr, tops_ptr, out_ptr, CHUNK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     x = _load(logits_ptr, row, stride, ids, vocab)
     min_p = tl.load(min_p_ptr + row)
     keep = _order(x) >= tl.load(bounds_ptr + row)
@@ -119,7 +119,7 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
     _thresholds[rows,](logits, stride, vocab, top_k, top_p, min_p, bounds, tops, CHUNK=chunk, num_warps=16)
-    _apply_thresholds[triton.cdiv(vocab, chunk), rows](
+    _apply_thresholds[rows, triton.cdiv(vocab, chunk)](
         logits, stride, vocab, min_p, bounds, tops, out, CHUNK=chunk, num_warps=4
     )
     return out

@@ -21,7 +21,14 @@ from stoker.kernels import attention, attention_plan
 from stoker.kernels import launch as launching
 from stoker.kernels.reference.attention import Visibility
 
-NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
 
@@ -29,6 +36,7 @@ launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
 def as_on_hopper() -> None:
     """Kernels are launched as there, also where tensors are a CPU's."""
     launching.options = lambda device: {"DEPENDENT": True, "launch_pdl": True}  # type: ignore[assignment]
+    launching.multiprocessors = lambda device: 132  # type: ignore[assignment]
 
 
 class Recorder:
@@ -129,8 +137,8 @@ if __name__ == "__main__":
     for module in (attention, attention_plan):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
-    attention.num_sms = lambda device: 132
     as_on_hopper()
+    launch(32, 8, 64, 64, latent=False)  # Llama 3.2 1B
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
     made = [build(*recorded) for recorded in launches]

@@ -68,23 +68,36 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
         window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
-    moe.experts(zeros(8, dim), ids, weights, zeros(4, 512, dim), zeros(4, dim, 256), gate=Gate())
+    experts = zeros(4, 512, dim), zeros(4, dim, 256)
+    moe.experts(zeros(8, dim), ids, weights, *experts, gate=Gate())
+    for rows in (128, 1024):
+        ids = torch.zeros(rows, 2, dtype=torch.long)
+        moe.experts(zeros(rows, dim).float(), ids, weights, *(w.float() for w in experts), gate=Gate())
     greedy, ones = torch.zeros(8, dtype=torch.bool), torch.ones(8)
     noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
 
 
 def adapt(
-    tokens: int, rank: int, dtype: torch.dtype, experts: int = 1, op: Any = lora.lora, widths: Sequence[int] = (2048,)
+    tokens: int,
+    rank: int,
+    dtype: torch.dtype,
+    experts: int = 1,
+    op: Any = lora.lora,
+    widths: Sequence[int] = (2048,),
+    columns: bool = False,
+    model: torch.dtype = torch.bfloat16,
 ) -> None:
-    """As of a model with 1B parameters."""
+    """As of a model with 1B parameters. columns: matrices lie column after column."""
     table = LoraTable(widths, [None for _ in widths], 16, torch.device("cpu"), experts)
     for index, width in enumerate(widths):
         a, b = (torch.zeros(experts, *size, dtype=dtype) for size in ((rank, 2048), (width, rank)))
+        if columns:
+            a, b = (matrix.mT.contiguous().mT for matrix in (a, b))
         table.put(index, 1, LoraWeights(a, b, 1.0) if experts > 1 else LoraWeights(a[0], b[0], 1.0))
     rows = AdapterRows(torch.zeros(tokens, dtype=torch.long))
-    x = zeros(tokens, 2048) if op is not lora.lora_embedding else rows.slots
-    op(x, zeros(tokens, sum(widths)), table, rows)
+    x = zeros(tokens, 2048).to(model) if op is not lora.lora_embedding else rows.slots
+    op(x, zeros(tokens, sum(widths)).to(model), table, rows)
 
 
 def launch_adapters() -> None:
@@ -96,6 +109,13 @@ def launch_adapters() -> None:
     adapt(256, 3, torch.float32, widths=(2048, 512, 512))
     adapt(64, 16, torch.bfloat16, experts=4)
     adapt(256, 16, torch.bfloat16, op=lora.lora_embedding)
+    for dtype, model in (
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.float16),
+    ):
+        adapt(2048, 64, dtype, columns=True, model=model)
+        adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,15 +22,18 @@ from stoker.kernels.ops import Ops
 from stoker.rollout import SamplingParams
 
 
+@dataclass(frozen=True)
+class Counting(PretendDevice):
+    captures: ClassVar[list[int]] = []
+
+    def capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        self.captures.append(1)
+        return super().capture(body)
+
+
 def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
-    captured: list[int] = []
-
-    @dataclass(frozen=True)
-    class Counting(PretendDevice):
-        def capture(self, body: Callable[[], None]) -> Callable[[], None]:
-            captured.append(1)
-            return super().capture(body)
-
+    captured = Counting.captures
+    captured.clear()
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with build(runtime=Counting) as engine:
         for _ in range(3):
@@ -41,6 +44,18 @@ def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
         engine.update_weights()
         engine.generate_batch(prompts(4), greedy)
         assert len(captured) == 2  # the weights are where they were
+
+
+def test_a_step_is_captured_anew_for_twice_as_many_stop_ids_and_not_for_each_one_more() -> None:
+    seen = []
+    with build(runtime=Counting) as engine:
+        for count in (1, 2, 3, 4, 5, 6, 7, 8):
+            Counting.captures.clear()
+            params = SamplingParams(temperature=0, max_tokens=6, stop_token_ids=range(60, 60 + count), min_tokens=6)
+            for _ in range(2):
+                engine.generate_batch(prompts(2), params).raise_for_errors()
+            seen.append(len(Counting.captures))
+    assert seen == [1, 1, 1, 0, 1, 0, 0, 0]
 
 
 def test_steps_of_rows_that_never_began_alike_look_for_none_that_do() -> None:

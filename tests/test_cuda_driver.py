@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stoker.engine import device
 from stoker.engine.virtual_memory import CudaDriver, VirtualBuffer
 
 KIB = 2**10
@@ -46,6 +47,7 @@ class StandIn(ModuleType):
         self.current = 0  # device
         self.log: list[str] = []
         self.fail_at = -1
+        self.error: type[Exception] | None = None  # raised instead
         self.reserved: dict[int, int] = {}
         self.created: dict[int, int] = {}  # bytes by handle, until the handle is released
         self.mapped: dict[int, int] = {}
@@ -54,6 +56,8 @@ class StandIn(ModuleType):
     def _fails(self, name: str) -> bool:
         assert self.current == 1, "not in the context of the buffer's device"
         self.log.append(name.removeprefix("cuMem"))
+        if len(self.log) - 1 == self.fail_at and self.error is not None:
+            raise self.error()
         return len(self.log) - 1 == self.fail_at
 
     def _on_device(self, location: Any) -> None:
@@ -124,10 +128,12 @@ def api(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     api = StandIn()
 
     @contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
+    def chosen(wanted: torch.device) -> Iterator[None]:
         before, api.current = api.current, wanted.index
-        yield
-        api.current = before
+        try:
+            yield
+        finally:
+            api.current = before
 
     def synchronize(*_: Any) -> None:
         api.log.append("synchronize")
@@ -136,7 +142,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     bindings.driver = api  # type: ignore[attr-defined]
     for module in (ModuleType("cuda"), bindings):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "device", chosen)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
 
@@ -198,6 +204,34 @@ def test_a_buffer_that_cannot_be_made_leaves_nothing(api: StandIn, call: int) ->
         buffer()
     gc.collect()
     assert not api.mapped and not api.reserved and api.current == 0
+
+
+@pytest.mark.parametrize("call", [*range(6), 7])
+@pytest.mark.parametrize("error", [None, TypeError])
+def test_a_driver_that_refuses_the_least_there_is_is_not_used(
+    api: StandIn,
+    error: type[Exception] | None,
+    call: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warnings: list[str] = []  # a record would keep the error, and that what was going on
+    monkeypatch.setattr(device._log, "warning", lambda message, *_: warnings.append(message))
+    monkeypatch.setattr(device, "PlainBuffer", lambda *size_and_device: size_and_device)
+    runtime = device.CudaRuntime(torch.device("cuda", 1))
+    api.fail_at, api.error = call, error
+    assert runtime.allocate(SIZE) == (SIZE, runtime.device)
+    (warning,) = warnings
+    assert "will not keep its addresses" in warning
+    gc.collect()
+    assert not api.mapped and not api.reserved
+
+
+def test_memory_that_is_short_is_not_a_driver_that_refuses(api: StandIn) -> None:
+    least = ["GetAllocationGranularity", "AddressReserve", *MAP, "synchronize", "Unmap", "AddressFree"]
+    api.fail_at = len(least) + 1
+    with pytest.raises(RuntimeError, match="cuMemCreate failed"):
+        device.CudaRuntime(torch.device("cuda", 1)).allocate(SIZE)
+    assert api.log[: api.fail_at + 1] == [*least, "AddressReserve", "Create"]
 
 
 def test_what_cannot_be_unmapped_stays_until_it_can(api: StandIn) -> None:

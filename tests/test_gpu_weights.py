@@ -101,11 +101,13 @@ def test_weights_from_another_process_on_the_same_device(dies: bool) -> None:
     context = multiprocessing.get_context("spawn")  # an import that looks at CUDA makes it unusable after a fork
     here, there = context.Pipe()
     process = context.Process(target=sender.share, args=(there, dies, DEVICE))
-    process.start()
-    there.close()
-    try:
-        transfer = SharedMemoryTransfer(here, timeout=60)
-        with RolloutEngine(sender.trained(0).to(DEVICE), config=config()) as engine:
+    transfer = SharedMemoryTransfer(here, timeout=60)
+    with RolloutEngine(sender.trained(0).to(DEVICE), config=config()) as engine:
+        assert_holds(engine, sender.trained(0), 0)  # which compiles what the sender would wait for
+        assert engine.verify_weights().ok
+        process.start()
+        there.close()
+        try:
             assert engine.update_weights(transfer) == 1
             assert_holds(engine, sender.trained(1), 1)
             assert transfer._shared is not None and transfer._shared.device.type == DEVICE
@@ -121,9 +123,9 @@ def test_weights_from_another_process_on_the_same_device(dies: bool) -> None:
                 assert (engine.update_weights(transfer), engine.stats().last_update_bytes) == (3, 0)
                 assert_holds(engine, sender.trained(2), 3)
             del transfer
-    finally:
-        process.join(30)
-        process.kill()
+        finally:
+            process.join(30)
+            process.kill()
 
 
 @pytest.mark.alone

@@ -12,7 +12,7 @@ from families import make_model
 from pretend_device import STATIC, PretendDevice, bits, build, close, prompts
 
 from stoker.engine.device import CpuRuntime
-from stoker.kernels import grouping, linear, lora
+from stoker.kernels import grouping, lora
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -57,8 +57,7 @@ def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_defaul
 
 
 @pytest.mark.parametrize("ops", [DETERMINISTIC, TRITON], ids=["deterministic", "not"])
-def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
+def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops) -> None:
     several, settings = few(3)
     with build("qwen3", ops=ops, num_layers=1, max_num_batched_tokens=8) as engine:  # prompts in chunks
         together = bits(engine.generate_batch(several, settings))
@@ -75,9 +74,8 @@ def test_deterministic_bits_do_not_depend_on_the_batch(ops: Ops, monkeypatch: py
     assert [[c[0] for c in row] for row in together[1:]] == [[c[0] for c in row] for row in alone]
 
 
-def test_deterministic_bits_survive_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_bits_survive_preemption() -> None:
     """What is computed a second time, now as a prompt, gives the bits of the first."""
-    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
     several, settings = few(2)
     settings = [replace(s, max_tokens=7) for s in settings]
     with build("qwen3", ops=DETERMINISTIC, num_layers=1) as engine:
@@ -88,9 +86,8 @@ def test_deterministic_bits_survive_preemption(monkeypatch: pytest.MonkeyPatch) 
         assert engine.stats().num_preemptions > 0
 
 
-def test_a_gemma_is_deterministic_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gemma_is_deterministic_too() -> None:
     """Norms after the projections, GeGLU, and softcaps."""
-    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)
     several, settings = few(2)
     with build("gemma2", ops=DETERMINISTIC, num_layers=1, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))

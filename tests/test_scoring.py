@@ -7,7 +7,6 @@ from scored import check, clean_engine, draw, engine_of, model_of, shared_engine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from stoker.kernels import linear
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
 
@@ -65,7 +64,6 @@ def same_bits(engine: RolloutEngine, prompts: list[list[int]], max_tokens: int) 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_deterministic_scores_have_the_bits_of_what_was_sampled(deterministic, monkeypatch):
     """Prompts are scored in chunks and then, beside nobody, from where the cache ends."""
-    monkeypatch.setattr(linear, "multiprocessors", lambda device: 1)  # taller tiles: the interpreter is slow
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC if deterministic else TRITON)
     settings = {"max_num_batched_tokens": 6, "score_chunk_tokens": 512, "decode_window": 2}
     with engine_of(make_model("qwen3", num_hidden_layers=1), deterministic=deterministic, **settings) as engine:

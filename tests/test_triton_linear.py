@@ -11,8 +11,8 @@ from linears import expected_linear, make_linear
 from torch import Tensor
 from triton_oracle import DTYPES, assert_close, randn, unwritten_is_nan  # noqa: F401
 
+from stoker.kernels import launch, linear_invariant
 from stoker.kernels import linear as triton_linear
-from stoker.kernels import linear_invariant
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
@@ -69,12 +69,16 @@ def test_a_residual_that_nobody_reads_any_more_may_give_its_place(case: tuple, t
 
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("options", ["n", "bnrg", "bots"])
-def test_skinny_linear_in_tall_tiles(tokens: int, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a wide weight, and with a depth of several tiles."""
-    monkeypatch.setattr(triton_linear, "multiprocessors", lambda device: 1)
-    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 1100), 4, 1)
-    assert rows == (8 if tokens == 1 else 32) and depth < 1100
-    arguments = make_linear(tokens, 68, 1100, options, torch.float32)
+@pytest.mark.parametrize("processors", [1, 132])
+def test_skinny_linear_in_tall_and_low_tiles(
+    processors: int, tokens: int, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a wide weight and a narrow one, and with a depth of several tiles."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
+    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 4400), 4, processors)
+    low = processors > 1
+    assert rows == ((2 if low else 8) if tokens == 1 else (16 if low else 32)) and depth < 4400
+    arguments = make_linear(tokens, 68, 4400, options, torch.float32)
     assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float32)
 
 

@@ -10,7 +10,7 @@ import torch
 from test_sampling_ops import assert_follows
 from torch import Tensor
 
-from stoker.kernels import sampling
+from stoker.kernels import sampling, truncation
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.sampling import SPLIT
 from stoker.kernels.triton_ops import TRITON
@@ -68,6 +68,29 @@ def test_the_noise_of_many_rows_and_steps_is_a_grid_that_can_be_launched(monkeyp
     ((x, y),) = grids
     assert x < 2**31 and y <= 65_535
     assert x * y * 4 * sampling._QUADS >= out.numel(), "each program writes that many"
+
+
+def test_many_rows_are_grids_that_can_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above: sampled at a time, or scored in one chunk."""
+    grids: list[tuple[int, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    kernels = {sampling: ("_sample_splits", "_sample_rows", "_score_splits", "_score_rows")}
+    kernels |= {truncation: ("_thresholds", "_apply_thresholds")}
+    for module, names in kernels.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Recorder())
+    rows = 2**17
+    logits = torch.empty(rows, BIG, device="meta")
+    each, ids = torch.empty(rows, device="meta"), torch.empty(rows, dtype=torch.long, device="meta")
+    TRITON.sample(logits, each, None, None)
+    TRITON.score_tokens(logits, each, ids)
+    TRITON.truncate(logits, ids, each, each)
+    assert len(grids) == 6 and all(x == rows and all(y <= 65_535 for y in others) for x, *others in grids)
 
 
 def test_noise_is_exact_in_both_tails() -> None:

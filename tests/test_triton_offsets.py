@@ -1,0 +1,107 @@
+"""Tensors that reach beyond 2^31 elements give the numbers of small ones. Only what is written of them takes memory."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from lora_oracle import make_table
+from torch import Tensor
+from triton_oracle import DEVICE
+
+from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.lora import AdapterRows
+from stoker.kernels.reference.moe import Gate
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda" or sys.platform != "linux", reason="takes pages of a Linux host as they are written"
+)
+NO_RESERVE = 0x4000  # mmap(2): addresses that are not counted as memory
+
+
+def far(tensor: Tensor) -> Tensor:
+    """The same numbers, what lies along the first dimension 2^31 elements and more apart from first to last."""
+    apart = 2 ** math.ceil(math.log2(2**31 / (len(tensor) - 1)))
+    size = ((len(tensor) - 1) * apart + tensor[0].numel()) * tensor.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    whole = torch.frombuffer(pages, dtype=torch.uint8).view(tensor.dtype)
+    return whole.as_strided(tensor.shape, (apart, *tensor.stride()[1:])).copy_(tensor)
+
+
+Same = Callable[[Tensor], Tensor]
+
+
+def norms_and_activations(same: Same) -> list[Tensor]:
+    x = same(torch.randn(4, 64))
+    return [TRITON.rms_norm(x, torch.ones(64), 1e-6, residual=x), TRITON.act_mul(x, "silu")]
+
+
+def weights(same: Same) -> list[Tensor]:
+    x, weight = torch.randn(5, 64), same(torch.randn(6, 64))
+    options = {"norm": None, "gated": None, "residual": None, "scale": 1.0}
+    arrived = torch.zeros(1, dtype=torch.int32)
+    return [
+        *(TRITON.linear(x[:tokens], weight) for tokens in (1, 3)),
+        streamed(x, weight, None, splits=2, arrived=arrived, **options),  # type: ignore[arg-type]
+        DETERMINISTIC.linear(same(x), weight, residual=same(torch.randn(5, 6))),
+    ]
+
+
+def logits(same: Same) -> list[Tensor]:
+    scores, ones, ids = same(torch.randn(4, 300)), torch.ones(4), torch.tensor([1, 2, 3, 299])
+    noise = same(TRITON.gumbel_noise(ids, ids, ids, 300))
+    cut = torch.tensor([5, 0, 0, 3]), torch.tensor([1.0, 0.9, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.1, 0.0])
+    return [
+        *TRITON.score_tokens(scores, ones, ids),
+        *TRITON.sample(scores, ones, None, noise),
+        TRITON.truncate(scores, *cut),
+    ]
+
+
+def keys_and_values(same: Same) -> list[Tensor]:
+    caches = [same(torch.randn(80, 16, 2, 64)) for _ in range(2)]
+    table, lens = torch.tensor([[70, 71, 72, 79], [3, 78, 5, 66]]), [50, 33]
+    new, slots = torch.randn(3, 2, 64), torch.tensor([79 * 16 + 3, 64 * 16, 5])
+    TRITON.write_kv(new, new, *caches, slots)
+    out = [cache[[79, 64, 0]] for cache in caches]
+    for queries in ([1, 1], [20, 1]):  # decode steps, and a chunk
+        query = torch.randn(sum(queries), 4, 64)
+        plan = TRITON.plan_attention(queries, lens, table, torch.tensor(lens), block_size=16, token_bytes=1)
+        out.append(TRITON.paged_attention(query, *caches, plan, scale=0.1, visibility=Visibility()))
+    return out
+
+
+def projected_heads(same: Same) -> list[Tensor]:
+    """Slots of a cache lie side by side, so its blocks are as large as they are many."""
+    qkv, caches = same(torch.randn(4, 6, 16)), [torch.zeros(4, 4, 2, 16) for _ in range(2)]
+    query = TRITON.qk_norm_rotary_write(qkv, 2, 2, None, None, *caches, torch.tensor([5, 1, 9, 15]))
+    return [query, *caches]
+
+
+def adapters(same: Same) -> list[Tensor]:
+    table, rows = make_table([24, 40], 64, {1: 4, 2: 8}, torch.float32), AdapterRows(torch.tensor([1, 2, 0, 1]))
+    return [TRITON.lora(same(torch.randn(4, 64)), same(torch.randn(4, 64)), table, rows)]
+
+
+def experts(same: Same) -> list[Tensor]:
+    ids, shares = torch.tensor([[0, 3], [3, 2], [1, 3], [2, 0]]), torch.rand(4, 2)
+    gate_up, down = same(torch.randn(4, 32, 64)), same(torch.randn(4, 64, 16))
+    return [TRITON.experts(torch.randn(4, 64), ids, shares, gate_up, down, gate=Gate())]
+
+
+@pytest.mark.parametrize(
+    "run", [norms_and_activations, weights, logits, keys_and_values, projected_heads, adapters, experts]
+)
+def test_the_numbers_are_the_same(run: Callable[[Same], list[Tensor]]) -> None:
+    found = []
+    for same in (far, lambda tensor: tensor):
+        torch.manual_seed(0)
+        found.append(run(same))
+    for large, small in zip(*found, strict=True):
+        assert torch.equal(large, small)
