@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,7 +198,8 @@ class MirroredSource:
 
     def _give_states(self, mirror: Mirror) -> None:
         for name, state in self._packed.items():
-            mirror.tensors[name].quant_state = with_scales(state, f"{name}.", mirror.tensors, self.device)
+            weight: Any = mirror.tensors[name]
+            weight.quant_state = with_scales(state, f"{name}.", mirror.tensors, self.device)
 
     @property
     def adapters(self) -> dict[str, Tensor]:

@@ -73,9 +73,11 @@ class AdapterWeights:
 
     def where(self, keep: Callable[[str], bool]) -> AdapterWeights:
         """What it does to the modules whose names are kept. Of ``then`` it keeps all."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        mine = {name: part for name, part in parts.items() if isinstance(part, dict)}
-        return replace(self, **{name: {k: v for k, v in part.items() if keep(k)} for name, part in mine.items()})
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, part in parts.items():
+            if isinstance(part, dict):
+                parts[name] = {key: value for key, value in part.items() if keep(key)}
+        return replace(self, **parts)
 
     def tensors(self) -> Iterator[Tensor]:
         return (tensor for _, tensor in self.named_tensors())
