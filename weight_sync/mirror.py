@@ -14,7 +14,7 @@ from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, W
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, agree, gather, plan
 from stoker.weight_sync.naming import engine_dtypes, unwrap
-from stoker.weight_sync.scales import with_scales
+from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, read
 
 _ALIGNMENT = 256  # bytes
@@ -198,8 +198,7 @@ class MirroredSource:
 
     def _give_states(self, mirror: Mirror) -> None:
         for name, state in self._packed.items():
-            weight: Any = mirror.tensors[name]
-            weight.quant_state = with_scales(state, f"{name}.", mirror.tensors, self.device)
+            give_state(mirror.tensors[name], with_scales(state, f"{name}.", mirror.tensors, self.device))
 
     @property
     def adapters(self) -> dict[str, Tensor]:

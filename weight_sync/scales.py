@@ -49,6 +49,10 @@ def with_scales(state: Any, prefix: str, scales: Mapping[str, Tensor], device: t
     return state
 
 
+def give_state(weight: Any, state: Any) -> None:
+    weight.quant_state = state
+
+
 def has_eight_bits(module: nn.Module) -> bool:
     kinds = type(module).__mro__  # FSDP2 puts a class of its own in front
     return any(kind.__name__ == "Linear8bitLt" for kind in kinds)
