@@ -282,7 +282,7 @@ class RolloutEngine:
         be borrowed; the engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks
         at all, and takes what else was changed, under this version, or refuses it.
         """
-        self._updates.update(weights, version, self._check_updatable)
+        self._updates.update(weights, version, partial(self._check_weights, "update its weights"))
         return self.weight_version
 
     @property
@@ -296,8 +296,9 @@ class RolloutEngine:
 
         By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Ranks of a sharded
         model call it together. After an update from elsewhere it shows where that differs from the model in this process.
+        Raises ``EngineStateError`` while the weights sleep.
         """
-        return self._updates.verify(partial(self._check_idle, "verify its weights"))
+        return self._updates.verify(partial(self._check_weights, "verify its weights"))
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -405,6 +406,13 @@ class RolloutEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        source = self._binding.source
+        states = {"asleep": self.is_sleeping, "paused": self.is_paused}
+        now = ["closed"] if self._closed else [state for state, holds in states.items() if holds]
+        what = [type(source.module).__name__, source.kind, str(source.device), f"weight version {self.weight_version}"]
+        return f"{type(self).__name__}({', '.join([*what, *now])})"
+
     # -- states --------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -415,10 +423,10 @@ class RolloutEngine:
         self._check_open()
         self._loop.check_idle(action)
 
-    def _check_updatable(self, *, idle: bool) -> None:
+    def _check_weights(self, action: str, *, idle: bool = True) -> None:
         self._check_open()
         if idle:
-            self._check_idle("update its weights")
+            self._loop.check_idle(action)
         if "weights" in self._memory.asleep:
             raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
 

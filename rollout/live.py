@@ -291,6 +291,10 @@ class RolloutHandle:
         """Whether every completion has finished, been aborted, or failed."""
         return all(r.status is Status.FINISHED for r in self._requests)
 
+    def __repr__(self) -> str:
+        tokens = ", ".join(str(r.num_output) for r in self._requests)
+        return f"{type(self).__name__}({self.status}, {tokens} tokens)"
+
     def result(self, timeout: float | None = None) -> RolloutOutput:
         """Step the engine until this prompt's completions are finished, and return them.
 

@@ -399,6 +399,8 @@ def test_weights_that_come_for_an_engine_in_another_state() -> None:
     with build(dtype="float64") as engine:
         with pytest.raises(EngineStateError, match="the weights are asleep"):
             engine.update_weights(pairs(engine, lambda: engine.sleep(2)))
+        with pytest.raises(EngineStateError, match="the weights are asleep"):
+            engine.verify_weights()
         engine.wake_up()
         with pytest.raises(InvalidRequestError, match="version=1 is not above the present version 3"):
             engine.update_weights(pairs(engine, lambda: engine.update_weights(version=3)), version=1)
@@ -420,3 +422,20 @@ def test_what_is_no_adapter_ends_nobodys_request() -> None:
                 engine.unload_adapter(name)  # type: ignore[arg-type]
         assert handle.result().error is None
         at_rest(engine)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("auto", "aliased"), ("float64", "mirror")])
+def test_what_engines_and_handles_show(dtype: str, kind: str) -> None:
+    with build(dtype=dtype) as engine:
+        handle = engine.submit(PROMPTS[0], long(n=2))
+        assert repr(handle) == "RolloutHandle(waiting, 0, 0 tokens)"
+        next(iter(handle))
+        assert repr(handle).startswith("RolloutHandle(running, ")
+        handle.result()
+        assert repr(handle) == "RolloutHandle(finished, 24, 24 tokens)"
+        assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 0)"
+        engine.update_weights()
+        engine.pause()
+        engine.sleep()
+        assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, asleep, paused)"
+    assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, closed)"
