@@ -129,6 +129,29 @@ def test_an_interrupt_before_its_turn_leaves_nobody_waiting_for_a_thread(monkeyp
         at_rest(engine)
 
 
+def test_a_finalizer_at_the_beginning_of_a_turn_does_not_wait_for_its_end() -> None:
+    """The garbage collector may run anywhere, and what it finalizes may end a request."""
+    engine = build()  # left open where this fails: closing it would wait for ever
+    loop = engine._loop
+
+    class Collecting(set[int]):
+        collected = False
+
+        def discard(self, thread: int) -> None:
+            super().discard(thread)
+            if not self.collected:
+                self.collected = True
+                handle.abort()
+
+    handle = engine.submit(PROMPTS[0], long())
+    loop._wanted = Collecting()
+    with beside(lambda: loop.has_work("say") or True):
+        pass
+    assert not loop.has_work("say") and handle.result().completions[0].finish_reason == "abort"
+    at_rest(engine)
+    engine.close()
+
+
 @contextmanager
 def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
     """Another thread that makes a call, and what this gave once the block is over."""
