@@ -18,7 +18,6 @@ from stoker.kernels.errors import (
     InvalidRequestError,
     RequestFailedError,
     StokerError,
-    UnsupportedModelError,
 )
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
@@ -93,34 +92,35 @@ class Adapters:
                 request.fail(deleted(request))
         return [r for r in requests if r.status is not Status.FINISHED]
 
-    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> StokerError | None:
+    def load(self, name: str, source: Any, under_way: Iterable[Request]) -> Exception | None:
         """Know an adapter that is not the live model's. Returns an error, and has changed nothing, where it cannot.
 
         ``EngineStateError`` where one of that name is in use, ``UnsupportedModelError`` for one the engine does not run.
         """
-        error: StokerError | None = self._in_use(name, under_way, "replaced")
+        error: Exception | None = self._in_use(name, under_way, "replaced")
         if error is None:
             try:
                 self._binding.load_adapter(name, source)
-            except UnsupportedModelError as unsupported:
-                return unsupported
+            except Exception as unreadable:  # whatever a source may raise that is none
+                return unreadable
             if name in self._known:
                 self._forget(name)
             self.refresh()
         return error
 
-    def unload(self, name: str, under_way: Iterable[Request]) -> EngineStateError | None:
-        error = self._in_use(name, under_way, "unloaded")
+    def unload(self, name: str, under_way: Iterable[Request]) -> StokerError | None:
+        """Forget one that was loaded. Returns an error, and has changed nothing, where it cannot."""
+        error = self._not_loaded(name) or self._in_use(name, under_way, "unloaded")
         if error is None:
             self._binding.adapters.unload(name)
             self._forget(name)
         return error
 
-    def check_loaded(self, name: str) -> None:
-        """Raise ``InvalidRequestError`` where that is no adapter that was loaded."""
-        if not self._binding.adapters.is_loaded(name):
-            where = "is the live model's: delete_adapter() there removes it" if name in self._known else "is not known"
-            raise InvalidRequestError(f"adapter {name!r} {where}")
+    def _not_loaded(self, name: str) -> InvalidRequestError | None:
+        if isinstance(name, str) and self._binding.adapters.is_loaded(name):
+            return None
+        where = "is the live model's: delete_adapter() there removes it" if name in self.names else "is not known"
+        return InvalidRequestError(f"adapter {name!r} {where}")
 
     def _in_use(self, name: str, under_way: Iterable[Request], action: str) -> EngineStateError | None:
         count = sum(r.adapter is not None and r.adapter.name == name for r in under_way)

@@ -18,6 +18,7 @@ from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
     WeightsMovedError,
+    WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
@@ -215,6 +216,13 @@ class ModelBinding:
         return receive(weights, targets, optional, check_finite=self._check_finite, casts=self._casts)
 
     def put_in_service(self, staged: Staging) -> int:
+        """Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for."""
+        now = self.source.tensors()
+        if self.moved() or any(now.get(name) is not tensor for name, tensor in staged.targets.items()):
+            raise WeightTransferError(
+                "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
+                "and call update_weights again. What arrived was not taken"
+            )
         self._in_order()
         written = staged.commit()
         self.source.overwritten()

@@ -15,7 +15,7 @@ from stoker.engine.device import runtime_for
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
-from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
@@ -231,8 +231,9 @@ class RolloutEngine:
     def pause(self, mode: Literal["keep", "wait", "abort"] = "keep") -> None:
         """Stop between two steps, so that weights can be updated or memory be given back with requests under way.
 
-        mode: "keep" leaves them where they are; "wait" lets them finish first; "abort" ends them, with the tokens they
-        have. New requests queue until ``resume``, and those of other threads do not look at the weights before it.
+        mode: "keep" leaves them where they are; "wait" lets them finish first, and no other begin meanwhile; "abort" ends
+        them, with the tokens they have. New requests queue until ``resume``, and those of other threads do not look at the
+        weights before it.
         """
         self._check_open()
         if mode not in ("keep", "wait", "abort"):
@@ -246,8 +247,8 @@ class RolloutEngine:
         that nobody announced are noticed here. Raises ``EngineStateError`` where they find the engine asleep, or weights
         that are incomplete.
         """
-        self._check_open()
         with self._loop.gate("resume"):
+            self._check_open()
             if self._loop.has_work("resume"):
                 self._check_ready()
                 self._binding.check_ready()
@@ -271,8 +272,8 @@ class RolloutEngine:
         mapping, or (name, tensor) pairs, which may be made one by one), a safetensors file or a checkpoint folder, or a
         ``WeightTransfer`` from another process, which brings those that the engine does not hold. They are kept beside
         the weights in service until all have come, so whatever goes wrong half-way changes nothing, and then replace
-        the engine's; where those are the model's own tensors, the model's. version: a number above the present one;
-        None counts up by one.
+        the engine's; where those are the model's own tensors, the model's. What other threads begin meanwhile goes on
+        under them. version: a number above the present one; None counts up by one.
 
         The version goes up, cached prefixes are forgotten, in one step that an interrupt (Ctrl-C) does not cut in two.
         Raises ``WeightsMismatchError`` for what does not fit, ``WeightTransferError`` where weights did not arrive; the engine
@@ -281,10 +282,7 @@ class RolloutEngine:
         be borrowed; the engine then refuses to generate. Of hundreds of modules it looks at some: whatever runs next looks
         at all, and takes what else was changed, under this version, or refuses it.
         """
-        self._check_idle("update its weights")
-        if "weights" in self._memory.asleep:
-            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
-        self._updates.update(weights, version)
+        self._updates.update(weights, version, partial(self._check_weights, "update its weights"))
         return self.weight_version
 
     @property
@@ -298,9 +296,9 @@ class RolloutEngine:
 
         By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Ranks of a sharded
         model call it together. After an update from elsewhere it shows where that differs from the model in this process.
+        Raises ``EngineStateError`` while the weights sleep.
         """
-        self._check_idle("verify its weights")
-        return self._updates.verify()
+        return self._updates.verify(partial(self._check_weights, "verify its weights"))
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -319,7 +317,6 @@ class RolloutEngine:
         Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
         ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.
         """
-        self._check_open()
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
         self._change_adapters("load an adapter", lambda: self._adapters.load(name, source, self.core.under_way))
@@ -329,12 +326,11 @@ class RolloutEngine:
 
         Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while requests use it.
         """
-        self._check_open()
-        self._adapters.check_loaded(name)
         self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self.core.under_way))
 
-    def _change_adapters(self, action: str, change: Callable[[], StokerError | None]) -> None:
+    def _change_adapters(self, action: str, change: Callable[[], Exception | None]) -> None:
         with self._loop.gate(action):
+            self._check_open()
             error = self._loop.do(action, change)
         if error is not None:  # which was not raised within: other requests go on
             raise error
@@ -363,8 +359,8 @@ class RolloutEngine:
         Graphs are captured again when they are next used; where the KV cache keeps its addresses (CUDA) and only it
         slept, they still hold. Raises ``EngineStateError`` where memory is short; it can be tried again.
         """
-        self._check_open()
         with self._loop.gate("wake up"):
+            self._check_open()
             self._memory.wake(TAGS if tags is None else check_tags(tags))  # nothing runs while any of it sleeps
 
     @contextmanager
@@ -410,6 +406,13 @@ class RolloutEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        source = self._binding.source
+        states = {"asleep": self.is_sleeping, "paused": self.is_paused}
+        now = ["closed"] if self._closed else [state for state, holds in states.items() if holds]
+        what = [type(source.module).__name__, source.kind, str(source.device), f"weight version {self.weight_version}"]
+        return f"{type(self).__name__}({', '.join([*what, *now])})"
+
     # -- states --------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
@@ -419,6 +422,13 @@ class RolloutEngine:
     def _check_idle(self, action: str) -> None:
         self._check_open()
         self._loop.check_idle(action)
+
+    def _check_weights(self, action: str, *, idle: bool = True) -> None:
+        self._check_open()
+        if idle:
+            self._loop.check_idle(action)
+        if "weights" in self._memory.asleep:
+            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
 
     def _check_ready(self) -> None:
         self._check_open()

@@ -28,7 +28,7 @@ from stoker.rollout.outputs import RolloutOutput
 _ENDED = RequestFailedError(
     "a step of the engine failed or was interrupted, which ended every request: submit it again"
 )
-_PATIENCE = 1.0  # seconds for which a thread that steps waits until one that wants its turn has had it
+_PATIENCE = 1.0  # seconds for which a thread waits for others before it looks for itself
 _T = TypeVar("_T")
 
 
@@ -99,9 +99,9 @@ class Loop:
         try:
             self._wanted.add(me)
             with self._turn:  # and no context manager of our own: Ctrl-C must not find a way to keep the lock
-                self._wanted.discard(me)
-                self._owner = me
+                self._owner = me  # first: a finalizer that ends a request may run at any call, and has to see it
                 try:
+                    self._wanted.discard(me)
                     return self._change(change)
                 finally:
                     self._owner = None
@@ -213,16 +213,13 @@ class Loop:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            if self.is_paused:
-                self._resumed.wait(left)
+            if self.is_paused:  # not for good: requests may also end, by an abort or with the engine
+                self._resumed.wait(_PATIENCE if left is None else min(left, _PATIENCE))
             self._turn_over.clear()
             if self._wanted:  # a lock alone would let this thread have every turn
                 self._turn_over.wait(_PATIENCE)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
-        if mode == "wait":
-            self.drive(lambda: not self.core.has_work)
-
         def pause() -> None:
             if mode == "abort":
                 self.core.abort_all()
@@ -230,8 +227,16 @@ class Loop:
             self._resumed.clear()
             self._paused_by = threading.get_ident()
 
-        with self.gate("pause"):
-            self.do("pause", pause)
+        while True:
+            if mode == "wait":
+                self.drive(lambda: not self.is_paused)  # outside of the gate, which whoever has paused needs to resume
+            with self.gate("pause"):  # inside it, no request begins
+                if mode == "wait":
+                    if self.is_paused:
+                        continue
+                    self.drive(lambda: not self.core.has_work)
+                self.do("pause", pause)
+                return
 
     def resume(self, *, recompute: bool) -> None:
         if recompute:
@@ -285,6 +290,10 @@ class RolloutHandle:
     def done(self) -> bool:
         """Whether every completion has finished, been aborted, or failed."""
         return all(r.status is Status.FINISHED for r in self._requests)
+
+    def __repr__(self) -> str:
+        tokens = ", ".join(str(r.num_output) for r in self._requests)
+        return f"{type(self).__name__}({self.status}, {tokens} tokens)"
 
     def result(self, timeout: float | None = None) -> RolloutOutput:
         """Step the engine until this prompt's completions are finished, and return them.
@@ -343,6 +352,8 @@ def wait(
     all_handles = list(handles) if several else []
     if not several or not all(isinstance(h, RolloutHandle) for h in all_handles):
         raise InvalidRequestError("wait takes a list of handles, as submit returns them")
+    if any(h._loop is not loop for h in all_handles):
+        raise InvalidRequestError("wait takes a list of handles of this engine, and some are another engine's")
     if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
         raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")
     check_timeout(timeout)

@@ -35,16 +35,33 @@ class WeightUpdates:
     def version(self) -> int:
         return self._core.scheduler.weight_version
 
-    def update(self, weights: NewWeights | None, version: int | None) -> None:
-        """As ``RolloutEngine.update_weights``."""
+    def update(self, weights: NewWeights | None, version: int | None, check: Callable[..., None]) -> None:
+        """As ``RolloutEngine.update_weights``. check: raises where the engine's state forbids it, ``idle`` or not."""
         version = as_int(version)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidRequestError(f"version={shown(version)} is not an integer")
+        start = time.perf_counter()
+        with self._loop.gate("update its weights"):
+            check(idle=True)
+            self._check_above(version)
+            if weights is None:
+                self._put_in_service(None, version)
+            elif self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
+                self._between_steps("update its weights", self._rebind)
+        if weights is not None:  # outside of the gate: while they come, others go on
+            staged = self._binding.receive(weights)
+            with self._loop.gate("update its weights"):
+                check(idle=False)  # what has begun meanwhile goes on under these
+                self._check_above(version)
+                self._put_in_service(staged, version)
+        self.last_seconds = time.perf_counter() - start
+
+    def _check_above(self, version: int | None) -> None:
         if version is not None and version <= self.version:
             raise InvalidRequestError(f"version={version} is not above the present version {self.version}")
-        start = time.perf_counter()
-        staged = None if weights is None else self._receive(weights)
-        with self._loop.gate("update its weights"), uninterrupted():
+
+    def _put_in_service(self, staged: Staging | None, version: int | None) -> None:
+        def look() -> bool:
             if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
                 self.last_bytes = self._look(self._binding.refresh)
             else:
@@ -54,23 +71,25 @@ class WeightUpdates:
             now = self._core.has_work or any(map(derives, self._binding.adapters.weights.values()))
             if now:
                 self._look(self._binding.notice)
+            return now
+
+        def take(now: bool) -> None:
             self._told = False
             self._take(self.version + 1 if version is None else version, recompute=False)
             self._told = not now
-        self.last_seconds = time.perf_counter() - start
 
-    def _receive(self, weights: NewWeights) -> Staging:
-        with self._loop.gate("update its weights"), uninterrupted():
-            if self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
-                self._look(self._binding.rebind)
-        return self._binding.receive(weights)
+        self._between_steps("update its weights", look, take)
 
-    def verify(self) -> WeightReport:
-        """As ``RolloutEngine.verify_weights``: after an update, of what runs next."""
-        with self._loop.gate("verify its weights"), uninterrupted():
+    def _rebind(self) -> None:
+        self._look(self._binding.rebind)
+
+    def verify(self, check: Callable[[], None]) -> WeightReport:
+        """As ``RolloutEngine.verify_weights``: after an update, of what runs next. check: as of ``update``."""
+        with self._loop.gate("verify its weights"):
+            check()
             if self._told and self._binding.moved():  # which the update may have left to ``notice``
-                self._look(self._binding.rebind)
-        return self._binding.verify(self.version)
+                self._between_steps("verify its weights", self._rebind)
+            return self._binding.verify(self.version)
 
     def before_requests(self, *, idle_only: bool = False) -> None:
         """Where requests are about to be made, inside the loop's gate: see what the weights are now.
@@ -86,14 +105,38 @@ class WeightUpdates:
 
         recompute: the KV of requests that are under way, too.
         """
-        with self._loop.gate("look at its weights"), uninterrupted():
+
+        def look() -> bool:
             behind = self._behind
-            if self._look(self._binding.notice) or behind:
-                version = self.version if self._told else self.version + 1
-                self._take(version, recompute=recompute)
+            return self._look(self._binding.notice) or behind
+
+        def take(changed: bool) -> None:
+            if changed:
+                self._take(self.version if self._told else self.version + 1, recompute=recompute)
             self._behind = self._told = False
             self._binding.shell.lora.stacks.forget()
+
+        self._between_steps("look at its weights", look, take)
         self._binding.check_ready()
+
+    def _between_steps(self, action: str, look: Callable[[], _T], take: Callable[[_T], None] = lambda _: None) -> None:
+        """Look at weights and take them in one turn: others' steps may be under way, and run on the old ones or the new.
+
+        Where ``look`` fails, no request ends.
+        """
+
+        def change() -> BaseException | None:
+            try:
+                seen = look()
+            except BaseException as error:
+                return error
+            take(seen)
+            return None
+
+        with self._loop.gate(action), uninterrupted():
+            error = self._loop.do(action, change)
+        if error is not None:
+            raise error
 
     def _look(self, look: Callable[[], _T]) -> _T:
         """Take weights, which caches and version are behind from then on. What is refused has changed nothing."""
@@ -106,19 +149,15 @@ class WeightUpdates:
 
     def _take(self, version: int, *, recompute: bool) -> None:
         core = self._core
-
-        def take() -> None:
-            core.drain()
-            if recompute:
-                core.scheduler.preempt_all()
-            self._binding.shell.refresh()
-            core.runner.bind(self._binding.shell)
-            self._adapters.refresh()
-            for request in core.under_way:
-                if not self._adapters.knows(request.adapter):
-                    request.error = deleted(request)
-                    core.abort([request])
-            core.scheduler.set_weight_version(version)
-
-        self._loop.do("take new weights", take)
+        core.drain()
+        if recompute:
+            core.scheduler.preempt_all()
+        self._binding.shell.refresh()
+        core.runner.bind(self._binding.shell)
+        self._adapters.refresh()
+        for request in core.under_way:
+            if not self._adapters.knows(request.adapter):
+                request.error = deleted(request)
+                core.abort([request])
+        core.scheduler.set_weight_version(version)
         self._behind = False

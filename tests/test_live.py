@@ -264,6 +264,8 @@ def test_bad_waits() -> None:
                 engine.wait([handle], timeout=timeout)  # type: ignore[arg-type]
             with pytest.raises(InvalidRequestError, match="^timeout="):
                 handle.result(timeout)  # type: ignore[arg-type]
+        with build() as other, pytest.raises(InvalidRequestError, match="another engine's$"):
+            engine.wait([handle, other.submit(PROMPTS[0])])
         for handles in (handle, [handle, 1], [handle.result], None, 3):
             with pytest.raises(InvalidRequestError, match="^wait takes a list of handles, as submit returns them$"):
                 engine.wait(handles)  # type: ignore[arg-type]
@@ -342,3 +344,34 @@ def test_bad_submissions() -> None:
     assert handle.result().completions[0].finish_reason == "abort"
     with pytest.raises(EngineStateError, match="closed"):
         engine.submit([1])
+
+
+def test_what_is_no_adapter_ends_nobodys_request() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        for source in (({}, 5), ({1: 2}, {}), (3, 4)):
+            with pytest.raises(Exception):  # noqa: B017 - whatever it is
+                engine.load_adapter("more", source)
+        for name in ("more", [3], None):
+            with pytest.raises(InvalidRequestError, match="is not known"):
+                engine.unload_adapter(name)  # type: ignore[arg-type]
+        assert handle.result().error is None
+        at_rest(engine)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("auto", "aliased"), ("float64", "mirror")])
+def test_what_engines_and_handles_show(dtype: str, kind: str) -> None:
+    with build(dtype=dtype) as engine:
+        handle = engine.submit(PROMPTS[0], long(n=2))
+        assert repr(handle) == "RolloutHandle(waiting, 0, 0 tokens)"
+        next(iter(handle))
+        assert repr(handle).startswith("RolloutHandle(running, ")
+        handle.result()
+        assert repr(handle) == "RolloutHandle(finished, 24, 24 tokens)"
+        assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 0)"
+        engine.update_weights()
+        engine.pause()
+        engine.sleep()
+        assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, asleep, paused)"
+    assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, closed)"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
+import oracle
 import pytest
+import torch
+from adapted import running, two_adapters
 from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
+from mirrored import copies
 
-from stoker.rollout import EngineStateError, RolloutEngine
+from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine
 
 
 def test_threads_share_the_engine() -> None:
@@ -123,6 +129,29 @@ def test_an_interrupt_before_its_turn_leaves_nobody_waiting_for_a_thread(monkeyp
         at_rest(engine)
 
 
+def test_a_finalizer_at_the_beginning_of_a_turn_does_not_wait_for_its_end() -> None:
+    """The garbage collector may run anywhere, and what it finalizes may end a request."""
+    engine = build()  # left open where this fails: closing it would wait for ever
+    loop = engine._loop
+
+    class Collecting(set[int]):
+        collected = False
+
+        def discard(self, thread: int) -> None:
+            super().discard(thread)
+            if not self.collected:
+                self.collected = True
+                handle.abort()
+
+    handle = engine.submit(PROMPTS[0], long())
+    loop._wanted = Collecting()
+    with beside(lambda: loop.has_work("say") or True):
+        pass
+    assert not loop.has_work("say") and handle.result().completions[0].finish_reason == "abort"
+    at_rest(engine)
+    engine.close()
+
+
 @contextmanager
 def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
     """Another thread that makes a call, and what this gave once the block is over."""
@@ -138,7 +167,7 @@ def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
     thread.start()
     yield results
     thread.join(timeout=60)
-    assert results and not isinstance(results[0], BaseException), results
+    assert results and not isinstance(results[0], BaseException), results or "it hangs"
 
 
 @pytest.mark.parametrize("call", ["submit", "generate_batch"])
@@ -195,3 +224,174 @@ def test_no_thread_sleeps_under_a_call_that_begins(call: str, monkeypatch: pytes
         if engine.is_sleeping:
             engine.wake_up()
         at_rest(engine)
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_who_waits_in_a_pause_hears_that_nothing_is_to_come(end: str) -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        engine.pause()
+        with beside(handle.result) as results:
+            while not engine._loop._resumed._waiting:
+                time.sleep(1e-3)
+            engine.close() if end == "close" else handle.abort()
+        assert results[0].completions[0].finish_reason == "abort"
+
+
+def test_a_pause_that_waits_has_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others go on asking: what they ask for is queued."""
+    with build() as engine:
+        engine.submit(PROMPTS[0], long())
+        handles: list[Any] = []
+        drive, threads = engine._loop.drive, []
+
+        def ask() -> None:
+            handles.append(engine.submit(PROMPTS[1], long()))
+            with suppress(TimeoutError):
+                handles[-1].result(timeout=0)
+
+        def drive_and_ask(*args: Any) -> bool:
+            result = drive(*args)
+            if threading.current_thread() is threading.main_thread():
+                threads.append(threading.Thread(target=ask, daemon=True))
+                threads[-1].start()
+                threads[-1].join(timeout=0.5)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop, "drive", drive_and_ask)
+            engine.pause("wait")
+        assert not engine.core.scheduler.running
+        for thread in threads:
+            thread.join(timeout=60)
+        assert len(handles) == len(threads) and not handles[-1].done
+        engine.resume()
+        assert all(len(h.result().completions[0].token_ids) == 24 for h in handles)
+        at_rest(engine)
+
+
+def test_a_pause_that_waits_leaves_another_threads_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        engine.pause()
+        with beside(lambda: engine.pause("wait")):
+            while not engine._loop._resumed._waiting:
+                time.sleep(1e-3)
+            engine.resume()
+        assert handle.done and engine.is_paused
+        engine.resume()
+
+
+@pytest.mark.parametrize("call", ["generate_batch", "score", "update_weights"])
+def test_weights_do_not_change_within_a_step(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirror's are the engine's own. Those that come from elsewhere may have begun to before the request did."""
+    with build(dtype="float64") as engine:
+        model, step = engine._binding.model, engine.core.step
+        before = deepcopy(model)
+        bits = next(iter(copies(engine).values()))
+        began, go = threading.Event(), threading.Event()
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
+            began.set()
+            assert go.wait(60)
+            yield from model.named_parameters()
+
+        def ask() -> Any:
+            if call == "update_weights":
+                return engine.update_weights(weights())
+            began.set()
+            assert go.wait(60)
+            return engine.score([PROMPTS[2]]) if call == "score" else engine.generate_batch(PROMPTS[2:], long(3))
+
+        def stepping() -> Any:
+            if len(engine.core.under_way[0].tokens) > 12 and not go.is_set():
+                held = bits.clone()
+                nudge(engine)
+                go.set()
+                time.sleep(0.3)
+                assert torch.equal(held, bits)
+            return step()
+
+        with beside(ask):
+            assert began.wait(60)
+            handle = engine.submit(PROMPTS[0], long())
+            monkeypatch.setattr(engine.core, "step", stepping)
+            (completion,) = handle.result().completions
+        seam = completion.weight_versions.index(1)
+        assert seam > 0
+        old = oracle.logprobs(before, PROMPTS[0], completion.token_ids)[:seam]
+        torch.testing.assert_close(torch.tensor(completion.logprobs)[:seam].double(), old, rtol=0, atol=1e-4)
+        if call != "update_weights":  # after which requests under way go on with the KV they have
+            check_logprobs(engine, PROMPTS[0], completion, first=seam)
+        at_rest(engine)
+
+
+def test_copies_of_adapters_stay_through_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a step has found are read until its end, whoever begins another call meanwhile."""
+    model = two_adapters()
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB", decode_window=1)
+    with RolloutEngine(model, config=config) as engine:
+        threads: list[threading.Thread] = []
+        stacks = engine._binding.shell.lora.stacks
+        pieces = stacks.pieces
+
+        def after_a_while(*args: Any) -> Any:
+            found = pieces(*args)
+            if not threads:
+                threads.append(threading.Thread(target=engine.score, args=([PROMPTS[1]],), daemon=True))
+                threads[0].start()
+                threads[0].join(timeout=0.5)
+            return found
+
+        monkeypatch.setattr(stacks, "pieces", after_a_while)
+        adapters = ["default", "other"] * 2
+        for output, adapter in zip(engine.generate_batch(PROMPTS, long(), adapter=adapters), adapters, strict=True):
+            with running(model, adapter):
+                check_logprobs(engine, output.prompt_token_ids, output.completions[0])
+        threads[0].join(timeout=60)
+        assert not threads[0].is_alive()
+        at_rest(engine)
+
+
+def test_two_threads_forget_one_adapter() -> None:
+    """The second is told that there is none; nobody's requests end."""
+    model = two_adapters()
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB")
+    with RolloutEngine(model, config=config) as engine:
+        engine.load_adapter("more", (two_adapters(), "other"))
+        handle = engine.submit(PROMPTS[0], long())
+        errors: list[BaseException] = []
+
+        def unload() -> None:
+            try:
+                engine.unload_adapter("more")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=unload, daemon=True) for _ in range(2)]
+        with engine._loop.gate("let them begin"):
+            for thread in threads:
+                thread.start()
+            time.sleep(0.2)
+        for thread in threads:
+            thread.join(timeout=60)
+        assert [(type(e), str(e)) for e in errors] == [(InvalidRequestError, "adapter 'more' is not known")]
+        assert handle.result().error is None
+
+
+@pytest.mark.parametrize("call", ["wake_up", "resume", "load_adapter", "verify_weights", "update_weights"])
+def test_a_call_that_waits_for_the_end_of_the_engine_comes_after_it(call: str) -> None:
+    arguments = ("more", (two_adapters(), "other")) if call == "load_adapter" else ()
+    with build() as engine:
+        held = threading.Event()
+
+        def late() -> None:
+            assert held.wait(60)
+            with pytest.raises(EngineStateError, match="the engine is closed"):
+                getattr(engine, call)(*arguments)
+
+        with beside(late), engine._loop.gate("close slowly"):
+            held.set()
+            time.sleep(0.2)
+            engine.close()
+        assert engine._kv.nbytes == 0
