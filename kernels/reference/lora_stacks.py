@@ -84,7 +84,7 @@ class Stack:
         elif generation != self._generation:
             self._held = ()
         self._generation = generation
-        held = self._held
+        held, self._held = self._held, ()  # of one that is broken off in the middle nothing is right
         sources = [held.index(slot) if slot in held else place for place, slot in enumerate(slots)]
         if sources != list(range(len(slots))):
             order = torch.tensor(sources, device=self._a.device)
