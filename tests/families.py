@@ -235,7 +235,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     # Text that goes through models of images, by the family of what it goes through there.
     "gemma3+images": {"vision_config": _VISION | {"num_hidden_layers": 1}, "mm_tokens_per_image": 4},
-    "gemma4+images": {"vision_config": _VISION | {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 8}},
+    "gemma4+images": {"vision_config": _VISION | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8}},
     "mistral+images": {"vision_config": _VISION | {"num_hidden_layers": 1, "head_dim": 8}},
     "qwen3+images": {
         "head_dim": 16,
