@@ -54,8 +54,8 @@ def check_fits(
         module = _module(name, path, modules)
         if not is_linear(module) and not isinstance(module, nn.Embedding) and not is_router(module):
             raise UnsupportedModelError(
-                f"adapter {name!r} targets {path}, a {type(module).__name__}: only linear layers, embeddings, "
-                "routers and experts take adapters, leave it out of target_modules, or merge the adapter"
+                f"adapter {name!r} targets {path}, a {type(module).__name__}: only plain linear layers, "
+                "embeddings, experts and routers that are no linear layer take adapters, leave it out of target_modules, or merge the adapter"
             )
         wanted = shape_of(module)
         _check_matrices(name, path, weights, wanted, dtype)

@@ -24,7 +24,7 @@ from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
-from stoker.rollout.prompts import to_token_ids
+from stoker.rollout.prompts import Prompt, Prompts, to_token_ids
 from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
@@ -102,7 +102,7 @@ class RolloutEngine:
     @torch.inference_mode(False)
     def generate_batch(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]] | Tensor,
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Tensor | None = None,
@@ -143,7 +143,7 @@ class RolloutEngine:
     @torch.inference_mode(False)
     def score(
         self,
-        sequences: Sequence[str] | Sequence[Sequence[int]] | Tensor | RolloutBatch,
+        sequences: Prompts | RolloutBatch,
         *,
         attention_mask: Tensor | None = None,
         start: int | Sequence[int] | Tensor = 1,
@@ -193,7 +193,7 @@ class RolloutEngine:
     @torch.inference_mode(False)
     def submit(
         self,
-        prompt: str | Sequence[int] | Sequence[dict[str, Any]],
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         adapter: AdapterChoice = LIVE,

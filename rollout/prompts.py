@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any]  # text, token ids or a chat
+Prompts = Sequence[Prompt] | Tensor | NDArray[Any]  # the latter two with a row each
 
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
 
