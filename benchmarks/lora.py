@@ -73,7 +73,10 @@ def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> dict[st
 
 
 def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str, Any]:
-    """Seconds of the same requests with no adapter, with one, and with all of them mixed."""
+    """Seconds of the same requests with no adapter, with one, and with all of them mixed.
+
+    Speeds are compared within a repeat, whose runs follow each other: a machine's own speed may change from one to the next.
+    """
     work, count = scenario.workload, scenario.adapters
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in work.lengths]
     by_row: list[str | None] = [str(row // work.samples % count) for row in range(len(params))]
@@ -91,13 +94,12 @@ def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str
             took = ceilings.timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
             if repeat >= 0:
                 seconds[name].append(took)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         name: {
             "seconds": times,
-            "median_s": median[name],
-            "tokens_per_s": sum(work.lengths) / median[name],
-            "of_base_speed": median["base"] / median[name],
+            "median_s": statistics.median(times),
+            "tokens_per_s": sum(work.lengths) / statistics.median(times),
+            "of_base_speed": statistics.median(b / t for b, t in zip(seconds["base"], times, strict=True)),
         }
         for name, times in seconds.items()
     }
