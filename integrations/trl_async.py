@@ -200,10 +200,14 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         if self._loop is not None:
             self._loop.request_stop()
             self._loop = None
-        if self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
-            self.engine.pause("abort")  # and may have left the weights incomplete
-            self.engine.resume()
-        self._thread.join(_STOP_S)
+        end = time.monotonic() + _STOP_S
+        while self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
+            self.engine.pause("abort")  # and may have left weights that nothing can run on
+            self._thread.join(0.1)  # it may still ask for more
+            if not self._thread.is_alive() or time.monotonic() > end:
+                self.engine.pause("abort")
+                self.engine.resume()
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             raise EngineStateError(
                 f"a reward function or tool has not returned within {_STOP_S:.0f} s of the end of training"

@@ -94,6 +94,32 @@ def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: 
     assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
 
 
+def test_weights_that_a_failed_step_spoilt_leave_nothing_paused(make: Make) -> None:
+    """Though the thread asks for one more completion, which cannot run on them."""
+    trainer = make(count_a)
+    engine = trainer.rollout_worker.attach(trainer)
+    trainer.create_optimizer()
+    pause, late = engine.pause, []
+
+    def then_ask(mode: Any) -> None:
+        pause(mode)
+        if mode == "abort" and not late:
+            asking = threading.Thread(target=lambda: late.append(engine.submit([3, 4])))
+            asking.start()
+            asking.join()
+
+    def spoil(*_: Any, **__: Any) -> None:
+        engine.pause = then_ask  # type: ignore[method-assign]
+        trainer.model.half()
+        raise FloatingPointError("the loss is gone")
+
+    trainer.optimizer.step = spoil
+    with pytest.raises(FloatingPointError, match="the loss is gone"):
+        trainer.train()
+    assert not threads() and not engine.is_paused and not engine.core.has_work
+    assert late[0].result().completions[0].finish_reason == "abort"
+
+
 def test_a_worker_that_stands_still_is_noticed(make: Make) -> None:
     rollouts = AsyncRollouts(count_a)
     rollouts._heartbeat.value = time.time() - 60
