@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.integrations.cli_engine import add_flags, check_device, config_of, load
-from stoker.integrations.jsonl import CommandError, Line, ResumableWriter, read_lines
+from stoker.integrations.jsonl import STANDARD_OUTPUT, CommandError, Line, ResumableWriter, read_lines
 from stoker.kernels.errors import InvalidRequestError, StokerError
 
 EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 wrong flags, 130 interrupted."
@@ -166,17 +166,17 @@ def _run_program(command: str, *flags: str) -> int:
         sys.argv = before
 
 
-def _path(standard: str) -> Callable[[str], Path]:
-    return lambda name: Path(standard if name == "-" else name)
+def _path(standard: Path) -> Callable[[str], Path]:
+    return lambda name: standard if name == "-" else Path(name)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
     parser.add_argument(
-        "input", metavar="INPUT", type=_path("/dev/stdin"), help="JSON Lines file, or - for standard input"
+        "input", metavar="INPUT", type=_path(Path("/dev/stdin")), help="JSON Lines file, or - for standard input"
     )
     parser.add_argument(
-        "output", metavar="OUTPUT", type=_path("/dev/stdout"), help="the same; of a file, what is in it is kept"
+        "output", metavar="OUTPUT", type=_path(STANDARD_OUTPUT), help="the same; of a file, what is in it is kept"
     )
     parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter over the model, as PEFT saves it")
     parser.add_argument("--overwrite", action="store_true", help="start anew where OUTPUT is there already")

@@ -17,6 +17,9 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 
+STANDARD_OUTPUT = Path("/dev/stdout")
+
+
 class CommandError(StokerError):
     """What a user of the command line can mend; printed without a traceback."""
 
@@ -94,7 +97,7 @@ class ResumableWriter:
     An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
     a torn last one is cut off, and ``done`` says how many there are, ``failed`` how many of them have an error. With
     ``overwrite`` they go when the first new one is written. Raises ``CommandError`` where it is of another input, or cannot be written; what was written stays, and
-    of a run that fails before it has written anything, no trace.
+    of a run that fails before it has written anything, no trace. Standard output is only written to, wherever it goes.
     """
 
     def __init__(self, path: Path, inputs: list[Line], *, overwrite: bool = False) -> None:
@@ -105,12 +108,14 @@ class ResumableWriter:
         try:
             self._is_new = not path.exists()
             # Unbuffered: a line is with the system once it is written, whatever happens to this process.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+            where, mode = (os.dup(1), "wb") if path == STANDARD_OUTPUT else (path, "ab")
+            self._file = open(where, mode, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise CommandError(f"cannot write {path}: {error}") from error
+        self._keeps_lines = path.is_file() and path != STANDARD_OUTPUT  # as a pipe or device does not
         self._be_alone()
-        self._leftover = overwrite and path.is_file()  # a pipe or device keeps no lines
-        if path.is_file() and not overwrite:
+        self._leftover = overwrite and self._keeps_lines
+        if self._keeps_lines and not overwrite:
             try:
                 self._skip_done(inputs)
             except BaseException:
@@ -119,7 +124,7 @@ class ResumableWriter:
 
     def _be_alone(self) -> None:
         """A run taken for dead may still be alive, and the lines of two would mix."""
-        if fcntl is None or not self.path.is_file():
+        if fcntl is None or not self._keeps_lines:
             return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
@@ -158,9 +163,12 @@ class ResumableWriter:
             left = memoryview(data)
             while left:
                 left = left[self._file.write(left) :]
+        except BrokenPipeError:  # whoever read it has gone
+            raise
         except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(self._end)
+            if self._keeps_lines:
+                with suppress(OSError):
+                    self._file.truncate(self._end)
             raise CommandError(
                 f"cannot write {self.path}: {os.strerror(error.errno or 0)}; its {self.done} lines are kept: make room "
                 "and run the same command again"
@@ -182,5 +190,5 @@ class ResumableWriter:
         if kind is None:
             self._drop_leftover()
         self._file.close()
-        if kind is not None and self._is_new and not self.done and self.path.is_file():
+        if kind is not None and self._is_new and not self.done and self._keeps_lines:
             self.path.unlink()

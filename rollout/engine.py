@@ -349,7 +349,8 @@ class RolloutEngine:
         """
         chosen = tags_of(level, tags)
         with self._loop.gate("sleep"):
-            self._check_idle("sleep")
+            self._check_open()
+            self._loop.check_idle("sleep")
             self._loop.do("sleep", lambda: self._memory.sleep(chosen, drop_weights=level == 3))
 
     @torch.inference_mode(False)
@@ -418,10 +419,6 @@ class RolloutEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStateError("the engine is closed: build a new one")
-
-    def _check_idle(self, action: str) -> None:
-        self._check_open()
-        self._loop.check_idle(action)
 
     def _check_weights(self, action: str, *, idle: bool = True) -> None:
         self._check_open()

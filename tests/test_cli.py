@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -106,18 +105,42 @@ def test_a_line_that_cannot_be_served_does_not_stop_the_others(
     assert "2 of 4 lines failed" in capsys.readouterr().err
 
 
-def test_standard_input_and_output(folder: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_standard_input_and_output(folder: str, files: tuple[str, str], tmp_path: Path, flags: list[str]) -> None:
+    """In a file that others write to, before and after."""
     source, target = files
-    command = ["generate", folder, "--max-tokens", "3", "--seed", "4"]
+    command = ["generate", folder, "--max-tokens", "3", "--seed", "4", *flags]
     assert main([*command, source, target]) == 0
-    capfd.readouterr()
-    with open(source) as file, os.fdopen(os.dup(0)) as before:
-        os.dup2(file.fileno(), 0)
+    log = tmp_path / "log"
+    before = [os.dup(0), os.dup(1)]
+    with open(source) as given, open(log, "w") as taken:
+        os.dup2(given.fileno(), 0)
+        os.dup2(taken.fileno(), 1)
         try:
+            os.write(1, b"before\n")
             assert main([*command, "-", "-"]) == 0
+            os.write(1, b"after\n")
         finally:
-            os.dup2(before.fileno(), 0)
-    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == read(target)
+            for number, descriptor in enumerate(before):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+    assert log.read_text() == f"before\n{Path(target).read_text()}after\n"
+
+
+def test_whoever_reads_the_output_may_go(
+    folder: str, files: tuple[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    before = os.dup(1)
+    os.close(reader)
+    os.dup2(writer, 1)
+    try:
+        assert main(["generate", folder, files[0], "-", "--max-tokens", "3"]) == 1
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(writer)
+    assert "stoker:" not in capfd.readouterr().err
 
 
 def test_more_lines_than_run_at_a_time(folder: str, tmp_path: Path) -> None:
