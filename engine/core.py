@@ -95,7 +95,12 @@ class EngineCore:
                         self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
                 if plan.copies:
                     self.runner.kv.copy_blocks(plan.copies)
-                return self.runner(self.inputs.fill(plan))
+                if plan.begun_states:
+                    self.runner.kv.copy_states(plan.begun_states)
+                pending = self.runner(self.inputs.fill(plan))
+                if plan.kept_states:
+                    self.runner.kv.copy_states(plan.kept_states)
+                return pending
         except torch.AcceleratorError as error:
             raise self._lost(plan, error) from error
 

@@ -1,28 +1,46 @@
-"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer."""
+"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer, and as rows of states."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stoker.engine.device import Runtime
+from stoker.engine.state_cache import StateLayout
 from stoker.engine.virtual_memory import DeviceBuffer
+
+_ALIGNED = 256  # bytes
+_ROWS_AT_A_TIME = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor that a layer keeps of a sequence, whatever its length."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    def nbytes(self, num_rows: int) -> int:
+        """So that what comes after it is aligned."""
+        return -(-num_rows * math.prod(self.size) * self.dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """What one attention layer keeps of a token."""
+    """What one layer keeps of a token, and of a sequence besides. Without attention it has no heads."""
 
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: torch.dtype = torch.float32
     same_as: int | None = None  # a layer before it, whose keys and values it attends to: it keeps none of its own
+    states: tuple[StateShape, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -36,14 +54,25 @@ class KVCache:
 
     ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``. Fresh blocks hold
     garbage: nothing may read a slot that was not written. ``layers`` is empty while the memory is given back.
+
+    ``states[i]`` are the tensors of ``shapes[i].states``, a row for each of ``state_layout``.
     """
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        runtime: Runtime,
+        state_layout: StateLayout | None = None,
+    ) -> None:
         self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
+        self.state_layout = state_layout
         self.block_size = block_size
         self.runtime = runtime
         self.layers: list[tuple[Tensor, Tensor]] = []
+        self.states: list[tuple[Tensor, ...]] = []
         self._buffer: DeviceBuffer | None = None
         self.allocate()
 
@@ -53,7 +82,17 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self.block_bytes(self.shapes, self.block_size) if self.layers else 0
+        return self.wanted_bytes if self.layers else 0
+
+    @staticmethod
+    def state_bytes(shapes: Sequence[LayerShape], layout: StateLayout | None) -> int:
+        return 0 if layout is None else sum(s.nbytes(layout.num_rows) for shape in shapes for s in shape.states)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """``nbytes`` when awake."""
+        blocks = self.num_blocks * self.block_bytes(self.shapes, self.block_size)
+        return blocks + self.state_bytes(self.shapes, self.state_layout)
 
     @property
     def stable_addresses(self) -> bool:
@@ -62,11 +101,11 @@ class KVCache:
 
     def allocate(self) -> None:
         if self._buffer is None:
-            self._buffer = self.runtime.allocate(self.num_blocks * self.block_bytes(self.shapes, self.block_size))
+            self._buffer = self.runtime.allocate(self.wanted_bytes)
         self._buffer.restore()
         buffer = self._buffer.tensor
+        self.states, start = self._state_tensors(buffer)
         layers: list[tuple[Tensor, Tensor]] = []
-        start = 0
         for shape in self.shapes:
             if shape.same_as is not None:
                 layers.append(layers[shape.same_as])
@@ -83,8 +122,25 @@ class KVCache:
             value[0].zero_()
         self.layers = layers
 
+    def _state_tensors(self, buffer: Tensor) -> tuple[list[tuple[Tensor, ...]], int]:
+        """Of every layer, and where they end."""
+        layout, start = self.state_layout, 0
+        if layout is None:
+            return [() for _ in self.shapes], start
+        layers: list[tuple[Tensor, ...]] = []
+        for shape in self.shapes:
+            tensors = []
+            for state in shape.states:
+                end = start + state.nbytes(layout.num_rows)
+                rows = buffer[start:end].view(state.dtype)[: layout.num_rows * math.prod(state.size)]
+                tensors.append(rows.view(layout.num_rows, *state.size))
+                tensors[-1][layout.padding : layout.zeros + 1].zero_()
+                start = end
+            layers.append(tuple(tensors))
+        return layers, start
+
     def release(self) -> None:
-        self.layers = []
+        self.layers, self.states = [], []
         if self._buffer is not None:
             self._buffer.release()
 
@@ -93,5 +149,12 @@ class KVCache:
         (index,) = self.runtime.upload(np.array(copies))
         source, target = index[:, 0], index[:, 1]
         for pair, shape in zip(self.layers, self.shapes, strict=True):
-            for cache in pair if shape.same_as is None else ():
+            for cache in pair if shape.token_bytes else ():
                 cache.index_copy_(0, target, cache.index_select(0, source))
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole rows of states, a few at a time: they are large. copies: (from, to); no row is in both."""
+        (index,) = self.runtime.upload(np.array(copies))
+        for source, target in (part.unbind(1) for part in index.split(_ROWS_AT_A_TIME)):
+            for state in chain.from_iterable(self.states):
+                state.index_copy_(0, target, state.index_select(0, source))

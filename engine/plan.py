@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stoker.engine.request import Request
 from stoker.engine.scoring import TokenScores
@@ -20,6 +20,9 @@ class Plan:
     num_steps: int
     admitted: list[Request]  # those that got a slot since the last plan
     copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
+    # Rows of states to copy first, and after the plan has run: (from, to).
+    begun_states: list[tuple[int, int]] = field(default_factory=list)
+    kept_states: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,11 @@ class Request:
         return self.spec.max_tokens - self.num_output
 
     @property
+    def ends_at_once(self) -> bool:
+        """Whether it finishes with the plan that completes its prompt."""
+        return self.spec.max_tokens == 1 and self.scoring is None
+
+    @property
     def launched(self) -> bool:
         """Nothing is left to compute: what it waits for is on its way from the device."""
         return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)

@@ -15,21 +15,12 @@ from typing import Any
 
 from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.counters import Counters
 from stoker.engine.plan import Plan, Sampled
 from stoker.engine.prefix_cache import PrefixCache
 from stoker.engine.request import Request, Status
+from stoker.engine.state_cache import StateCache, StateLayout
 from stoker.kernels.errors import StokerError
-
-
-@dataclass(slots=True)
-class Counters:
-    preemptions: int = 0
-    prompt_tokens: int = 0  # tokens given, to go on from or to score
-    prefix_hit_tokens: int = 0  # prompt tokens not computed because the prefix cache had them
-    shared_tokens: int = 0  # prompt tokens not computed because a sample of the same prompt had them
-    generated_tokens: int = 0
-    scored_tokens: int = 0
-    finished_requests: int = 0
 
 
 @dataclass(slots=True)
@@ -41,12 +32,14 @@ class Scheduler:
     decode_window: int
     enable_prefix_caching: bool
     adapter_slots: AdapterSlots
+    state_layout: StateLayout | None = None  # None: layers keep keys and values alone
     weight_version: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of arrival
     counters: Counters = field(default_factory=Counters)
     pool: BlockPool = field(init=False)
     prefix_cache: PrefixCache = field(init=False)
+    states: StateCache = field(init=False)
     _free_slots: list[int] = field(init=False)
     # Blocks in the prefix cache that only the plan being made fills: how many tokens of their sequence are there before it.
     _unwritten: dict[int, int] = field(default_factory=dict)
@@ -56,6 +49,7 @@ class Scheduler:
 
     def _reset_blocks(self) -> None:
         self.pool = BlockPool(self.num_blocks)
+        self.states = StateCache(self.state_layout, self.block_size)
         self.prefix_cache = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
@@ -111,14 +105,20 @@ class Scheduler:
         pairs = [(source, target) for target, source in copies.items()]
         requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
-        return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs)
+        states = self.states.take()
+        return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs, *states)
+
+    def _left(self, request: Request) -> int:
+        """Tokens the request could compute now; one with a state that is to be kept stops there."""
+        border = self.states.border(request.num_prompt)
+        left = self._left_at_all(request)
+        return min(left, border - request.computed) if request.computed < border else left
 
     @staticmethod
-    def _left(request: Request) -> int:
-        """Tokens the request could compute now."""
+    def _left_at_all(request: Request) -> int:
         if request.remaining:
             left = request.total - request.computed
-            if left > 1 and _ends_at_once(request):
+            if left > 1 and request.ends_at_once:
                 # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
                 # the next plan, in which the samples that still wait can share them.
                 left -= any(r.status is Status.WAITING for r in request.group if r is not request)
@@ -251,7 +251,7 @@ class Scheduler:
             if request.pending or request.launched:  # preempted, and what it waits for not known yet
                 return
             mine = samples.setdefault(id(request.group), [])
-            through = next((r for r in mine if r.computed >= r.num_prompt - _ends_at_once(r)), None)
+            through = next((r for r in mine if r.computed >= r.num_prompt - r.ends_at_once), None)
             if not mine or through is not None:
                 yield request, through
                 if request.status is Status.RUNNING:
@@ -284,6 +284,7 @@ class Scheduler:
         insort(self.running, request, key=lambda r: r.id)
         self.waiting.remove(request)
         request.status, request.slot = Status.RUNNING, self._free_slots.pop()
+        self.states.begin(request.slot, request.block_keys[: computed // self.block_size])
         return num_new
 
     def _already_computed(self, request: Request, other: Request | None) -> tuple[list[int], int, bool]:
@@ -294,7 +295,7 @@ class Scheduler:
         it first.
         """
         scoring = None if request.scoring is None or request.scoring.launched else request.scoring
-        if other is not None:
+        if other is not None and not self.states.enabled:
             blocks, computed, from_cache = other.block_ids, other.num_prompt, False
         else:
             cache = self.prefix_cache
@@ -303,8 +304,10 @@ class Scheduler:
             blocks = cache.lookup(request.block_keys)
             if scoring is not None:
                 cache.take_scores(request.block_keys[: len(blocks)], scoring)
-            computed, from_cache = len(blocks) * self.block_size, True
+            computed, from_cache = len(blocks) * self.block_size, other is None
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
+        if self.states.enabled:
+            computed = self.states.known(request.block_keys[: computed // self.block_size]) * self.block_size
         part = computed % self.block_size
         if part and computed > self._unwritten.get(blocks[computed // self.block_size], computed):
             computed -= part  # a copy would come before what the plan writes
@@ -324,6 +327,10 @@ class Scheduler:
             self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
             if scored and request.scoring:
                 self.prefix_cache.keep_scores(request.block_keys, request.scoring)
+        border, cache = self.states.border(request.num_prompt), self.prefix_cache
+        if request.computed + num_new == border and cache.enabled and not request.older_kv:
+            cache.extend(request.block_keys, self._root(request), request.tokens, border)
+            self.states.keep(request.slot, request.block_keys[border // self.block_size - 1])
         return scored
 
     def _offer_to_prefix_cache(self, request: Request, known: int) -> list[int]:
@@ -351,11 +358,16 @@ class Scheduler:
             if request.status is Status.RUNNING:
                 self._preempt(request)
         self.weight_version = version
-        self.prefix_cache.clear()
+        self.forget_prefixes()
         for request in (*self.running, *self.waiting):
             assert not request.pending
             request.block_keys.clear()
             request.older_kv = request.computed > 0
+
+    def forget_prefixes(self) -> None:
+        """Nothing that was computed serves a prefix any more."""
+        self.prefix_cache.clear()
+        self.states.clear()
 
     def preempt_all(self) -> None:
         """Take everything from everyone; they compute it again in their turn."""
@@ -387,13 +399,9 @@ class Scheduler:
         self.pool.check(r.block_ids for r in self.running)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or held twice"
+        self.states.check()
         for r in self.running:
             assert r.status is Status.RUNNING and r.computed < r.total
             assert len(r.block_ids) * self.block_size >= r.computed
         for r in self.waiting:
             assert r.status is Status.WAITING and r.computed == 0 and not r.block_ids and r.slot == -1
-
-
-def _ends_at_once(request: Request) -> bool:
-    """Whether the request finishes with the plan that completes its prompt."""
-    return request.spec.max_tokens == 1 and request.scoring is None

@@ -62,7 +62,7 @@ class EngineMemory:
             self.core.inputs.release_workspace()
         if "kv_cache" in tags:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
-            self.core.scheduler.prefix_cache.clear()
+            self.core.scheduler.forget_prefixes()
             runner.sampler.penalties = None
             self.kv.release()
         if "weights" in tags:
@@ -78,8 +78,7 @@ class EngineMemory:
                 self._take("weights", self.binding.source.nbytes, self.binding.take_again)
             self._take("adapters", self.adapters.given_back, self.adapters.take_again)
         if "kv_cache" in tags and "kv_cache" in self.asleep:
-            shapes = self.kv.block_bytes(self.kv.shapes, self.kv.block_size)
-            self._take("KV cache", self.kv.num_blocks * shapes, self.kv.allocate)
+            self._take("KV cache", self.kv.wanted_bytes, self.kv.allocate)
 
     def _take(self, what: str, nbytes: int, take: Callable[[], None]) -> None:
         self.kv.runtime.release_memory()  # what torch's allocator holds and nobody uses is not to be had otherwise

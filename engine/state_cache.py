@@ -1,0 +1,106 @@
+"""Which row of the state tensors holds what, for layers whose state is of a whole sequence and not of its tokens.
+
+A state says only what came of all tokens up to one place, so it can serve another sequence from that place alone. Each
+slot has a row, in which its request's state moves on with ``computed``; besides there are rows for copies of states at the
+ends of full blocks, by the keys of the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateLayout:
+    """Rows of the state tensors: one for each slot, one that padding reads and writes, one of zeros, then those for copies."""
+
+    num_slots: int
+    num_kept: int
+
+    @property
+    def padding(self) -> int:
+        return self.num_slots
+
+    @property
+    def zeros(self) -> int:
+        return self.num_slots + 1
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_slots + 2 + self.num_kept
+
+
+class StateCache:
+    """Which rows hold copies, and what a plan has to copy.
+
+    Copies are asked for while a plan is made. Those to slots come before it runs and those from slots after it, so what a
+    plan keeps serves the next one on. The copy used longest ago makes room for a new one.
+    """
+
+    def __init__(self, layout: StateLayout | None, block_size: int) -> None:
+        """layout: None where no layer has a state, and there is nothing to do."""
+        self.layout, self.block_size = layout, block_size
+        self._free = [] if layout is None else list(range(layout.num_rows - 1, layout.zeros, -1))
+        self._row_of: OrderedDict[bytes, int] = OrderedDict()  # the one used longest ago first
+        self._begun: list[tuple[int, int]] = []
+        self._kept: list[tuple[int, int]] = []
+        self._coming: dict[bytes, int] = {}  # rows that only the plan being made writes
+
+    @property
+    def enabled(self) -> bool:
+        return self.layout is not None
+
+    def border(self, num_prompt: int) -> int:
+        """Where the state of a prompt's sequences is worth keeping: the end of its last full block with tokens after it.
+
+        0 where there is none, or no state.
+        """
+        return (num_prompt - 1) // self.block_size * self.block_size if self.enabled else 0
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """After how many of a sequence's first blocks its state is kept, at most. keys: of its blocks, in order."""
+        return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._row_of), 0)
+
+    def begin(self, slot: int, keys: Sequence[bytes]) -> None:
+        """Have a slot begin with the state after these blocks, which is known; with none of them, anew."""
+        if self.layout is None:
+            return
+        row = self.layout.zeros
+        if keys:
+            row = self._row_of[keys[-1]]
+            self._row_of.move_to_end(keys[-1])
+        self._begun.append((row, slot))
+
+    def keep(self, slot: int, key: bytes) -> None:
+        """Keep the state that a slot has after the plan, at the end of the block with this key."""
+        if key in self._row_of or key in self._coming:
+            return
+        if not self._free:
+            if not self._row_of:
+                return  # all of them are for this plan already
+            self._free.append(self._row_of.popitem(last=False)[1])
+        self._coming[key] = self._free.pop()
+        self._kept.append((slot, self._coming[key]))
+
+    def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """What the plan has to copy, (from, to) each: before it runs, and after."""
+        before, after = self._begun, self._kept
+        if before and self.layout is not None:  # nothing that padding came to stays for ever
+            before = [*before, (self.layout.zeros, self.layout.padding)]
+        self._row_of |= self._coming
+        self._begun, self._kept, self._coming = [], [], {}
+        return before, after
+
+    def clear(self) -> None:
+        """Forget every copy; what slots have is theirs."""
+        self._free += self._row_of.values()
+        self._row_of.clear()
+
+    def check(self) -> None:
+        """Prove the books: every row for copies is free once or holds one. Raises AssertionError."""
+        rows = [*self._free, *self._row_of.values()]
+        first = 0 if self.layout is None else self.layout.zeros + 1
+        assert sorted(rows) == list(range(first, first + len(rows))), "rows are lost or held twice"
+        assert not self._begun and not self._kept and not self._coming, "copies were asked for and not taken"
