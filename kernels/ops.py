@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.errors import InvalidConfigError
-from stoker.kernels.reference import attention, checksum, linear, lora, moe, norm_rotary, sampling, window
+from stoker.kernels.reference import attention, checksum, linear, lora, moe, norm_rotary, recurrent, sampling, window
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
@@ -33,6 +33,9 @@ class Ops:
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
+    causal_conv: Callable[..., Tensor]
+    gated_delta_rule: Callable[..., Tensor]
+    selective_scan: Callable[..., Tensor]
     gumbel_noise: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,6 +68,9 @@ REFERENCE = Ops(
     plan_attention=attention.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,
+    causal_conv=recurrent.causal_conv,
+    gated_delta_rule=recurrent.gated_delta_rule,
+    selective_scan=recurrent.selective_scan,
     gumbel_noise=sampling.gumbel_noise,
     sample=sampling.sample,
     token_logprobs=sampling.token_logprobs,

@@ -1,0 +1,152 @@
+"""Layers that keep a state of fixed size for each sequence, as plain torch: convolution, gated delta rule, Mamba-2.
+
+A batch is packed: the tokens of all sequences lie one after the other. Each sequence's state is a row of a state tensor, is
+read before its first token here and written after its last, so that a sequence may come in any pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_EPS = 1e-6  # of query and key, under the root
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which tokens of a packed batch belong to which sequence, and where the sequence's state lies.
+
+    Tokens from ``starts[R]`` on belong to none; results are 0 there. Only rows nobody reads, as padding is, share a slot.
+    """
+
+    slots: Tensor  # int64 [R], row of the state tensors
+    starts: Tensor  # int64 [R + 1], tokens of sequence r are starts[r] : starts[r + 1]; there may be none
+    longest: int  # most tokens of one sequence; 1 is a decode step: R tokens, one for each row
+
+    def padded(self, x: Tensor) -> Tensor:
+        """From [T, ...] to [R, longest, ...], with zeros beyond a sequence's end."""
+        if self.longest == 1:
+            return x.unsqueeze(1)
+        at = self.starts[:-1, None] + torch.arange(self.longest, device=x.device)
+        beyond = (at >= self.starts[1:, None]).view(*at.shape, *(1 for _ in x.shape[1:]))
+        return x[at.clamp_(max=x.shape[0] - 1)].masked_fill_(beyond, 0)
+
+    def packed(self, y: Tensor, tokens: int) -> Tensor:
+        """From [R, longest, ...] to [tokens, ...]."""
+        if self.longest == 1:
+            return y.squeeze(1)
+        at = torch.arange(tokens, device=y.device)
+        row = torch.searchsorted(self.starts[1:], at, right=True).clamp_(max=y.shape[0] - 1)
+        nobodys = (at >= self.starts[-1]).view(-1, *(1 for _ in y.shape[2:]))
+        return y[row, (at - self.starts[row]).clamp_(max=y.shape[1] - 1)].masked_fill_(nobodys, 0)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    activation: Literal["silu"] | None = None,
+) -> Tensor:
+    """``act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])`` along each sequence: a depthwise convolution.
+
+    x: [T, C]; weight: [C, K]; bias: [C]; state: [N, K - 1, C], each sequence's last inputs, the oldest first, in the dtype
+    of ``x``, changed in place. Sums are fp32 and rounded to the weight's dtype before the activation. Returns [T, C] in the
+    dtype of ``x``.
+    """
+    width = weight.shape[1]
+    inputs = torch.cat((state[rows.slots], rows.padded(x)), dim=1)
+    newest = (rows.starts[1:] - rows.starts[:-1])[:, None] + torch.arange(width - 1, device=x.device)
+    state[rows.slots] = inputs.gather(1, newest[:, :, None].expand(-1, -1, x.shape[1]))
+    wide, taps = inputs.float(), weight.float().unbind(1)
+    out = wide[:, : rows.longest] * taps[0]
+    for j, tap in enumerate(taps[1:], start=1):
+        out.addcmul_(wide[:, j : j + rows.longest], tap)
+    if bias is not None:
+        out += bias
+    out = out.to(weight.dtype)
+    if activation == "silu":
+        out = F.silu(out, inplace=True)
+    return rows.packed(out.to(x.dtype), x.shape[0])
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    normalise: bool,
+) -> Tensor:
+    """The gated delta rule (Yang et al., 2024), token after token, in fp32: with S the state of a head and the key k,
+    ``S = exp(decay) S; S = S + k (beta (v - k^T S))^T; out = S^T q / sqrt(Dk)``.
+
+    query, key: [T, Hk, Dk]; value: [T, H, Dv], head h with the key head h // (H / Hk); decay: fp32 [T, H], 0 at most; beta:
+    [T, H]; state: fp32 [N, H, Dk, Dv], changed in place. normalise: query and key are divided by their length. Returns
+    [T, H, Dv] in the dtype of ``query``.
+    """
+    q, k, v, strength, kept = (rows.padded(t).float() for t in (query, key, value, beta, decay))
+    if normalise:
+        q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for t in (q, k))
+    q = q * query.shape[-1] ** -0.5
+    if value.shape[1] != key.shape[1]:
+        q, k = (t.repeat_interleave(value.shape[1] // key.shape[1], dim=2) for t in (q, k))
+    q, k, v = (t.unsqueeze(-2) for t in (q, k, v))
+    strength, kept = strength[..., None, None], kept.exp()[..., None, None]
+    s, out = state[rows.slots], torch.empty_like(v, memory_format=torch.contiguous_format)
+    for t in range(rows.longest):  # after a sequence's end nothing decays and the key is 0: its state stays
+        s.mul_(kept[:, t])
+        change = (v[:, t] - k[:, t] @ s).mul_(strength[:, t])
+        s.addcmul_(k[:, t].mT, change)
+        out[:, t] = q[:, t] @ s
+    state[rows.slots] = s
+    return rows.packed(out.squeeze(-2).to(query.dtype), query.shape[0])
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> Tensor:
+    """Mamba-2's scan (Dao and Gu, 2024), token after token, in fp32: with S the state of a head and d its step,
+    ``S = exp(d A) S + d x B^T; y = S C + D x``.
+
+    The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, each operation of it rounded to the dtype of ``dt``.
+    x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative; B, C: [T, G, S], head h with the group h // (H / G); D, dt_bias: [H];
+    state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the dtype of ``x``.
+    """
+    wide, b, c, step = (rows.padded(t).float() for t in (x, B, C, steps(dt, dt_bias, dt_limit)))
+    if B.shape[1] != x.shape[1]:
+        b, c = (t.repeat_interleave(x.shape[1] // B.shape[1], dim=2) for t in (b, c))
+    kept, added = (step * A).exp_()[..., None, None], (wide * step.unsqueeze(-1)).unsqueeze(-1)
+    b, c = b.unsqueeze(-2), c.unsqueeze(-1)
+    s, out = state[rows.slots], torch.empty_like(wide, memory_format=torch.contiguous_format)
+    for t in range(rows.longest):  # after a sequence's end the step is 0: its state stays
+        s.mul_(kept[:, t]).addcmul_(added[:, t], b[:, t])
+        out[:, t] = (s @ c[:, t]).squeeze(-1)
+    state[rows.slots] = s
+    if D is not None:
+        out.addcmul_(wide, D.float().unsqueeze(-1))
+    return rows.packed(out.to(x.dtype), x.shape[0])
+
+
+def steps(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
+    """How far each token of Mamba-2 steps: as in ``selective_scan``."""
+    return F.softplus(dt if dt_bias is None else dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)

@@ -1,0 +1,274 @@
+"""Layers with a state for each sequence: random packed batches, and what they have to give, in fp64, token after token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton_oracle import DEVICE, assert_close, randn
+
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.recurrent import StateRows
+
+PADDING_SLOT = 2  # of rows without tokens
+# Tokens of each sequence: decode steps, one sequence, and chunks beside single tokens and padding.
+BATCHES = [[1], [1, 1, 1, 1], [7], [5, 1, 0, 70, 1, 2, 0, 0]]
+OPERATIONS = ["causal_conv", "gated_delta_rule", "selective_scan"]
+
+
+def make_rows(lengths: Sequence[int], slots: Sequence[int] | None = None) -> StateRows:
+    """Slots are anywhere; those of rows without tokens are the same."""
+    own = [slot for slot in torch.randperm(len(lengths) + 1).tolist() if slot != PADDING_SLOT]
+    slots = own[: len(lengths)] if slots is None else slots
+    slots = [slot if length else PADDING_SLOT for slot, length in zip(slots, lengths, strict=False)]
+    starts = torch.tensor([0, *accumulate(lengths)], device=DEVICE)
+    return StateRows(torch.tensor(slots, device=DEVICE), starts, max(lengths))
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same numbers as part of a wider projection."""
+    flat = tensor.flatten(1)
+    wide = torch.full((len(flat), flat.shape[1] + 48), float("nan"), dtype=tensor.dtype, device=tensor.device)
+    return wide[:, 16:-32].copy_(flat).view(tensor.shape)
+
+
+# Of each operation: its inputs by token, what it knows besides them, and the state of as many slots.
+Case = tuple[dict[str, Tensor], dict[str, Any], Callable[[int], Tensor]]
+
+
+def conv_case(
+    tokens: int,
+    dtype: torch.dtype,
+    channels: int = 40,
+    width: int = 4,
+    bias: bool = True,
+    activation: str | None = "silu",
+) -> Case:
+    given = {
+        "weight": randn(channels, width, dtype=dtype, scale=width**-0.5),
+        "bias": randn(channels, dtype=dtype) if bias else None,
+        "activation": activation,
+    }
+    x = apart(randn(tokens, channels, dtype=dtype))
+    return {"x": x}, given, lambda slots: randn(slots, width - 1, channels, dtype=dtype)
+
+
+def delta_case(
+    tokens: int,
+    dtype: torch.dtype,
+    key_heads: int = 2,
+    heads: int = 4,
+    dims: tuple[int, int] = (16, 24),
+    normalise: bool = True,
+) -> Case:
+    key_dim, value_dim = dims
+    by_token = {
+        "query": apart(randn(tokens, key_heads, key_dim, dtype=dtype)),
+        "key": apart(randn(tokens, key_heads, key_dim, dtype=dtype, scale=1.0 if normalise else key_dim**-0.5)),
+        "value": apart(randn(tokens, heads, value_dim, dtype=dtype)),
+        "decay": -F.softplus(randn(tokens, heads)),
+        "beta": apart(randn(tokens, heads, dtype=dtype).sigmoid()),
+    }
+    return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim)
+
+
+def scan_case(
+    tokens: int,
+    dtype: torch.dtype,
+    groups: int = 2,
+    heads: int = 4,
+    dims: tuple[int, int] = (12, 16),
+    biases: bool = True,
+    limit: tuple[float, float] = (0.0, float("inf")),
+) -> Case:
+    dim, size = dims
+    by_token = {
+        "x": apart(randn(tokens, heads, dim, dtype=dtype)),
+        "dt": apart(randn(tokens, heads, dtype=dtype)),
+        "B": apart(randn(tokens, groups, size, dtype=dtype)),
+        "C": apart(randn(tokens, groups, size, dtype=dtype)),
+    }
+    given = {
+        "A": -(0.1 + torch.rand(heads, device=DEVICE)),
+        "D": randn(heads, dtype=dtype) if biases else None,
+        "dt_bias": randn(heads, dtype=dtype) if biases else None,
+        "dt_limit": limit,
+    }
+    return by_token, given, lambda slots: randn(slots, heads, dim, size)
+
+
+CASES: dict[str, Callable[..., Case]] = dict(zip(OPERATIONS, (conv_case, delta_case, scan_case), strict=True))
+
+
+def run(
+    ops: Ops, name: str, by_token: dict[str, Tensor], given: dict[str, Any], state: Tensor, rows: StateRows
+) -> Tensor:
+    out: Tensor = {
+        "causal_conv": lambda: ops.causal_conv(**by_token, **given, state=state, rows=rows),
+        "gated_delta_rule": lambda: ops.gated_delta_rule(**by_token, **given, state=state, rows=rows),
+        "selective_scan": lambda: ops.selective_scan(**by_token, **given, state=state, rows=rows),
+    }[name]()
+    return out
+
+
+def conv_step(
+    state: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    window = torch.cat((state, x[None]))
+    out = (window * weight.T).sum(0) + (0.0 if bias is None else bias)
+    return F.silu(out) if activation else out, window[1:]
+
+
+def delta_step(
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    if normalise:
+        query, key = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (query, key))
+    q, k = (t.repeat_interleave(len(value) // len(key), 0) for t in (query, key))
+    state = state * decay.exp()[:, None, None]
+    change = beta[:, None] * (value - torch.einsum("hk,hkv->hv", k, state))
+    state = state + torch.einsum("hk,hv->hkv", k, change)
+    return torch.einsum("hk,hkv->hv", q, state) * query.shape[-1] ** -0.5, state
+
+
+def scan_step(
+    state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, *, A: Tensor, D: Tensor | None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """dt: with its bias and within its limit."""
+    b, c = (t.repeat_interleave(len(x) // len(B), 0) for t in (B, C))
+    state = (dt * A).exp()[:, None, None] * state + torch.einsum("h,hp,hs->hps", dt, x, b)
+    out = torch.einsum("hps,hs->hp", state, c)
+    return out if D is None else out + D[:, None] * x, state
+
+
+STEPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = dict(
+    zip(OPERATIONS, (conv_step, delta_step, scan_step), strict=True)
+)
+
+
+def expected(
+    name: str, by_token: dict[str, Tensor], given: dict[str, Any], state: Tensor, rows: StateRows
+) -> tuple[Tensor, Tensor]:
+    """Results and states, in fp64."""
+    if name == "selective_scan":  # the step is rounded on its way, as transformers does
+        dt, bias = by_token["dt"], given["dt_bias"]
+        dt = F.softplus(dt if bias is None else dt + bias).clamp(*given["dt_limit"])
+        by_token = by_token | {"dt": dt}
+    by_token = {key: t.double() for key, t in by_token.items()}
+    given = {key: t.double() if isinstance(t, Tensor) else t for key, t in given.items()}
+    state, out = state.double(), None
+    starts = rows.starts.tolist()
+    for slot, first, last in zip(rows.slots.tolist(), starts, starts[1:], strict=False):
+        for t in range(first, last):
+            y, state[slot] = STEPS[name](state[slot], **{key: x[t] for key, x in by_token.items()}, **given)
+            out = y.new_zeros(len(next(iter(by_token.values()))), *y.shape) if out is None else out
+            out[t] = y
+    assert out is not None
+    return out, state
+
+
+def check(ops: Ops, name: str, lengths: Sequence[int], dtype: torch.dtype, **options: Any) -> None:
+    """The operation gives what it has to, and leaves what is not its own: of tokens of no sequence it says 0."""
+    nobodys = 0 if max(lengths) == 1 else 3
+    by_token, given, make_state = CASES[name](sum(lengths) + nobodys, dtype, **options)
+    for tensor in by_token.values():
+        tensor[sum(lengths) :] = float("nan")
+    rows, state = make_rows(lengths), make_state(len(lengths) + 4)
+    wanted, wanted_state = expected(name, by_token, given, state, rows)
+    before = {key: t.clone() for key, t in by_token.items()}
+    out = run(ops, name, by_token, given, state, rows)
+    assert_close(out, wanted, dtype)
+    assert not out[sum(lengths) :].any()
+    assert_close(state, wanted_state, state.dtype)
+    others = torch.ones(len(state), dtype=torch.bool, device=DEVICE)
+    others[rows.slots] = False
+    assert torch.equal(state[others].double(), wanted_state[others])
+    for key, tensor in by_token.items():
+        assert torch.equal(tensor.nan_to_num(7.0), before[key].nan_to_num(7.0)), "an input was changed"
+
+
+# What they may be besides: convolutions of other widths, as many key heads as heads, steps within limits, and so on.
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("causal_conv", {"bias": False, "activation": None, "width": 3}),
+    ("causal_conv", {"bias": False, "width": 2, "channels": 300}),
+    ("gated_delta_rule", {"normalise": False}),
+    ("gated_delta_rule", {"key_heads": 3, "heads": 3, "dims": (40, 20)}),
+    ("gated_delta_rule", {"key_heads": 1, "heads": 2, "dims": (128, 128)}),
+    ("selective_scan", {"biases": False, "groups": 1}),
+    ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
+    ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
+    ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),
+]
+
+
+def split(
+    by_token: dict[str, Tensor], lengths: Sequence[int], pieces: Sequence[Sequence[int]]
+) -> list[dict[str, Tensor]]:
+    """Tokens of sequences as they come in steps. pieces: of each step, how many tokens of each sequence."""
+    starts, batches = [0, *accumulate(lengths)], []
+    done = [0] * len(lengths)
+    for step in pieces:
+        at = [t for first, n, new in zip(starts, done, step, strict=False) for t in range(first + n, first + n + new)]
+        batches.append({key: apart(tensor[at]) for key, tensor in by_token.items()})
+        done = [n + new for n, new in zip(done, step, strict=True)]
+    return batches
+
+
+def check_pieces(ops: Ops, name: str, dtype: torch.dtype, exact: bool, **options: Any) -> None:
+    """Sequences that come in pieces give what they give whole; with the same bits where that is promised."""
+    lengths = [9, 3, 72]
+    pieces = [[5, 0, 70], [2, 1, 0], [1, 1, 1], [1, 1, 1]]
+    by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
+    whole, rows = make_state(6), make_rows(lengths, [4, 0, 5])
+    piecewise, parts = whole.clone(), [[] for _ in lengths]  # type: ignore[var-annotated]
+    out = run(ops, name, by_token, given, whole, rows).split(lengths)
+    for step, batch in zip(pieces, split(by_token, lengths, pieces), strict=True):
+        took = run(ops, name, batch, given, piecewise, make_rows(step, [4, 0, 5])).split(step)
+        for part, new in zip(parts, took, strict=True):
+            part.append(new)
+    for sequence, part in zip(out, parts, strict=True):
+        same(torch.cat(part), sequence, exact)
+    kept = rows.slots
+    same(piecewise[kept], whole[kept], exact)
+
+
+def same(actual: Tensor, wanted: Tensor, exact: bool) -> None:
+    if exact:
+        assert torch.equal(actual, wanted)
+    else:
+        assert_close(actual, wanted.double(), actual.dtype)
+
+
+def check_alone(ops: Ops, name: str, dtype: torch.dtype) -> None:
+    """A sequence gives the same bits among any others, wherever its state lies."""
+    lengths = [30, 2, 1, 66, 0, 1]
+    by_token, given, make_state = CASES[name](sum(lengths), dtype)
+    states, rows = make_state(8), make_rows(lengths)
+    before = states.clone()
+    out = run(ops, name, by_token, given, states, rows).split(lengths)
+    for row, slot in enumerate(rows.slots.tolist()):
+        if lengths[row]:
+            alone = before[slot : slot + 1].clone()
+            (batch,) = split(by_token, lengths, [[n if i == row else 0 for i, n in enumerate(lengths)]])
+            took = run(ops, name, batch, given, alone, make_rows(lengths[row : row + 1], [0]))
+            assert torch.equal(took, out[row]) and torch.equal(alone[0], states[slot])
+
+
+def check_padding(ops: Ops, name: str, dtype: torch.dtype) -> None:
+    """Rows of a decode step that pad it share a slot; whatever is in it, and in their tokens, changes no other's."""
+    by_token, given, make_state = CASES[name](6, dtype)
+    states, slots = make_state(6), torch.tensor([3, 0, 5, 4], device=DEVICE)
+    alone = states.clone()
+    first = {key: tensor[:4] for key, tensor in by_token.items()}
+    wanted = run(ops, name, first, given, alone, StateRows(slots, torch.arange(5, device=DEVICE), 1))
+    for tensor in by_token.values():
+        tensor[4:] = float("nan")
+    states[PADDING_SLOT] = float("nan")
+    slots = torch.cat((slots, torch.tensor([PADDING_SLOT] * 2, device=DEVICE)))
+    out = run(ops, name, by_token, given, states, StateRows(slots, torch.arange(7, device=DEVICE), 1))
+    others = torch.arange(6, device=DEVICE) != PADDING_SLOT
+    assert torch.equal(out[:4], wanted) and torch.equal(states[others], alone[others])
