@@ -7,8 +7,8 @@ transformers' ``AttentionInterface``; the context of the step travels as a keywo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,83 +19,14 @@ from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
 from stoker.engine.quantised import is_packed, take_over_quantised
+from stoker.engine.recurrent import RecurrentLayers
+from stoker.engine.step_context import PackedPositions, ShapeProbe, StepContext
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.lora import AdapterRows
-from stoker.kernels.reference.norm_rotary import QKNorm
 
 _ATTENTION = "stoker_paged"
-_KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What attention needs of a step: operations, KV tensors by layer, the plan, and where new keys go."""
-
-    ops: Ops
-    layers: list[tuple[Tensor, Tensor]]
-    plan: Any
-    slots: Tensor
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """query, key, value: [T, heads, dim]; returns [T, query heads, value dim]."""
-        key_cache, value_cache = self.layers[layer]
-        self.ops.write_kv(key, value, key_cache, value_cache, self.slots)
-        return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
-
-    def attend_projected(
-        self,
-        layer: int,
-        qkv: Tensor,
-        heads: int,
-        kv_heads: int,
-        norm: QKNorm | None,
-        cos_sin: tuple[Tensor, Tensor] | None,
-        *,
-        interleaved: bool,
-        **options: Any,
-    ) -> Tensor:
-        """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
-        caches = self.layers[layer]
-        query = self.ops.qk_norm_rotary_write(
-            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved
-        )
-        return self.ops.paged_attention(query, *caches, self.plan, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class _ShapeProbe:
-    """Stands in for a context once, to see what each layer would store."""
-
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # so that no others have their addresses
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} attends more than once, and the cache holds one key a token")
-        places = [t.data_ptr() for t in (key, value)]
-        same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
-        self.kept[layer] = key, value
-        self.shapes[layer] = LayerShape(
-            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype, same_as=same_as
-        )
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-
-class _PackedPositions:
-    """In place of a cache: tells Llama 4, which reads positions from the cache's length, each token's true offset."""
-
-    is_compileable = False
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
-
-    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        return self.positions - torch.arange(self.positions.shape[0], device=self.positions.device)
-
-    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key, value
+_PROBED = 4  # tokens: one of them may be padding, whose embedding is zero
 
 
 def _paged_attention_interface(
@@ -153,6 +84,7 @@ class ModelShell:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
+        self.recurrent = RecurrentLayers(self.module)
         self.decoder: Any = decoder_of(self.module)
         self.config: Any = self.decoder.config
         self.lora: LoraLayers
@@ -228,36 +160,50 @@ class ModelShell:
         return weight.device
 
     def layer_shapes(self) -> list[LayerShape]:
-        """What each attention layer stores of a token, seen by running two tokens."""
-        probe = _ShapeProbe()
-        positions = torch.arange(2, device=self.device)
-        tokens, name = torch.zeros_like(positions), type(self.module).__name__
+        """What each layer stores, seen by running a few tokens."""
+        probe = ShapeProbe()
+        positions = torch.arange(_PROBED, device=self.device)
+        tokens, name = (positions + 1) % self.vocab, type(self.module).__name__
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-                whole = self.module(
-                    input_ids=tokens[None],
-                    position_ids=positions[None],
-                    past_key_values=_PackedPositions(positions),
-                    use_cache=False,
-                    stoker_context=probe,
-                ).logits[0]
-                in_two = self.logits(self.hidden(tokens, positions, _ShapeProbe()))
+                whole = self._run(self.module, tokens, positions, probe).logits[0]
+                in_two = self.logits(self.hidden(tokens, positions, ShapeProbe()))
+                with self._first_is_nan():
+                    after_nan = self.logits(self.hidden(tokens, positions, ShapeProbe()))[1:]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: this is where an unknown architecture first meets the engine
             raise UnsupportedModelError(
                 f"{name} does not run in the engine ({error}): use model.generate for it"
             ) from error
-        if sorted(probe.shapes) != list(range(self.config.num_hidden_layers)):
+        shapes = probe.shapes(self.num_layers)
+        if not any(shape.heads for shape in shapes):
             raise UnsupportedModelError(
-                f"{name}: only layers {sorted(probe.shapes)} of "
-                f"{self.config.num_hidden_layers} keep keys and values; layers with another state are not supported"
+                f"{name} has no layer that attends through transformers' AttentionInterface: use model.generate for it"
+            )
+        if not torch.equal(after_nan.isnan(), whole[1:].isnan()):
+            raise UnsupportedModelError(
+                f"{name}: tokens depend on each other by more than attention through transformers' AttentionInterface and "
+                "recurrences that the engine knows; layers with another state are not supported, use model.generate for them"
             )
         if not torch.allclose(whole, in_two, rtol=1e-2, atol=1e-2, equal_nan=True):
             raise UnsupportedModelError(
                 f"{name} does more than its base model and what turns hidden states into logits: use model.generate for it"
             )
-        return [probe.shapes[i] for i in range(self.config.num_hidden_layers)]
+        return shapes
+
+    @contextmanager
+    def _first_is_nan(self) -> Iterator[None]:
+        """Within, the first token's embedding is NaN, and so is all that depends on it."""
+
+        def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return output.index_fill(1, torch.zeros(1, dtype=torch.long, device=output.device), torch.nan)
+
+        hook = self.module.get_input_embeddings().register_forward_hook(spoil)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def logits_of(self, hidden: Tensor, index: Tensor | None, adapters: AdapterRows | None) -> Tensor:
         """Next-token logits of the tokens at ``index``, each with its adapter. Returns [R, V].
@@ -272,16 +218,20 @@ class ModelShell:
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""
-        out = self._base(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            past_key_values=_PackedPositions(positions),
-            use_cache=False,
-            stoker_context=context,
-        )
+        out = self._run(self._base, token_ids, positions, context)
         self._given.output_type = type(out)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _run(self, module: nn.Module, token_ids: Tensor, positions: Tensor, context: Any) -> Any:
+        self.recurrent.context = context
+        return module(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            past_key_values=PackedPositions(positions),
+            use_cache=False,
+            stoker_context=context,
+        )
 
     def module_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, after the last norm. hidden: [R, D]. Returns [R, V] in the model's dtype."""
@@ -301,6 +251,17 @@ class _GivenHiddenStates(nn.Module):
     """Stands in for a base model: its output holds the hidden states it is given."""
 
     output_type: Any = None  # class of the base model's output
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "base", base)  # not a child: its parameters have names already
+
+    def __getattr__(self, name: str) -> Any:
+        """What the class reads of its base model besides, such as the multiplier of its logits."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         return self.output_type(last_hidden_state=inputs_embeds)
@@ -328,7 +289,7 @@ def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
     ((name, base),) = bases
     if module.get_output_embeddings() in base.modules():  # a text model within a model
         return _split(base)
-    tail, given = copy.copy(module), _GivenHiddenStates()
+    tail, given = copy.copy(module), _GivenHiddenStates(base)
     tail._modules = module._modules | {name: given}
     return base, tail, given
 
@@ -354,15 +315,6 @@ def check_supported(model: nn.Module) -> None:
     config: PreTrainedConfig = decoder.config
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder and a decoder: use model.generate for it")
-    states = set(getattr(config, "layer_types", None) or ()) - _KV_LAYER_TYPES
-    if states or getattr(model, "_is_stateful", False):
-        what = f"layers of type {', '.join(sorted(states))}" if states else "recurrent layers"
-        raise UnsupportedModelError(
-            f"{name} has {what}, whose state is not a KV cache: recurrent and hybrid models are not supported, use "
-            "model.generate for them"
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
 
 
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.kv_cache import KVCache
-from stoker.engine.model import ModelShell, StepContext
+from stoker.engine.model import ModelShell
 from stoker.engine.plan import Sampled
 from stoker.engine.sampler import Sampler, SamplerOutput
 from stoker.engine.scorer import PendingScores, Scorer
+from stoker.engine.step_context import StepContext
 from stoker.engine.step_inputs import Batch
 from stoker.kernels.ops import Ops
 
@@ -117,7 +118,8 @@ class EagerStep:
         return self._sample(batch, self._hidden(batch), noise)
 
     def _hidden(self, batch: Batch) -> Tensor:
-        context = StepContext(self.ops, self.kv.layers, batch.attention, batch.slots)
+        kv = self.kv
+        context = StepContext(self.ops, kv.layers, batch.attention, batch.slots, kv.states, batch.state_rows)
         self.model.lora.rows = batch.adapters
         return self.model.hidden(batch.token_ids, batch.positions, context)
 

@@ -20,6 +20,7 @@ from stoker.engine.sampler import SamplingRows
 from stoker.engine.scorer import ScoreRows
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
+from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.reference.window import Record
 
 
@@ -49,6 +50,7 @@ class Batch:
     any_sampled: bool  # whether any row samples a token for keeps
     adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
+    state_rows: StateRows  # whose states they are that layers keep besides
 
     def advance(self, ops: Ops, tokens: Tensor, logprobs: Tensor | None = None, record: Record | None = None) -> None:
         """On to the next step of a decode window: each row's sampled token is its input.
@@ -152,6 +154,7 @@ class StepInputs:
         return {
             **{name: (kind, (rows,)) for name, kind in cls._FIELDS},
             **dict.fromkeys(by_row, (np.int64, (rows,))),
+            "row_starts": (np.int64, (rows + 1,)),
             "stop_ids": (np.int64, (rows, stops)),
             **dict.fromkeys(by_token, (np.int64, (tokens,))),
         }
@@ -202,6 +205,7 @@ class StepInputs:
         put("slot_index", slots)
         put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
         put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
+        put("row_starts", np.arange(rows + 1) if decode else np.concatenate(([0], new.cumsum())), int(new.sum()))
         # A row's seq_len counts the keys of its last token; padded rows see the one key they write to the null block.
         put("seq_lens", lengths, 1)
         put("last_lens", last, 1)
@@ -256,6 +260,7 @@ class StepInputs:
             any_sampled=any(plan.num_samples),
             adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
             sampled=self._sampled,
+            state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(new.max())),
         )
 
     def _begin_alike(self, requests: Sequence[Request]) -> bool:

@@ -90,7 +90,7 @@ class ModelBinding:
                     "autocast: set EngineConfig(dtype=...) to one of them"
                 ) from error
             raise
-        layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in self.shapes]
+        layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in self.shapes if shape.heads]
         self.ops = ops_for(self.source.device, layers, deterministic=self.deterministic)
 
     def fuse(self) -> None:

@@ -19,6 +19,7 @@ from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
+from stoker.engine.state_cache import StateLayout
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.rollout.adapters import Adapters
@@ -113,26 +114,39 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     Raises ``InvalidConfigError`` where it cannot be had.
     """
     block_bytes = KVCache.block_bytes(binding.shapes, config.block_size)
+    states = _state_layout(config, binding)
+    state_bytes = KVCache.state_bytes(binding.shapes, states)
     if config.kv_cache_memory == "auto":
         needed = config.max_num_seqs * -(-model_len // config.block_size) + 1
         budget = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
-        num_blocks = max(2, min(needed, budget // block_bytes))
+        num_blocks = max(2, min(needed, (budget - state_bytes) // block_bytes))
     else:
         assert isinstance(config.kv_cache_memory, int)
-        num_blocks = config.kv_cache_memory // block_bytes
+        num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
         if num_blocks < 2:
+            besides = (
+                f", and the states of max_num_seqs={config.max_num_seqs} sequences {state_bytes}" if states else ""
+            )
             raise InvalidConfigError(
                 f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
-                f"{2 * block_bytes} bytes"
+                f"{2 * block_bytes} bytes{besides}"
             )
     try:
-        return KVCache(binding.shapes, num_blocks, config.block_size, runtime)
+        return KVCache(binding.shapes, num_blocks, config.block_size, runtime, states)
     except (RuntimeError, MemoryError) as error:
-        wanted, free = num_blocks * block_bytes, runtime.free_memory()
+        wanted, free = num_blocks * block_bytes + state_bytes, runtime.free_memory()
         raise InvalidConfigError(
             f"no memory for the KV cache: {wanted} bytes wanted, {free} free. Free some or set a smaller "
             "EngineConfig.kv_cache_memory"
         ) from error
+
+
+def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | None:
+    """Rows for the states of layers that keep such: copies for the prompts of groups of four, and a few at least."""
+    if not any(shape.states for shape in binding.shapes):
+        return None
+    kept = max(8, config.max_num_seqs // 4) if config.enable_prefix_caching else 0
+    return StateLayout(num_slots=config.max_num_seqs, num_kept=kept)
 
 
 def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:
@@ -141,7 +155,7 @@ def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int
     if workspace is None:
         return 0
     columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
-    value_dims = {shape.value_dim for shape in binding.shapes}
+    value_dims = {shape.value_dim for shape in binding.shapes if shape.heads}
     return sum(workspace(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
 
 
@@ -163,6 +177,7 @@ def core(
         decode_window=config.decode_window,
         enable_prefix_caching=config.enable_prefix_caching,
         adapter_slots=adapters.slots,
+        state_layout=kv.state_layout,
     )
     inputs = StepInputs(
         binding.ops,

@@ -29,6 +29,7 @@ class EngineStats:
     num_free_kv_blocks: int
     kv_block_bytes: int
     kv_cache_bytes: int
+    recurrent_state_bytes: int
     num_preemptions: int
     prompt_tokens: int
     prefix_cache_hit_tokens: int
@@ -55,6 +56,7 @@ def stats_of(memory: EngineMemory, updates: WeightUpdates) -> EngineStats:
         num_free_kv_blocks=scheduler.pool.num_free,
         kv_block_bytes=kv.block_bytes(kv.shapes, kv.block_size),
         kv_cache_bytes=kv.nbytes,
+        recurrent_state_bytes=kv.state_bytes(kv.shapes, kv.state_layout) if kv.layers else 0,
         num_preemptions=counters.preemptions,
         prompt_tokens=counters.prompt_tokens,
         prefix_cache_hit_tokens=counters.prefix_hit_tokens,

@@ -1,0 +1,86 @@
+"""Layers with a state of their own for each sequence: gated delta rule, Mamba-2, short convolutions.
+
+Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few
+functions of their file, by which it lets other kernels in: the shell's forwards call the engine's in their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+_CONVOLUTION = "causal_conv1d_fn"
+
+
+class RecurrentLayers:
+    """Has every module of a shell with a state run in the step's context. No module is renamed and no tensor touched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.context: Any = None  # of the step under way
+        for mixer in module.modules():
+            forward = inspect.unwrap(type(mixer).forward)
+            if isinstance(forward, FunctionType) and _CONVOLUTION in forward.__code__.co_names:
+                functions = _Functions(self, mixer.layer_idx)  # type: ignore[arg-type]
+                mixer.forward = functions.within(forward).__get__(mixer)
+
+
+class _Functions:
+    """What the forward of one layer's module calls, with transformers' arguments; tensors have a batch of one."""
+
+    def __init__(self, layers: RecurrentLayers, layer: int) -> None:
+        self.layers, self.layer = layers, layer
+
+    def within(self, forward: FunctionType) -> Callable[..., Any]:
+        """``forward``, calling these."""
+        names = forward.__globals__ | {
+            _CONVOLUTION: self.convolve,
+            "torch_chunk_gated_delta_rule": self.delta_rule,
+            "mamba2_chunk_scan": self.scan,
+        }
+        return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+
+    def convolve(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
+    ) -> Tensor:
+        """hidden_states: [1, C, T]; weight: [C, K]."""
+        context = self.layers.context
+        out: Tensor = context.convolve(self.layer, hidden_states[0].T, weight, bias, activation=activation)
+        return out.T[None]
+
+    def delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value: [1, T, heads, dim]; g, beta: [1, T, heads]."""
+        tensors = (t[0] for t in (query, key, value, g, beta))
+        return self.layers.context.delta_rule(self.layer, *tensors, normalise=use_qk_l2norm_in_kernel)[None], None
+
+    def scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int = 0,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **_: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """hidden_states: [1, T, heads, dim]; dt: [1, T, heads]; B, C: [1, T, groups, state]."""
+        out: Tensor = self.layers.context.scan(
+            self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit
+        )[None]
+        return (out, None) if return_final_states else out

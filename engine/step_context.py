@@ -1,0 +1,142 @@
+"""What layers ask of a step: attention over the KV cache, and states that move on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.engine.kv_cache import LayerShape, StateShape
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import QKNorm
+from stoker.kernels.reference.recurrent import StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """Operations, KV tensors by layer, attention's plan and where new keys go; states by layer and whose they are.
+
+    A layer's states are in the order in which ``LayerShape.states`` has them: of the convolution, then what follows it.
+    """
+
+    ops: Ops
+    layers: Sequence[tuple[Tensor, Tensor]]
+    plan: Any
+    slots: Tensor
+    states: Sequence[tuple[Tensor, ...]]
+    rows: StateRows
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """query, key, value: [T, heads, dim]; returns [T, query heads, value dim]."""
+        key_cache, value_cache = self.layers[layer]
+        self.ops.write_kv(key, value, key_cache, value_cache, self.slots)
+        return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
+
+    def attend_projected(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norm: QKNorm | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
+        *,
+        interleaved: bool,
+        **options: Any,
+    ) -> Tensor:
+        """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
+        caches = self.layers[layer]
+        query = self.ops.qk_norm_rotary_write(
+            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved
+        )
+        return self.ops.paged_attention(query, *caches, self.plan, **options)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+        """As ``Ops.causal_conv``."""
+        return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, activation=activation)
+
+    def delta_rule(self, layer: int, *inputs: Tensor, normalise: bool) -> Tensor:
+        """As ``Ops.gated_delta_rule``."""
+        return self.ops.gated_delta_rule(*inputs, self.states[layer][1], self.rows, normalise=normalise)
+
+    def scan(self, layer: int, *inputs: Tensor | None, **options: Any) -> Tensor:
+        """As ``Ops.selective_scan``."""
+        return self.ops.selective_scan(*inputs, self.states[layer][1], self.rows, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProbe:
+    """Stands in for a context once, to see what each layer would store. No token sees another in it."""
+
+    attended: dict[int, LayerShape] = field(default_factory=dict)
+    states: dict[int, list[StateShape]] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # so that no others have their addresses
+
+    def shapes(self, num_layers: int) -> list[LayerShape]:
+        """Of every layer, also of those that keep nothing."""
+        found = ((self.attended.get(i, LayerShape()), self.states.get(i, ())) for i in range(num_layers))
+        return [replace(shape, states=tuple(states)) for shape, states in found]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        if layer in self.attended:
+            raise UnsupportedModelError(f"layer {layer} attends more than once, and the cache holds one key a token")
+        places = [t.data_ptr() for t in (key, value)]
+        same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
+        self.kept[layer] = key, value
+        self.attended[layer] = LayerShape(
+            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype, same_as=same_as
+        )
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+        self._found(layer, StateShape((weight.shape[1] - 1, x.shape[1]), x.dtype))
+        return x
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Tensor, normalise: bool) -> Tensor:
+        self._found(layer, StateShape((value.shape[1], key.shape[2], value.shape[2]), torch.float32))
+        return value
+
+    def scan(
+        self, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor | None, **options: Any
+    ) -> Tensor:
+        self._found(layer, StateShape((*x.shape[1:], B.shape[2]), torch.float32))
+        return x
+
+    def _found(self, layer: int, state: StateShape) -> None:
+        self.states.setdefault(layer, []).append(state)
+
+
+class PackedPositions:
+    """In place of a cache: tells Llama 4, which reads positions from the cache's length, each token's true offset.
+
+    It holds nothing, keys and values as little as states.
+    """
+
+    is_compileable = False
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        return self.positions - torch.arange(self.positions.shape[0], device=self.positions.device)
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def update_conv_state(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return inputs
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> None:
+        return None
