@@ -315,6 +315,9 @@ def check_supported(model: nn.Module) -> None:
     config: PreTrainedConfig = decoder.config
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder and a decoder: use model.generate for it")
+    # Hybrid models do not say so, and are tried.
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
 
 
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:

@@ -248,32 +248,75 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Families with a recurrent state, which the engine refuses.
-REFUSED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "head_dim": 16,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "num_experts": 4,
+_DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+_ROUTED = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+
+# Families some of whose layers keep a state of the whole sequence.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": _DELTA_RULE | _ROUTED,
+    "qwen3_5": _DELTA_RULE,
+    "qwen3_5_moe": _DELTA_RULE | _ROUTED,
+    "olmo_hybrid": _DELTA_RULE | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": _ROUTED | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "bamba": _MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 8},
+    "falcon_h1": _MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 96, "head_dim": 16},
+    "granitemoehybrid": _MAMBA
+    | {
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
         "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
     },
-    "falcon_h1": {
-        "num_hidden_layers": 2,
-        "mamba_d_ssm": 32,
-        "mamba_n_heads": 4,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_chunk_size": 8,
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
     },
 }
 
-_TEXT_MODEL_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "gemma4": "gemma4_text"}
+# Families with a state that the engine does not know.
+REFUSED: dict[str, dict[str, Any]] = {
+    "jamba": {
+        "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "num_experts": 2,
+    },
+    "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {},
+    "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 8, "chunk_size": 8},
+}
+
+_TEXT_MODEL_TYPES = {family: f"{family}_text" for family in ("gemma3", "llama4", "gemma4", "qwen3_5", "qwen3_5_moe")}
 _IMAGE_MODEL_TYPES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
@@ -290,7 +333,7 @@ ROUTED = {"qwen3_moe": 2, "mixtral": 3, "olmoe": 3, "gpt_oss": 3, "deepseek_v2":
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     if family.endswith("+images"):
         return _image_config(family, **overrides)
-    fields = _COMMON | (FAMILIES | REFUSED)[family] | overrides
+    fields = _COMMON | (FAMILIES | HYBRIDS | REFUSED)[family] | overrides
     config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
     config.eos_token_id = fields["eos_token_id"]  # glm4 puts its own ids where it is None
     return config
