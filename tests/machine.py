@@ -2,7 +2,8 @@
 
 In place of a KV cache there is a memory of marks. A token's mark is a hash of its own and of the mark that the block
 table names for the token before it, so a mark is right only if the whole sequence before it was, under the present
-weights. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results.
+weights. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results. Where the scheduler
+keeps states, a state is the mark of the last token, and the one before a token has to be both.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class Machine:
         self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
         self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
         self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
+        self.layout = scheduler.state_layout
+        self.states: list[int | None] = [None] * (self.layout.num_rows if self.layout else 0)
         self.tokens_computed = 0
         self.copies = 0
         self._admitted: list[Request] = []  # by the last plan
@@ -142,6 +145,8 @@ class Machine:
         waited = list(s.waiting)
         for block in s.pool._empty:  # free, and nothing in it worth keeping
             self.memory[block * self.size : (block + 1) * self.size] = [None] * self.size
+        for row in s.states._free:
+            self.states[row] = None
         plan = s.plan()
         s.check()
         if plan is None:
@@ -168,6 +173,7 @@ class Machine:
 
     def run(self, plan: Plan) -> Sampled:
         self._copy(plan.copies)
+        self._begin_states(plan)
         self._admitted = plan.admitted
         for request in plan.admitted:
             self.tables[request.slot] = []
@@ -191,6 +197,8 @@ class Machine:
                 stops = token in r.spec.stop_ids and c + step >= r.num_prompt + r.spec.min_tokens
                 if step >= n or (stops and not self.ahead):
                     over.add(r)
+                    if self.layout:
+                        self.states[r.slot] = None  # which goes on, with whatever it is given
             last = [
                 mark(0, token) if r in over else self._write(r, c + step, token)
                 for r, c, (token, _) in zip(plan.requests, plan.starts, drawn[-1], strict=True)
@@ -198,6 +206,8 @@ class Machine:
             drawn.append([draw(m, r.spec, r.sample_index) for r, m in zip(plan.requests, last, strict=True)])
         for request, (token, _) in zip(plan.requests, drawn[-1], strict=True):
             self.sampled[request.slot] = token
+        for slot, row in plan.kept_states:
+            self.states[row] = self.states[slot]
         self.tokens_computed += sum(plan.num_new) + (plan.num_steps - 1) * len(plan.requests)
         return Sampled(
             [[token for token, _ in row] for row in drawn],
@@ -212,6 +222,19 @@ class Machine:
             self.memory[target * size : (target + 1) * size] = marks
         self.copies += len(copies)
 
+    def _begin_states(self, plan: Plan) -> None:
+        if not self.layout:
+            assert not plan.begun_states and not plan.kept_states
+            return
+        slots, zeros = self.layout.num_slots, self.layout.zeros
+        begun = [target for _, target in plan.begun_states if target != self.layout.padding]
+        assert begun == [r.slot for r in plan.admitted], "a state of the last request in the slot"
+        assert all(row >= zeros for row, _ in plan.begun_states)
+        assert all(slot < slots and row > zeros for slot, row in plan.kept_states)
+        for row, target in plan.begun_states:
+            self.states[target] = self.states[row]
+            assert row == zeros or target == self.layout.padding or self.states[row] is not None, "never written"
+
     def _at(self, request: Request, position: int) -> int:
         return self.tables[request.slot][position // self.size] * self.size + position % self.size
 
@@ -220,6 +243,9 @@ class Machine:
         start = root(self.scheduler.weight_version, adapter)
         before = self.memory[self._at(request, position - 1)] if position else start
         assert before is not None, "reads what nobody wrote"
+        if self.layout:
+            assert self.states[request.slot] == (before if position else None), "the state of another place"
+            self.states[request.slot] = mark(before, token)
         new, at = mark(before, token), self._at(request, position)
         block = at // self.size
         if self.scheduler.pool.refs(block) > 1 and self.memory[at] != new:

@@ -26,6 +26,7 @@ from machine import (
 import stoker.engine.scheduler
 from stoker.engine.plan import Sampled
 from stoker.engine.request import Adapter, Request, Status
+from stoker.engine.state_cache import StateLayout
 from stoker.kernels.errors import RequestFailedError
 
 ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)
@@ -48,11 +49,20 @@ ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)
     ],
 )
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "num_kept"), [(0, None), (1, None), (0, 1), (1, 5)])  # copies of states
 def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
-    block_size: int, num_blocks: int, max_num_seqs: int, budget: int, window: int, caching: bool, seed: int, ahead: int
+    block_size: int,
+    num_blocks: int,
+    max_num_seqs: int,
+    budget: int,
+    window: int,
+    caching: bool,
+    seed: int,
+    num_kept: int | None,
+    ahead: int,
 ) -> None:
     rng = random.Random(seed)
+    layout = None if num_kept is None else StateLayout(num_slots=max_num_seqs, num_kept=num_kept)
     scheduler = make_scheduler(
         num_blocks=num_blocks,
         block_size=block_size,
@@ -60,6 +70,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
         max_num_batched_tokens=budget,
         decode_window=window,
         enable_prefix_caching=caching,
+        state_layout=layout,
     )
     machine = Machine(scheduler, ahead)
     adapters = [None, *(Adapter(f"a{serial}", serial) for serial in range(3))]  # and two slots

@@ -1,0 +1,104 @@
+"""States of whole sequences: which row is whose, what is copied when, and what a scheduler makes of it."""
+
+import pytest
+from machine import Machine, make_group, make_scheduler, make_spec
+
+from stoker.engine.request import Request
+from stoker.engine.scheduler import Scheduler
+from stoker.engine.state_cache import StateCache, StateLayout
+
+SLOTS = 4
+ZEROS, PADDING = SLOTS + 1, SLOTS
+KEYS = [bytes([i]) for i in range(9)]
+
+
+def cache(num_kept: int = 2) -> StateCache:
+    return StateCache(StateLayout(num_slots=SLOTS, num_kept=num_kept), block_size=4)
+
+
+def test_a_slot_begins_anew_or_where_a_kept_state_is():
+    states = cache()
+    states.begin(1, [])
+    states.keep(0, KEYS[1])
+    assert states.known(KEYS[:3]) == 0, "it is there after the plan"
+    begun, ((slot, row),) = states.take()
+    assert begun == [(ZEROS, 1), (ZEROS, PADDING)] and slot == 0 and row > ZEROS
+    assert [states.known(KEYS[:n]) for n in range(4)] == [0, 0, 2, 2]
+    states.begin(3, KEYS[:2])
+    assert states.take() == ([(row, 3), (ZEROS, PADDING)], [])
+    states.check()
+
+
+def test_the_copy_used_longest_ago_makes_room():
+    states = cache()
+    for key in KEYS[:2]:
+        states.keep(0, key)
+        states.take()
+    states.begin(1, KEYS[:1])
+    states.keep(0, KEYS[2])
+    begun, kept = states.take()
+    assert (states.known(KEYS[:1]), states.known(KEYS[1:2]), states.known(KEYS[2:3])) == (1, 0, 1)
+    assert begun[0][0] != kept[0][1]
+    states.keep(0, KEYS[2])
+    assert states.take() == ([], []), "it is kept already"
+    states.check()
+
+
+def test_no_room_for_more_copies_than_there_are_rows():
+    states = cache()
+    for slot, key in enumerate(KEYS[:3]):
+        states.keep(slot, key)
+    assert len(states.take()[1]) == 2
+    none = cache(num_kept=0)
+    none.keep(0, KEYS[0])
+    assert none.take() == ([], [])
+
+
+def test_cleared_rows_are_free_again():
+    states = cache()
+    for _ in range(3):
+        for key in KEYS[:2]:
+            states.keep(0, key)
+        assert len(states.take()[1]) == 2
+        states.clear()
+        states.check()
+        assert states.known(KEYS[:2]) == 0
+
+
+def hybrid(num_kept: int = 8, **fields: object) -> Scheduler:
+    return make_scheduler(state_layout=StateLayout(num_slots=8, num_kept=num_kept), **fields)
+
+
+def group(first_id: int, prompt: list[int], samples: int) -> list[Request]:
+    return make_group(first_id, prompt, [make_spec(seed=i) for i in range(samples)])
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 22])
+@pytest.mark.parametrize("samples", [1, 8, 20])
+def test_a_group_computes_its_prompt_once_up_to_its_last_full_block(length: int, samples: int) -> None:
+    scheduler = hybrid()
+    machine = Machine(scheduler)
+    scheduler.add(group(0, [i % 3 for i in range(length)], samples))
+    machine.drain()
+    border = (length - 1) // 4 * 4
+    assert scheduler.counters.shared_tokens + scheduler.counters.prefix_hit_tokens == (samples - 1) * border
+
+
+def test_without_a_prefix_cache_every_sample_computes_its_prompt() -> None:
+    scheduler = hybrid(enable_prefix_caching=False)
+    scheduler.add(group(0, [0, 1, 2, 1, 0, 2], 6))
+    Machine(scheduler).drain()
+    assert scheduler.counters.shared_tokens == scheduler.counters.prefix_hit_tokens == 0
+
+
+def test_a_state_serves_no_other_weights() -> None:
+    scheduler = hybrid()
+    machine = Machine(scheduler)
+    for version in range(3):
+        scheduler.set_weight_version(version)
+        scheduler.add(group(100 * version, [0, 1, 2, 1, 0, 2], 1))
+        machine.drain()
+        assert scheduler.counters.prefix_hit_tokens == 0
+    scheduler.add(group(300, [0, 1, 2, 1, 0, 2], 1))
+    machine.drain()
+    assert scheduler.counters.prefix_hit_tokens == 4
