@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention
+from stoker.kernels import cpu_attention, cpu_recurrent
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import attention, checksum, linear, lora, moe, norm_rotary, recurrent, sampling, window
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -80,13 +80,20 @@ REFERENCE = Ops(
     checksums=checksum.checksums,
 )
 
-CPU = replace(REFERENCE, plan_attention=cpu_attention.plan_attention, paged_attention=cpu_attention.paged_attention)
+CPU = replace(
+    REFERENCE,
+    plan_attention=cpu_attention.plan_attention,
+    paged_attention=cpu_attention.paged_attention,
+    gated_delta_rule=cpu_recurrent.gated_delta_rule,
+    selective_scan=cpu_recurrent.selective_scan,
+)
 
 
 def ops_for(
     device: torch.device, layers: Iterable[tuple[int, int, torch.dtype]] = (), *, deterministic: bool = False
 ) -> Ops:
-    """The operations for a device: Triton's on CUDA; a CPU has an attention of its own, all else the torch reference.
+    """The operations for a device: Triton's on CUDA; a CPU has an attention and recurrences of its own, all else the
+    torch reference.
 
     layers: key dimension, value dimension and dtype of what attention layers keep; where Triton's kernels do not run one,
     attention is the torch reference, and the log says why. deterministic: a row's result has the same bits alone and among

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parent))
 from compile_attention import Recorder, as_on_hopper, build, launches
 
 from stoker.kernels import (
+    causal_conv,
     checksum,
     grouping,
     linear,
@@ -23,12 +24,14 @@ from stoker.kernels import (
     lora,
     moe,
     norm_rotary,
+    recurrent,
     sampling,
     window,
 )
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.reference.window import Record
 
 
@@ -118,12 +121,44 @@ def launch_adapters() -> None:
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
 
 
+def launch_recurrent() -> None:
+    """A decode step and chunks, of Qwen3-Next, of Bamba and of Falcon-H1."""
+    for longest in (1, 100):
+        rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
+        for channels in (8192, 200):
+            for bias in (None, zeros(channels)):
+                x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
+                causal_conv.causal_conv(x, zeros(channels, 4), bias, kept, rows, activation="silu")
+        q, k, v = zeros(64, 8192).view(64, -1, 128).split([16, 16, 32], dim=1)
+        decay, state = torch.zeros(64, 32), torch.zeros(2, 32, 128, 128)
+        recurrent.gated_delta_rule(q, k, v, decay, zeros(64, 32), state, rows, normalise=True)
+        for heads, groups, dim, size in ((128, 1, 64, 128), (32, 1, 64, 256), (24, 1, 128, 256)):
+            x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
+            of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
+            options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
+            recurrent.selective_scan(x, zeros(64, heads), of_heads, b, c, zeros(heads), state, rows, **options)
+
+
 if __name__ == "__main__":
     as_on_hopper()
-    of_layers = norm_rotary, linear, linear_invariant, linear_streamed, window, checksum, sampling, grouping, moe, lora
+    of_layers = (
+        norm_rotary,
+        linear,
+        linear_invariant,
+        linear_streamed,
+        window,
+        checksum,
+        sampling,
+        grouping,
+        moe,
+        lora,
+        causal_conv,
+        recurrent,
+    )
     for module in of_layers:
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
     launch_adapters()
+    launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

@@ -64,13 +64,14 @@ def delta_case(
     heads: int = 4,
     dims: tuple[int, int] = (16, 24),
     normalise: bool = True,
+    decay: float = 1.0,
 ) -> Case:
     key_dim, value_dim = dims
     by_token = {
         "query": apart(randn(tokens, key_heads, key_dim, dtype=dtype)),
         "key": apart(randn(tokens, key_heads, key_dim, dtype=dtype, scale=1.0 if normalise else key_dim**-0.5)),
         "value": apart(randn(tokens, heads, value_dim, dtype=dtype)),
-        "decay": -F.softplus(randn(tokens, heads)),
+        "decay": -decay * F.softplus(randn(tokens, heads)),
         "beta": apart(randn(tokens, heads, dtype=dtype).sigmoid()),
     }
     return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim)
@@ -84,6 +85,7 @@ def scan_case(
     dims: tuple[int, int] = (12, 16),
     biases: bool = True,
     limit: tuple[float, float] = (0.0, float("inf")),
+    decay: float = 1.0,
 ) -> Case:
     dim, size = dims
     by_token = {
@@ -93,7 +95,7 @@ def scan_case(
         "C": apart(randn(tokens, groups, size, dtype=dtype)),
     }
     given = {
-        "A": -(0.1 + torch.rand(heads, device=DEVICE)),
+        "A": -decay * (0.1 + torch.rand(heads, device=DEVICE)),
         "D": randn(heads, dtype=dtype) if biases else None,
         "dt_bias": randn(heads, dtype=dtype) if biases else None,
         "dt_limit": limit,
@@ -198,7 +200,10 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gated_delta_rule", {"normalise": False}),
     ("gated_delta_rule", {"key_heads": 3, "heads": 3, "dims": (40, 20)}),
     ("gated_delta_rule", {"key_heads": 1, "heads": 2, "dims": (128, 128)}),
+    ("gated_delta_rule", {"decay": 30.0}),
+    ("gated_delta_rule", {"decay": 0.01}),
     ("selective_scan", {"biases": False, "groups": 1}),
+    ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),

@@ -21,11 +21,11 @@ from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from triton_oracle import assert_close
 
-from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.ops import CPU, REFERENCE, Ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-tables = pytest.mark.parametrize("ops", [REFERENCE], ids=["reference"])
+tables = pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
 
 
 @tables
@@ -41,6 +41,12 @@ def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype, ops: 
 def test_other_layers(name: str, options: dict[str, Any], ops: Ops) -> None:
     for lengths in ([1, 1], [4, 0, 9]):
         check(ops, name, lengths, torch.float32, **options)
+
+
+@tables
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_several_chunks_long(name: str, options: dict[str, Any], ops: Ops) -> None:
+    check(ops, name, [64, 130, 1, 65, 0, 192, 2], torch.float32, **options)
 
 
 @tables

@@ -17,6 +17,7 @@ from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.moe import Gate
+from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
 pytestmark = pytest.mark.skipif(
@@ -95,8 +96,29 @@ def experts(same: Same) -> list[Tensor]:
     return [TRITON.experts(torch.randn(4, 64), ids, shares, gate_up, down, gate=Gate())]
 
 
+def states_of_sequences(same: Same) -> list[Tensor]:
+    by_token = {"dt": same(torch.randn(4, 2)), "B": same(torch.randn(4, 1, 16)), "C": same(torch.randn(4, 1, 16))}
+    values, decay, beta = same(torch.randn(4, 2, 8)), same(-torch.rand(4, 2)), same(torch.rand(4, 2))
+    query, key, channels = same(torch.randn(4, 1, 16)), same(torch.randn(4, 1, 16)), same(torch.randn(4, 16))
+    given = {"A": -torch.ones(2), "D": None, "dt_bias": None, "dt_limit": (0.0, 1.0)}
+    found = []
+    for starts in ([0, 3, 4], [0, 1, 2, 3, 4]):  # pieces of prompts, and a decode step
+        rows = StateRows(
+            torch.tensor([3, 1, 0, 2])[: len(starts) - 1], torch.tensor(starts), 1 if len(starts) == 5 else 3
+        )
+        kept = [same(torch.randn(4, *size)) for size in ((3, 16), (2, 16, 8), (2, 8, 16))]
+        found += [
+            TRITON.causal_conv(channels, torch.randn(16, 4), None, kept[0], rows),
+            TRITON.gated_delta_rule(query, key, values, decay, beta, kept[1], rows, normalise=True),
+            TRITON.selective_scan(values, **by_token, **given, state=kept[2], rows=rows),
+            *kept,
+        ]
+    return found
+
+
 @pytest.mark.parametrize(
-    "run", [norms_and_activations, weights, logits, keys_and_values, projected_heads, adapters, experts]
+    "run",
+    [norms_and_activations, weights, logits, keys_and_values, projected_heads, adapters, experts, states_of_sequences],
 )
 def test_the_numbers_are_the_same(run: Callable[[Same], list[Tensor]]) -> None:
     found = []

@@ -35,14 +35,25 @@ class StateRows:
         beyond = (at >= self.starts[1:, None]).view(*at.shape, *(1 for _ in x.shape[1:]))
         return x[at.clamp_(max=x.shape[0] - 1)].masked_fill_(beyond, 0)
 
+    def places(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Each token's row, and its place among the row's tokens; nobody's have some."""
+        at = torch.arange(tokens, device=self.starts.device)
+        row = torch.searchsorted(self.starts[1:], at, right=True).clamp_(max=self.slots.shape[0] - 1)
+        return row, at - self.starts[row]
+
     def packed(self, y: Tensor, tokens: int) -> Tensor:
         """From [R, longest, ...] to [tokens, ...]."""
         if self.longest == 1:
             return y.squeeze(1)
-        at = torch.arange(tokens, device=y.device)
-        row = torch.searchsorted(self.starts[1:], at, right=True).clamp_(max=y.shape[0] - 1)
-        nobodys = (at >= self.starts[-1]).view(-1, *(1 for _ in y.shape[2:]))
-        return y[row, (at - self.starts[row]).clamp_(max=y.shape[1] - 1)].masked_fill_(nobodys, 0)
+        row, place = self.places(tokens)
+        return self.without_nobodys(y[row, place.clamp_(max=self.longest - 1)])
+
+    def without_nobodys(self, out: Tensor) -> Tensor:
+        """[T, ...], with 0 where a token is nobody's."""
+        if self.longest == 1:
+            return out
+        nobodys = torch.arange(out.shape[0], device=out.device) >= self.starts[-1]
+        return out.masked_fill_(nobodys.view(-1, *(1 for _ in out.shape[1:])), 0)
 
 
 def causal_conv(
@@ -60,20 +71,33 @@ def causal_conv(
     of ``x``, changed in place. Sums are fp32 and rounded to the weight's dtype before the activation. Returns [T, C] in the
     dtype of ``x``.
     """
-    width = weight.shape[1]
-    inputs = torch.cat((state[rows.slots], rows.padded(x)), dim=1)
-    newest = (rows.starts[1:] - rows.starts[:-1])[:, None] + torch.arange(width - 1, device=x.device)
-    state[rows.slots] = inputs.gather(1, newest[:, :, None].expand(-1, -1, x.shape[1]))
-    wide, taps = inputs.float(), weight.float().unbind(1)
-    out = wide[:, : rows.longest] * taps[0]
-    for j, tap in enumerate(taps[1:], start=1):
-        out.addcmul_(wide[:, j : j + rows.longest], tap)
+    kept, taps = weight.shape[1] - 1, weight.float().unbind(1)
+    if rows.longest == 1:
+        window = torch.cat((state[rows.slots], x.unsqueeze(1)), dim=1)
+        state[rows.slots] = window[:, 1:]
+        shifted = window.unbind(1)
+    else:
+        source = torch.cat((state[rows.slots].flatten(0, 1), x))
+
+        def inputs(row: Tensor, place: Tensor) -> Tensor:
+            """Of a sequence; those before its first token have negative places."""
+            of_state, of_batch = row * kept + kept + place, rows.starts[row] + place + rows.slots.numel() * kept
+            return source[torch.where(place < 0, of_state, of_batch)]
+
+        row, place = rows.places(x.shape[0])
+        shifted = tuple(inputs(row, place - kept + j) for j in range(kept + 1))
+        last = (rows.starts[1:] - rows.starts[:-1])[:, None]
+        of_rows = torch.arange(len(rows.slots), device=x.device)[:, None]
+        state[rows.slots] = inputs(of_rows, last - kept + torch.arange(kept, device=x.device))
+    out = shifted[0].float() * taps[0]
+    for tap, one in zip(taps[1:], shifted[1:], strict=True):
+        out.addcmul_(one.float(), tap)
     if bias is not None:
         out += bias
     out = out.to(weight.dtype)
     if activation == "silu":
         out = F.silu(out, inplace=True)
-    return rows.packed(out.to(x.dtype), x.shape[0])
+    return rows.without_nobodys(out.to(x.dtype))
 
 
 def gated_delta_rule(

@@ -1,0 +1,142 @@
+"""The gated delta rule and Mamba-2's scan on a CPU: a prompt is a few products for each 64 tokens instead of some for each.
+
+Sequences go side by side, the longest first, so that those that still have tokens are always the first; decode steps among
+them go the way of the reference. Within a chunk exponents are sums of decays, whose differences are taken in fp64: in fp32
+those of neighbours would lose what the sum has grown to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.kernels.reference import recurrent as reference
+from stoker.kernels.reference.recurrent import NORM_EPS, StateRows, steps
+
+_CHUNK = 64
+
+
+def _by_chunks(
+    alone: Callable[[Tensor, StateRows], Tensor],
+    chunk: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    out: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """``out``, [T, ...] with 0 in it, filled. inputs: [T, H, ...].
+
+    alone: results of some tokens, each a sequence; chunk: those of [A, H, size, ...] of each input, in fp32 and 0 beyond a
+    sequence's end, and of states [A, ...], which it changes.
+    """
+    lengths = rows.starts.diff().tolist()
+    order = sorted((r for r, length in enumerate(lengths) if length > 1), key=lambda r: -lengths[r])
+    single = torch.tensor([r for r, length in enumerate(lengths) if length == 1], dtype=torch.long)
+    if len(single):
+        tokens = rows.starts[single]
+        out[tokens] = alone(tokens, StateRows(rows.slots[single], torch.arange(len(single) + 1), 1))
+    longer = torch.tensor(order, dtype=torch.long)
+    slots, starts, ends = rows.slots[longer], rows.starts[longer], rows.starts[longer + 1]
+    states = state[slots]
+    for first in range(0, max(lengths), _CHUNK):
+        active = sum(lengths[r] > first for r in order)
+        at = torch.arange(first, min(first + _CHUNK, max(lengths))) + starts[:active, None]
+        own = at < ends[:active, None]
+        at.clamp_(max=len(out) - 1)
+        parts = [t[at].float() for t in inputs]
+        for part in parts:
+            part[~own] = 0.0
+        took = chunk(*(part.transpose(1, 2) for part in parts), states[:active])
+        out[at[own]] = took.transpose(1, 2)[own].to(out.dtype)
+    state[slots] = states
+    return out
+
+
+def _decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From logarithms, [A, H, size], what is left of each token's state at each later one, [A, H, size, size], of the state
+    before all of them at each, [A, H, size, 1], and of each token's at the end, [A, H, size, 1]."""
+    total = decay.double().cumsum(-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).float().tril_().exp_().tril_()
+    return between, total.float().exp_().unsqueeze(-1), between[..., -1, :].unsqueeze(-1)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    normalise: bool,
+) -> Tensor:
+    """As the reference, to rounding. By the UT transform of "Parallelizing Linear Transformers with the Delta Rule" (Yang et
+    al., 2024): what a chunk's tokens change solves a triangular system."""
+    if rows.longest == 1:
+        return reference.gated_delta_rule(query, key, value, decay, beta, state, rows, normalise=normalise)
+    inputs = query, key, value, decay, beta
+    scale, shared = query.shape[-1] ** -0.5, value.shape[1] // key.shape[1]
+
+    def alone(tokens: Tensor, at: StateRows) -> Tensor:
+        q, k, v, kept, strength = (t[tokens] for t in inputs)
+        return reference.gated_delta_rule(q, k, v, kept, strength, state, at, normalise=normalise)
+
+    def chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, s: Tensor) -> Tensor:
+        if normalise:
+            q, k = (t * (t.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for t in (q, k))
+        among_keys, with_query = k @ k.mT, (q * scale) @ k.mT
+        q, k, among_keys, with_query = (_repeat(t, shared) for t in (q * scale, k, among_keys, with_query))
+        between, before, after = _decays(decay)
+        strength = beta.unsqueeze(-1)
+        system = among_keys * between * strength  # its diagonal is taken to be 1
+        change = strength * (v - before * (k @ s))
+        change = torch.linalg.solve_triangular(system, change, upper=False, unitriangular=True)
+        out: Tensor = before * (q @ s) + (with_query * between) @ change
+        s.mul_(before[..., -1:, :]).add_((k * after).mT @ change)
+        return out
+
+    out = torch.zeros(value.shape, dtype=query.dtype)
+    return _by_chunks(alone, chunk, inputs, out, state, rows)
+
+
+def _repeat(heads: Tensor, times: int) -> Tensor:
+    """[A, H, ...], each head so many times."""
+    return heads.repeat_interleave(times, dim=1) if times > 1 else heads
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> Tensor:
+    """As the reference, to rounding: the chunks of Mamba-2 (Dao and Gu, 2024)."""
+    if rows.longest == 1:
+        return reference.selective_scan(x, dt, A, B, C, D, state, rows, dt_bias=dt_bias, dt_limit=dt_limit)
+
+    def alone(tokens: Tensor, at: StateRows) -> Tensor:
+        given = (x[tokens], dt[tokens], A, B[tokens], C[tokens], D, state, at)
+        return reference.selective_scan(*given, dt_bias=dt_bias, dt_limit=dt_limit)
+
+    shared = x.shape[1] // B.shape[1]
+
+    def chunk(x: Tensor, step: Tensor, b: Tensor, c: Tensor, s: Tensor) -> Tensor:
+        between, before, after = _decays(step * A[:, None])
+        added = x * step.unsqueeze(-1)
+        out = (_repeat(c @ b.mT, shared) * between) @ added
+        out += before * (_repeat(c, shared) @ s.mT)
+        s.mul_(before[..., -1:, :]).add_((added * after).mT @ _repeat(b, shared))
+        return out if D is None else out.addcmul_(x, D.float()[:, None, None])
+
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    return _by_chunks(alone, chunk, (x, steps(dt, dt_bias, dt_limit), B, C), out, state, rows)

@@ -1,0 +1,232 @@
+"""The gated delta rule and Mamba-2's scan in Triton: each program walks a sequence's tokens with a tile of its state.
+
+A decode step is bound by memory: it reads and writes each state once, 2 MiB of a layer of Qwen3-Next for each row, which is
+1 us of an H200 (4.3 TB/s). A tile is 8 KiB, the registers of one warp, so that one row has two programs for each
+multiprocessor and many rows have more loads on their way than latency asks for. A prompt takes the same kernels, so that a
+sequence has the same bits however it is cut into pieces: a token's numbers come from the tile, whose size the layer's shape
+alone decides, and no product is fused with a sum. The next token's inputs are on their way while one is computed.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
+from stoker.kernels.reference.recurrent import NORM_EPS, StateRows
+
+_TILE = 2048  # numbers of a state: 64 registers of each thread
+_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
+# Where these lie follows from the number of rows: a kernel specialised on it would be compiled again.
+_ROWS = ["slots_ptr", "starts_ptr"]
+
+
+def tile_width(depth: int, width: int) -> int:
+    """How many of a state's columns (or rows) a program takes, whose other dimension is ``depth``."""
+    return int(min(max(_TILE // triton.next_power_of_2(depth), 1), triton.next_power_of_2(width)))
+
+
+@triton.jit
+def _tile(starts_ptr, HEADS: tl.constexpr, TILES: tl.constexpr, DECODE: tl.constexpr):
+    """A program's row, head and tile, and the tokens of the row's sequence. Tiles of one state run together."""
+    program = tl.program_id(0)
+    row = (program // (TILES * HEADS)).to(tl.int64)
+    if DECODE:
+        first, last = row, row + 1
+    else:
+        first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
+    return row, program // TILES % HEADS, program % TILES, first, last
+
+
+@triton.jit
+def _load_rule(
+    query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, token, query_token, key_token, value_token, decay_token,
+    beta_token, is_key, is_value,
+):  # fmt: skip
+    query = tl.load(query_ptr + token * query_token, mask=is_key, other=0.0)
+    key = tl.load(key_ptr + token * key_token, mask=is_key, other=0.0)
+    value = tl.load(value_ptr + token * value_token, mask=is_value, other=0.0)
+    return query, key, value, tl.load(decay_ptr + token * decay_token), tl.load(beta_ptr + token * beta_token)
+
+
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
+def _gated_delta_rule_kernel(
+    query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, query_token,
+    query_head, key_token, key_head, value_token, value_head, decay_token, beta_token, slot_stride, scale, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, NORM_EPS: tl.constexpr, DECODE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """NORM_EPS: None where query and key stay as they are."""
+    await_turn(DEPENDENT)
+    row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
+    if first >= last:
+        return
+    keys, values = tl.arange(0, KEYS), tile * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
+    query_ptr += head // SHARED * query_head + keys
+    key_ptr += head // SHARED * key_head + keys
+    value_ptr += head * value_head + values
+    decay_ptr += head
+    beta_ptr += head
+    out_ptr += head * VALUE_DIM + values
+    within = is_key[:, None] & is_value[None, :]
+    state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (KEY_DIM * VALUE_DIM)
+    state_ptr += keys[:, None] * VALUE_DIM + values[None, :]
+    state = tl.load(state_ptr, mask=within, other=0.0)
+    query, key, value, decay, beta = _load_rule(
+        query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, first, query_token, key_token, value_token, decay_token,
+        beta_token, is_key, is_value,
+    )  # fmt: skip
+    for token in range(first, last):
+        q, k, v = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32)
+        kept, strength = tl.exp(decay), beta.to(tl.float32)
+        if not DECODE:
+            query, key, value, decay, beta = _load_rule(
+                query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, tl.minimum(token + 1, last - 1), query_token,
+                key_token, value_token, decay_token, beta_token, is_key, is_value,
+            )  # fmt: skip
+        if NORM_EPS is not None:
+            q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS)
+            k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+        q, k = (q * scale)[:, None], k[:, None]
+        state *= kept
+        change = (v - tl.sum(state * k, 0)) * strength
+        state += k * change[None, :]
+        tl.store(out_ptr + token * (HEADS * VALUE_DIM), tl.sum(state * q, 0), mask=is_value)
+    tl.store(state_ptr, state, mask=within)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    normalise: bool,
+) -> Tensor:
+    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``."""
+    (heads, value_dim), (key_heads, key_dim) = value.shape[1:], key.shape[1:]
+    assert all(t.stride(-1) == 1 for t in (query, key, value, decay, beta)) and state[0].is_contiguous()
+    width = tile_width(key_dim, value_dim)
+    out, decode, tiles = _result(value, query.dtype, rows), rows.longest == 1, triton.cdiv(value_dim, width)
+    _gated_delta_rule_kernel[(rows.slots.shape[0] * heads * tiles,)](
+        query, key, value, decay, beta, state, rows.slots, rows.starts, out, query.stride(0), query.stride(1),
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), decay.stride(0), beta.stride(0),
+        state.stride(0), key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        NORM_EPS=NORM_EPS if normalise else None, DECODE=decode, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
+        TILES=tiles, **_LAUNCH, **launch.options(out.device),
+    )  # fmt: skip
+    return out
+
+
+def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
+    """What belongs to nobody is 0; in a decode step every token is a row's."""
+    assert rows.longest > 1 or like.shape[0] == rows.slots.shape[0]
+    make = torch.empty if rows.longest == 1 else torch.zeros
+    return make(like.shape, dtype=dtype, device=like.device)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)) of fp32 to some ulp, and x beyond 20, as torch: log(1 + u) = 2 artanh(u / (2 + u)), by its series."""
+    u = tl.exp(-tl.abs(x))
+    s = u / (2.0 + u)
+    square = s * s
+    tail = 1.0 / 7 + square * (1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13 + square * (1.0 / 15))))
+    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * tail))
+    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + 2.0 * s * series)
+
+
+@triton.jit
+def _load_scan(x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c_token, is_row, is_column):
+    x = tl.load(x_ptr + token * x_token, mask=is_row, other=0.0)
+    b = tl.load(b_ptr + token * b_token, mask=is_column, other=0.0)
+    c = tl.load(c_ptr + token * c_token, mask=is_column, other=0.0)
+    return x, tl.load(dt_ptr + token * dt_token), b, c
+
+
+@triton.jit(do_not_specialize_on_alignment=_ROWS)
+def _selective_scan_kernel(
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, x_token, x_head,
+    dt_token, b_token, b_group, c_token, c_group, slot_stride, least, most, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added."""
+    await_turn(DEPENDENT)
+    row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
+    if first >= last:
+        return
+    dtype: tl.constexpr = dt_ptr.dtype.element_ty
+    of_rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row, is_column = of_rows < DIM, columns < SIZE
+    x_ptr += head * x_head + of_rows
+    dt_ptr += head
+    b_ptr += head // SHARED * b_group + columns
+    c_ptr += head // SHARED * c_group + columns
+    out_ptr += head * DIM + of_rows
+    a = tl.load(a_ptr + head)
+    if SKIP:
+        skip = tl.load(d_ptr + head).to(tl.float32)
+    if BIAS:
+        bias = tl.load(dt_bias_ptr + head).to(dtype).to(tl.float32)
+    within = is_row[:, None] & is_column[None, :]
+    state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (DIM * SIZE)
+    state_ptr += of_rows[:, None] * SIZE + columns[None, :]
+    state = tl.load(state_ptr, mask=within, other=0.0)
+    x, dt, b, c = _load_scan(
+        x_ptr, dt_ptr, b_ptr, c_ptr, first, x_token, dt_token, b_token, c_token, is_row, is_column
+    )  # fmt: skip
+    for token in range(first, last):
+        wide, step = x.to(tl.float32), dt.to(tl.float32)
+        from_input, to_output = b.to(tl.float32)[None, :], c.to(tl.float32)[None, :]
+        if not DECODE:
+            x, dt, b, c = _load_scan(
+                x_ptr, dt_ptr, b_ptr, c_ptr, tl.minimum(token + 1, last - 1), x_token, dt_token, b_token, c_token,
+                is_row, is_column,
+            )  # fmt: skip
+        if BIAS:
+            step = (step + bias).to(dtype).to(tl.float32)
+        step = tl.minimum(tl.maximum(_softplus(step).to(dtype).to(tl.float32), least), most)
+        step = step.to(dtype).to(tl.float32)
+        state = state * tl.exp(step * a) + (wide * step)[:, None] * from_input
+        y = tl.sum(state * to_output, 1)
+        if SKIP:
+            y += skip * wide
+        tl.store(out_ptr + token * (HEADS * DIM), y, mask=is_row)
+    tl.store(state_ptr, state, mask=within)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor,
+    rows: StateRows,
+    *,
+    dt_bias: Tensor | None,
+    dt_limit: tuple[float, float],
+) -> Tensor:
+    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``."""
+    (heads, dim), (groups, size) = x.shape[1:], B.shape[1:]
+    assert all(t.stride(-1) == 1 for t in (x, dt, A, B, C)) and state[0].is_contiguous()
+    width = tile_width(size, dim)
+    out, decode, tiles = _result(x, x.dtype, rows), rows.longest == 1, triton.cdiv(dim, width)
+    _selective_scan_kernel[(rows.slots.shape[0] * heads * tiles,)](
+        x, dt, A, B, C, A if D is None else D, A if dt_bias is None else dt_bias, state, rows.slots, rows.starts, out,
+        x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), *map(float, dt_limit),
+        HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, SKIP=D is not None, BIAS=dt_bias is not None,
+        DECODE=decode, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, **_LAUNCH,
+        **launch.options(out.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,79 @@
+"""Triton kernels of layers with a state for each sequence, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recurrent_oracle import BATCHES, OPERATIONS, OPTIONS, check, check_alone, check_padding, check_pieces
+from torch import Tensor
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
+
+from stoker.kernels.reference.recurrent import StateRows
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+names = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@names
+@dtypes
+@pytest.mark.parametrize("lengths", BATCHES, ids=str)
+def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype) -> None:
+    check(TRITON, name, lengths, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_other_layers(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for lengths in ([1, 1], [4, 0, 9]):
+        check(TRITON, name, lengths, dtype, **options)
+
+
+@names
+@dtypes
+def test_a_sequence_in_pieces_has_the_bits_it_has_whole(name: str, dtype: torch.dtype) -> None:
+    check_pieces(DETERMINISTIC, name, dtype, exact=True)
+
+
+@names
+@dtypes
+def test_a_sequence_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
+    check_alone(DETERMINISTIC, name, dtype)
+
+
+@names
+@dtypes
+def test_padding_rows_change_no_others(name: str, dtype: torch.dtype) -> None:
+    check_padding(TRITON, name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_kernels_that_come_up_early_see_all_that_was_written(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long chain of decode steps, each of the inputs that the one before gave."""
+    dtype = torch.bfloat16
+    at = StateRows(torch.arange(rows, device=DEVICE), torch.arange(rows + 1, device=DEVICE), 1)
+    weight, start, a = randn(512, 4, dtype=dtype), randn(rows, 512, dtype=dtype), -torch.ones(2, device=DEVICE)
+
+    def chain() -> Tensor:
+        sizes = (3, 512), (2, 128, 128), (2, 128, 128)
+        taken, rule, scan = (torch.zeros(rows, *size, device=DEVICE) for size in sizes)
+        taken, x = taken.to(dtype), start
+        for _ in range(20):
+            x = TRITON.causal_conv(x, weight, None, taken, at, activation="silu")
+            q, k, v = x.view(rows, 4, 128).split([1, 1, 2], dim=1)
+            decay, beta = -v[:, 0, :2].float().abs(), v[:, 1, :2]
+            v = TRITON.gated_delta_rule(q, k, v, decay, beta, rule, at, normalise=True)
+            y = TRITON.selective_scan(v, v[:, 0, :2], a, q, k, None, scan, at, dt_bias=None, dt_limit=(0.0, 1.0))
+            x = torch.cat((v.flatten(1), y.flatten(1).tanh()), dim=1)
+        return torch.cat([t.flatten().float() for t in (x, taken, rule, scan)])
+
+    assert_early_starts_change_nothing(chain, monkeypatch)
