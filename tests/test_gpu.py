@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from adapted import peft_model
-from families import FAMILIES, VOCAB, make_model
+from families import FAMILIES, HYBRIDS, VOCAB, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,11 +27,11 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 17, 33, 40, 8)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     model = make_model(family)
     expected = [oracle.greedy(model, prompt, NEW_TOKENS) for prompt in prompts()]
-    config = EngineConfig(block_size=4, max_num_batched_tokens=16, kv_cache_memory="8MiB")
+    config = EngineConfig(block_size=4, max_num_batched_tokens=16, max_num_seqs=8, kv_cache_memory="8MiB")
     with RolloutEngine(model.cuda(), config=config) as engine:
         batch = engine.generate_batch(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
     assert [output.completions[0].token_ids for output in batch] == expected

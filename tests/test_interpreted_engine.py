@@ -38,6 +38,15 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
         assert engine.core.runner.has_graphs
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
+def test_with_the_kernels_of_a_gpu_layers_with_states_give_those_of_the_torch_operations(family: str) -> None:
+    with build(family, runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(*few(3))
+    with build(family, ops=TRITON, decode_window=1) as engine:
+        close(engine.generate_batch(*few(3)), expected)
+        assert engine.core.runner.has_graphs
+
+
 @pytest.mark.parametrize("ops", [TRITON, CPU], ids=["triton", "cpu"])
 def test_what_goes_to_the_device_is_made_on_the_host_whatever_a_trainer_s_default_is(ops: Ops) -> None:
     prompts = [[1, 2, 3]]

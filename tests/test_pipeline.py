@@ -37,13 +37,15 @@ def test_the_memory_of_attention_is_kept_free_of_keys_and_values(
     assert asked == [(64, 24, 4, heads, value_dim)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3", "qwen3_5", "falcon_h1"]
+)
 @pytest.mark.parametrize("memory", ["4MiB", None])
 def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:
     several = (prompts(25), params(25))
     with build(family, runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(*several)
-        tight = 40 * plain.stats().kv_block_bytes  # requests are preempted
+        tight = 40 * plain.stats().kv_block_bytes + plain.stats().recurrent_state_bytes  # requests are preempted
     with build(family, kv_cache_memory=memory or tight, max_num_batched_tokens=24) as engine:
         assert isinstance(engine.core.runner, GraphStep)
         for _ in range(2):
