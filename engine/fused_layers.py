@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.fused_mixers import Attention, DeltaNet, mixers_of
 from stoker.engine.layer_structure import Structure, norm_of, structure_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.norm_rotary import Activation, Norm, QKNorm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 
 class _Linears:
@@ -84,27 +85,15 @@ class _Parts:
     act: Activation | None
     mlp: Any
     norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # as ``Structure.norms``
-    head_norm: QKNorm | None  # of each query and key head
-    whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
 
 
 class FusedDecoderLayer(nn.Module):
     """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
-    rotary = True
-    interleaved = False
-
-    def __init__(self, layer: Any, parts: _Parts, ops: Ops, attention_options: Mapping[str, Any]) -> None:
-        """attention_options: what the original asks of attention besides query, key and value."""
+    def __init__(self, layer: Any, parts: _Parts, mixer: Attention | DeltaNet, ops: Ops) -> None:
         super().__init__()
-        attention = layer.self_attn
-        self.ops, self.parts = ops, parts
-        self.layer_idx: int = attention.layer_idx
-        self.head_dim: int = attention.head_dim
-        self.heads = attention.o_proj.in_features // self.head_dim
-        self.kv_heads = (sum(m.out_features for m in parts.qkv.linears) // self.head_dim - self.heads) // 2
+        self.ops, self.parts, self.mixer = ops, parts, mixer
         self.scale: float = getattr(layer, "residual_multiplier", 1.0)
-        self.attention_options = attention_options
 
     @property
     def complete(self) -> bool:
@@ -129,20 +118,8 @@ class FusedDecoderLayer(nn.Module):
         """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R]."""
         w, x = self.parts, hidden_states[0]
         attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = w.norms
-        qkv = w.qkv(x, norm=attention_norm)
-        if w.whole_norms is not None:
-            qkv = self._normed(qkv, *w.whole_norms)
-        attended = stoker_context.attend_projected(
-            self.layer_idx,
-            qkv.view(x.shape[0], -1, self.head_dim),
-            self.heads,
-            self.kv_heads,
-            w.head_norm,
-            (position_embeddings[0][0], position_embeddings[1][0]) if self.rotary else None,
-            interleaved=self.interleaved,
-            **self.attention_options,
-        )
-        x = self._add(w.out, attended.flatten(1), attention_post_norm, x, in_place)
+        mixed = self.mixer(w.qkv(x, norm=attention_norm), position_embeddings, stoker_context)
+        x = self._add(w.out, mixed, attention_post_norm, x, in_place)
         if w.gate_up is not None and w.down is not None:
             x = self._add(w.down, w.gate_up(x, norm=mlp_norm, gated=w.act), mlp_post_norm, x, True)
         else:
@@ -161,12 +138,6 @@ class FusedDecoderLayer(nn.Module):
         out = self.parts.mlp(x[None])
         out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
         return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
-
-    def _normed(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> Tensor:
-        """qkv: [T, (heads + 2 * kv_heads) * head_dim]"""
-        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        query, key, value = torch.split(qkv, widths, dim=1)
-        return torch.cat((self.ops.rms_norm(query, *query_norm), self.ops.rms_norm(key, *key_norm), value), dim=1)
 
 
 def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
@@ -191,7 +162,8 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             return 0, False
         kinds = rotary_kinds(shell)
         for path, siblings, index, layer, structure in list(_candidates(shell)):
-            replacement = _fused(layer, structure, shell, ops, fused, path, kinds[layer.self_attn.layer_idx])
+            layer_idx = layer.get_submodule(structure.mixer).layer_idx
+            replacement = _fused(layer, structure, shell, ops, fused, path, kinds[layer_idx])
             if replacement is not None:
                 siblings[index] = replacement
                 kept = None if replacement.complete else f"{path}.mlp"
@@ -230,8 +202,8 @@ def _fused(
     parts = _parts(layer, structure, shell, ops, fused, path)
     if parts is None:
         return None
-    like = layer.self_attn.o_proj.weight
-    generator = torch.Generator().manual_seed(layer.self_attn.layer_idx)
+    like, original = layer.get_submodule(structure.out).weight, layer.get_submodule(structure.mixer)
+    generator = torch.Generator().manual_seed(original.layer_idx)
     x = torch.randn(1, POSITIONS.numel(), like.shape[0], generator=generator, device="cpu").to(like)
     positions, recorder = POSITIONS[None].to(like.device), Recorder()
     arguments = {
@@ -240,19 +212,15 @@ def _fused(
         "position_embeddings": rotary_embedding(shell, x, positions, kind),
         "stoker_context": recorder,
     }
+    shell.recurrent.context = recorder
     expected = layer(x, **arguments)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    if len(recorder.options) != 1:
-        return None
-    options = recorder.options[0]
-    if options["sinks"] is not None and not any(options["sinks"] is p for p in layer.parameters()):
-        return None  # computed from what may change
+    mixers = list(mixers_of(original, ops, [m.out_features for m in parts.qkv.linears], recorder.options))
     # Relative to what the layer adds: next to a large residual a wrong layer would look right.
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
-    out = FusedDecoderLayer(layer, parts, ops, options).eval()
-    for rotary, interleaved in ((True, False), (True, True), (False, False)):
-        out.rotary, out.interleaved = rotary, interleaved
+    for mixer in mixers:
+        out = FusedDecoderLayer(layer, parts, mixer, ops).eval()
         errors = (expected.float() - out(x, **arguments).float()).abs().amax(-1).flatten()
         # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
         error = errors.max() if out.complete else errors.median()
@@ -283,24 +251,12 @@ def _parts(
     norms = [None if name is None else norm_of(layer.get_submodule(name)) for name in structure.norms]
     if any(name is not None and norm is None for name, norm in zip(structure.norms, norms, strict=True)):
         return None
-    attention = layer.self_attn
-    head_norm = whole_norms = None
-    if hasattr(attention, "q_norm"):
-        query, key = norm_of(attention.q_norm), norm_of(attention.k_norm)
-        if query is None or key is None or query[1:] != key[1:]:
-            return None
-        if query.weight.numel() == attention.head_dim:
-            head_norm = QKNorm(query.weight, *key)
-        else:
-            whole_norms = query, key
     return _Parts(
         qkv=linears(*structure.qkv),
-        out=linears("self_attn.o_proj"),
+        out=linears(structure.out),
         gate_up=linears(*structure.gate_up) if structure.gate_up else None,
         down=linears("mlp.down_proj") if structure.gate_up else None,
         act=structure.act,
         mlp=layer.mlp,
         norms=(norms[0], norms[1], norms[2], norms[3]),
-        head_norm=head_norm,
-        whole_norms=whole_norms,
     )

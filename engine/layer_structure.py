@@ -27,7 +27,23 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
 )
-_QKV = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.qkv_proj",))
+# Linears that read the input of attention, and the one that makes its output.
+_ATTENTION = (
+    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
+    (("self_attn.qkv_proj",), "self_attn.o_proj"),
+)
+# Likewise of a gated delta net: query, key and value, then the gate, beta and the decay.
+_DELTA_NET = (
+    (
+        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+        "linear_attn.out_proj",
+    ),
+    (("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), "linear_attn.out_proj"),
+    (
+        (*(f"linear_attn.{name}_proj" for name in "qkv"), *(f"linear_attn.{name}_proj" for name in "gba")),
+        "linear_attn.o_proj",
+    ),
+)
 _GATE_UP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",))
 
 
@@ -36,9 +52,15 @@ class Structure:
     """Names of modules in a layer. It holds on the meta device too."""
 
     norms: tuple[str | None, ...]  # before attention, after it, before the MLP, after it
-    qkv: tuple[str, ...]
+    qkv: tuple[str, ...]  # and what else reads the input of attention, or of what stands in its place
+    out: str
     gate_up: tuple[str, ...] = ()  # none: the MLP is of another kind, a mixture of experts say, and stays as it is
     act: Activation | None = None
+
+    @property
+    def mixer(self) -> str:
+        """The module that mixes tokens."""
+        return self.out.partition(".")[0]
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -47,20 +69,27 @@ class Structure:
 
 
 def structure_of(layer: nn.Module) -> Structure | None:
-    """The structure of a decoder layer, or None where it is not ``h += attention(h); h += mlp(h)`` with known norms."""
+    """The structure of a decoder layer, or None where it is not ``h += attention(h); h += mlp(h)`` with known norms.
+
+    In place of attention there may be a gated delta net.
+    """
     names = {name for name, child in layer.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
-    norms = next((n for n in _NORM_NAMES if names == {"self_attn", "mlp", *filter(None, n)}), None)
-    attention: Any = getattr(layer, "self_attn", None)
-    if norms is None or not hasattr(attention, "head_dim") or not _is_linear(layer, "self_attn.o_proj"):
+    mixer = "linear_attn" if "linear_attn" in names else "self_attn"
+    norms = next((n for n in _NORM_NAMES if names == {mixer, "mlp", *filter(None, n)}), None)
+    if norms is None:
         return None
-    if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
-        return None  # a probe need not reach the bound
-    qkv = _linears(layer, _QKV)
-    if not qkv:
+    if mixer == "self_attn":
+        if not hasattr(layer.self_attn, "head_dim"):
+            return None
+        if getattr(getattr(layer.self_attn, "config", None), "clip_qkv", None) is not None:
+            return None  # a probe need not reach the bound
+    choices = _ATTENTION if mixer == "self_attn" else _DELTA_NET
+    qkv, out = next(((_linears(layer, (ins,)), out) for ins, out in choices if _linears(layer, (ins,))), ((), ""))
+    if not qkv or not _is_linear(layer, out):
         return None
     act = _activation_of(layer.get_submodule("mlp"))
     gate_up = _linears(layer, _GATE_UP) if act is not None and _is_linear(layer, "mlp.down_proj") else ()
-    return Structure(norms, qkv, gate_up, act) if gate_up else Structure(norms, qkv)
+    return Structure(norms, qkv, out, gate_up, act) if gate_up else Structure(norms, qkv, out)
 
 
 def norm_of(module: nn.Module) -> Norm | None:

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule
 
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
+
+
+def _one_sequence(x: Tensor) -> StateRows:
+    starts = torch.tensor([0, x.shape[0]], device=x.device)
+    return StateRows(starts[:1], starts, x.shape[0])
 
 
 class Recorder:
@@ -26,6 +32,17 @@ class Recorder:
         key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
         return torch.einsum("hts,shd->thd", weights, value)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+        state = x.new_zeros(1, weight.shape[1] - 1, x.shape[1])
+        return causal_conv(x, weight, bias, state, _one_sequence(x), activation=activation)
+
+    def delta_rule(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor, normalise: bool
+    ) -> Tensor:
+        size = (1, value.shape[1], key.shape[2], value.shape[2])
+        state = torch.zeros(size, dtype=torch.float32, device=value.device)
+        return gated_delta_rule(query, key, value, *gates, state, _one_sequence(value), normalise=normalise)
 
     def attend_projected(
         self,

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stoker.kernels.errors import UnsupportedModelError
+
 _CONVOLUTION = "causal_conv1d_fn"
 
 
@@ -47,8 +49,10 @@ class _Functions:
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
     ) -> Tensor:
         """hidden_states: [1, C, T]; weight: [C, K]."""
-        context = self.layers.context
-        out: Tensor = context.convolve(self.layer, hidden_states[0].T, weight, bias, activation=activation)
+        if activation not in (None, "silu", "swish"):
+            raise UnsupportedModelError(f"layer {self.layer} has {activation!r} after its convolution")
+        act = activation and "silu"
+        out: Tensor = self.layers.context.convolve(self.layer, hidden_states[0].T, weight, bias, activation=act)
         return out.T[None]
 
     def delta_rule(
@@ -76,10 +80,12 @@ class _Functions:
         D: Tensor | None = None,
         dt_bias: Tensor | None = None,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
+        dt_softplus: bool = False,
         return_final_states: bool = False,
         **_: Any,
     ) -> Tensor | tuple[Tensor, None]:
         """hidden_states: [1, T, heads, dim]; dt: [1, T, heads]; B, C: [1, T, groups, state]."""
+        assert dt_softplus
         out: Tensor = self.layers.context.scan(
             self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit
         )[None]

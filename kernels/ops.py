@@ -12,7 +12,18 @@ from torch import Tensor
 
 from stoker.kernels import cpu_attention, cpu_recurrent
 from stoker.kernels.errors import InvalidConfigError
-from stoker.kernels.reference import attention, checksum, linear, lora, moe, norm_rotary, recurrent, sampling, window
+from stoker.kernels.reference import (
+    attention,
+    checksum,
+    gates,
+    linear,
+    lora,
+    moe,
+    norm_rotary,
+    recurrent,
+    sampling,
+    window,
+)
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
@@ -30,6 +41,8 @@ class Ops:
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    delta_gates: Callable[..., tuple[Tensor, Tensor]]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
@@ -65,6 +78,8 @@ REFERENCE = Ops(
     lora_embedding=lora.lora_embedding,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
+    gated_rms_norm=gates.gated_rms_norm,
+    delta_gates=gates.delta_gates,
     plan_attention=attention.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,

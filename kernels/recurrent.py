@@ -134,7 +134,7 @@ def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)) of fp32 to some ulp, and x beyond 20, as torch: log(1 + u) = 2 artanh(u / (2 + u)), by its series."""
     u = tl.exp(-tl.abs(x))
     s = u / (2.0 + u)
@@ -194,7 +194,7 @@ def _selective_scan_kernel(
             )  # fmt: skip
         if BIAS:
             step = (step + bias).to(dtype).to(tl.float32)
-        step = tl.minimum(tl.maximum(_softplus(step).to(dtype).to(tl.float32), least), most)
+        step = tl.minimum(tl.maximum(softplus(step).to(dtype).to(tl.float32), least), most)
         step = step.to(dtype).to(tl.float32)
         state = state * tl.exp(step * a) + (wide * step)[:, None] * from_input
         y = tl.sum(state * to_output, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import FAMILIES, VOCAB, make_model, randomise
+from families import FAMILIES, HYBRIDS, VOCAB, make_model, randomise
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
@@ -34,11 +34,24 @@ OWN = {
     "gemma4",
     "gemma4+images",
     "olmoe",
+    # Hybrids but for those with gated delta nets.
+    "lfm2",
+    "lfm2_moe",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "nemotron_h",
 }
 # Layers that keep a mixture of experts, in the models of ``families.py``.
-OWN_MLP = {"qwen3_moe": [0, 2], "mixtral": [0, 1, 2], "glm4_moe": [1, 2]}
+OWN_MLP = {
+    "qwen3_moe": [0, 2],
+    "mixtral": [0, 1, 2],
+    "glm4_moe": [1, 2],
+    "qwen3_next": [0, 1, 2],
+    "qwen3_5_moe": [0, 1, 2],
+}
 
-CONFIG = EngineConfig(block_size=4, kv_cache_memory="1MiB", max_num_batched_tokens=16)
+CONFIG = EngineConfig(block_size=4, kv_cache_memory="1MiB", max_num_batched_tokens=16, max_num_seqs=16)
 PROMPTS = [
     torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (17, 5, 26)
@@ -66,16 +79,16 @@ def assert_like_hugging_face(engine: RolloutEngine, model: PreTrainedModel) -> N
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_the_families_that_are_fused(family: str) -> None:
     with RolloutEngine(make_model(family), config=CONFIG) as engine:
         layers = fused_layers(engine)
         assert len(layers) == (0 if family in OWN else engine.stats().num_layers)
-        assert [layer.layer_idx for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
+        assert [layer.mixer.layer for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
         assert (plain_model(engine) is None) == (family in OWN)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - OWN))
+@pytest.mark.parametrize("family", sorted((FAMILIES | HYBRIDS).keys() - OWN))
 def test_fused_layers_follow_the_weights(family: str) -> None:
     """Every parameter in place, to numbers that no probe has seen."""
     model = make_model(family)
@@ -150,19 +163,21 @@ def test_variants(family: str, fields: dict[str, Any], fused: bool, complete: bo
         assert_like_hugging_face(engine, model)
 
 
-def test_a_layer_that_does_something_else_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_a_layer_that_does_something_else_stays_as_it_is(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a class that says nothing of it, as one from a model's own repository might."""
-    model = make_model("gemma3")
-    layer = type(model.model.layers[0])
+    model = make_model(family)
+    layer = type(model.model.layers[2])
     forward = layer.forward
 
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
-        return out * 1.01 if self.self_attn.layer_idx == 1 else out
+        mixer = getattr(self, "self_attn", None) or self.linear_attn
+        return out * 1.01 if mixer.layer_idx == 2 else out
 
     monkeypatch.setattr(layer, "forward", scaled)
     with RolloutEngine(model, config=CONFIG) as engine:
-        assert [fused.layer_idx for fused in fused_layers(engine)] == [0, 2]
+        assert [fused.mixer.layer for fused in fused_layers(engine)] == [0, 1]
         assert plain_model(engine) is None
         assert_like_hugging_face(engine, model)
 

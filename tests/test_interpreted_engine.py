@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from adapted import peft_model, state_dict
 from families import make_model
-from pretend_device import STATIC, PretendDevice, bits, build, close, prompts
+from pretend_device import STATIC, PretendDevice, bits, build, close, prompts, results
 
 from stoker.engine.device import CpuRuntime
 from stoker.kernels import grouping, lora
@@ -39,12 +40,17 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
-def test_with_the_kernels_of_a_gpu_layers_with_states_give_those_of_the_torch_operations(family: str) -> None:
+def test_with_the_kernels_of_a_gpu_layers_with_states_give_what_the_plain_forward_does(family: str) -> None:
     with build(family, runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(*few(3))
     with build(family, ops=TRITON, decode_window=1) as engine:
-        close(engine.generate_batch(*few(3)), expected)
+        batch = engine.generate_batch(*few(3))
+        assert results(batch) == results(expected)
         assert engine.core.runner.has_graphs
+    for output in batch:
+        (c,) = output.completions
+        logprobs = oracle.logprobs(make_model(family), output.prompt_token_ids, c.token_ids)
+        torch.testing.assert_close(torch.tensor(c.logprobs).double(), logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("ops", [TRITON, CPU], ids=["triton", "cpu"])
@@ -95,13 +101,18 @@ def test_deterministic_bits_survive_preemption() -> None:
         assert engine.stats().num_preemptions > 0
 
 
-def test_a_gemma_is_deterministic_too() -> None:
-    """Norms after the projections, GeGLU, and softcaps."""
+@pytest.mark.parametrize(("family", "num_layers"), [("gemma2", 1), ("qwen3_5", None)])
+def test_others_are_deterministic_too(family: str, num_layers: int | None) -> None:
+    """Norms after the projections, GeGLU, and softcaps; layers with states, and gates."""
     several, settings = few(2)
-    with build("gemma2", ops=DETERMINISTIC, num_layers=1, max_num_batched_tokens=8) as engine:
+    with build(family, ops=DETERMINISTIC, num_layers=num_layers, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))
         assert together[1] == bits(engine.generate_batch(several[1:2], settings[1:2]))[0]
-    with build("gemma2", runtime=CpuRuntime, num_layers=1) as plain:
+        scored = engine.score(
+            [p + t[0][0] for p, t in zip(several, together, strict=True)], start=list(map(len, several))
+        )
+        assert [[(t[0][0], s.logprobs.tolist())] for t, s in zip(together, scored, strict=True)] == together
+    with build(family, runtime=CpuRuntime, num_layers=num_layers) as plain:
         expected = plain.generate_batch(several, settings)
     assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
 

@@ -1,0 +1,147 @@
+"""What mixes tokens in a fused layer, from the projection of its input to what its output is projected from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.engine.layer_structure import norm_of
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Norms of queries and keys, rotary embedding, attention, and a gate for each number of it."""
+
+    ops: Ops
+    layer: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    gated: bool  # the projection has a gate behind each query head
+    head_norm: QKNorm | None  # of each query and key head
+    whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
+    options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
+    rotary: bool = True
+    interleaved: bool = False
+
+    def __call__(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], context: Any) -> Tensor:
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where ``gated``; position_embeddings: cos and sin, [1, T, R].
+
+        Returns [T, heads * value dim].
+        """
+        if self.whole_norms is not None:
+            qkv = self._normed(qkv, *self.whole_norms)
+        by_head, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
+        if self.gated:
+            query, rest = by_head.split((2 * self.heads, 2 * self.kv_heads), dim=1)
+            by_head, gate = torch.cat((query[:, ::2], rest), dim=1), query[:, 1::2]
+        out: Tensor = context.attend_projected(
+            self.layer,
+            by_head,
+            self.heads,
+            self.kv_heads,
+            self.head_norm,
+            (position_embeddings[0][0], position_embeddings[1][0]) if self.rotary else None,
+            interleaved=self.interleaved,
+            **self.options,
+        )
+        return out.flatten(1) if gate is None else (out * gate.sigmoid()).flatten(1)
+
+    def _normed(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> Tensor:
+        widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        query, key, value = torch.split(qkv, widths, dim=1)
+        return torch.cat((self.ops.rms_norm(query, *query_norm), self.ops.rms_norm(key, *key_norm), value), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Convolution, gated delta rule and gated norm (Yang et al., 2024)."""
+
+    ops: Ops
+    layer: int
+    module: Any  # the original, for its parameters
+    norm: Norm
+    beta_scale: float
+    by_key_head: bool  # the projections are in this order for each key head, and not for all of them
+
+    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+        """projected: [T, N], in order query, key, value, gate, beta, decay; returns [T, heads * value dim]."""
+        m, tokens = self.module, projected.shape[0]
+        qkv, gate, b, a = (self._in_order if self.by_key_head else self._split)(projected)
+        qkv = context.convolve(self.layer, qkv, m.conv1d.weight.squeeze(1), m.conv1d.bias, activation="silu")
+        query, key, value = qkv.split((m.key_dim, m.key_dim, m.value_dim), dim=1)
+        query, key = (t.view(tokens, m.num_k_heads, m.head_k_dim) for t in (query, key))
+        value, gate = (t.view(tokens, m.num_v_heads, m.head_v_dim) for t in (value, gate))
+        decay, beta = self.ops.delta_gates(a, b, m.A_log, m.dt_bias, self.beta_scale)
+        out = context.delta_rule(self.layer, query, key, value, decay, beta, normalise=True)
+        return self.ops.gated_rms_norm(out, gate, self.norm.weight, self.norm.eps).flatten(1)
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
+        m = self.module
+        return projected.split((2 * m.key_dim + m.value_dim, m.value_dim, m.num_v_heads, m.num_v_heads), dim=1)
+
+    def _in_order(self, projected: Tensor) -> tuple[Tensor, ...]:
+        m, tokens = self.module, projected.shape[0]
+        gates = projected.shape[1] - 2 * m.num_v_heads
+        by_head = (part.view(tokens, m.num_k_heads, -1) for part in projected.tensor_split((gates,), dim=1))
+        width, each = m.value_dim // m.num_k_heads, m.num_v_heads // m.num_k_heads
+        (*qkv, gate), ba = (
+            t.split(w, dim=2) for t, w in zip(by_head, ([m.head_k_dim] * 2 + [width] * 2, each), strict=True)
+        )
+        return torch.cat([t.flatten(1) for t in qkv], dim=1), *(t.flatten(1) for t in (gate, *ba))
+
+
+def mixers_of(
+    module: Any, ops: Ops, widths: Sequence[int], asked: Sequence[Mapping[str, Any]]
+) -> Iterator[Attention | DeltaNet]:
+    """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
+
+    widths: of the linears that read its input; asked: what it asked of attention when it ran, each time.
+    """
+    if hasattr(module, "conv1d"):
+        norm: Any = getattr(module, "norm", getattr(module, "o_norm", None))
+        for scale in (1.0, 2.0) if norm is not None and not asked else ():
+            yield DeltaNet(
+                ops=ops,
+                layer=module.layer_idx,
+                module=module,
+                norm=Norm(norm.weight, float(norm.variance_epsilon)),
+                beta_scale=scale,
+                by_key_head=len(widths) == 2,
+            )
+        return
+    if len(asked) != 1:
+        return
+    (options,) = asked
+    if options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters()):
+        return  # computed from what may change
+    head_norm = whole_norms = None
+    if hasattr(module, "q_norm"):
+        query, key = norm_of(module.q_norm), norm_of(module.k_norm)
+        if query is None or key is None or query[1:] != key[1:]:
+            return
+        if query.weight.numel() == module.head_dim:
+            head_norm = QKNorm(query.weight, *key)
+        else:
+            whole_norms = query, key
+    dim, heads = module.head_dim, module.o_proj.in_features // module.head_dim
+    gated = len(widths) == 3 and widths[0] == 2 * heads * dim
+    attention = Attention(
+        ops=ops,
+        layer=module.layer_idx,
+        head_dim=dim,
+        heads=heads,
+        kv_heads=(sum(widths) // dim - heads * (1 + gated)) // 2,
+        gated=gated,
+        head_norm=head_norm,
+        whole_norms=whole_norms,
+        options=options,
+    )
+    for rotary, interleaved in ((True, False), (True, True), (False, False)):
+        yield replace(attention, rotary=rotary, interleaved=interleaved)

@@ -1,0 +1,78 @@
+"""What gates the layers of a gated delta net, as Triton kernels: each rounds where the reference does."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
+from stoker.kernels.recurrent import softplus
+
+_ELEMENTS = 1024  # of a program's heads
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated_rms_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, rows, x_stride, x_head, gate_stride, gate_head, eps, HEADS: tl.constexpr,
+    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    await_turn(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (at < DIM)
+    token, head = row // HEADS, row % HEADS
+    x = tl.load(x_ptr + token * x_stride + head * x_head + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + head * gate_head + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < DIM, other=0.0)
+    dtype = out_ptr.dtype.element_ty
+    normed = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)).to(dtype).to(tl.float32)
+    normed = (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * DIM + at, normed * (gate * tl.sigmoid(gate)), mask=inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As the reference's. x, gate: [T, H, D], each head's numbers contiguous; weight: [D], in the dtype of ``x``."""
+    tokens, heads, dim = x.shape
+    assert x.stride(2) == gate.stride(2) == 1 and gate.shape == x.shape and weight.dtype == x.dtype
+    out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(dim)
+    tile = max(_ELEMENTS // block, 1)
+    _gated_rms_norm_kernel[(triton.cdiv(tokens * heads, tile),)](
+        x, gate, weight, out, tokens * heads, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1), eps,
+        HEADS=heads, DIM=dim, TILE=tile, BLOCK=block, num_warps=4, **launch.options(x.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _delta_gates_kernel(
+    a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, decay_ptr, beta_ptr, a_stride, b_stride, scale, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    await_turn(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK)
+    inside = head < HEADS
+    a = tl.load(a_ptr + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + row * b_stride + head, mask=inside, other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    tl.store(decay_ptr + row * HEADS + head, -tl.exp(a_log) * softplus(a + bias), mask=inside)
+    beta = tl.sigmoid(b).to(beta_ptr.dtype.element_ty).to(tl.float32) * scale
+    tl.store(beta_ptr + row * HEADS + head, beta, mask=inside)
+
+
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """As the reference's. a, b: [T, H], each token's heads contiguous."""
+    assert a.stride(1) == b.stride(1) == 1
+    tokens, heads = a.shape
+    decay = torch.empty(tokens, heads, dtype=torch.float32, device=a.device)
+    beta = torch.empty(tokens, heads, dtype=b.dtype, device=b.device)
+    _delta_gates_kernel[(tokens,)](
+        a, b, a_log, dt_bias, decay, beta, a.stride(0), b.stride(0), scale, HEADS=heads,
+        BLOCK=triton.next_power_of_2(heads), num_warps=1, **launch.options(a.device),
+    )  # fmt: skip
+    return decay, beta

@@ -1,0 +1,71 @@
+"""What gates the layers of a gated delta net: against transformers' modules, and the kernels against fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    assert_close,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
+
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+
+EPS = 1e-6
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+shapes = pytest.mark.parametrize("shape", [(1, 1, 8), (5, 3, 12), (7, 32, 128), (2, 48, 96)], ids=str)
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same numbers within rows that have others besides."""
+    return torch.cat([x, x[..., :3]], dim=-1)[..., : x.shape[-1]]
+
+
+@dtypes
+@shapes
+def test_gated_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, gate, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, scale=2), randn(shape[-1], dtype=dtype)
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    expected = weight.double() * normed * F.silu(gate.double())
+    module = Qwen3_5RMSNormGated(shape[-1], EPS).to(DEVICE, dtype)
+    module.weight.data.copy_(weight)
+    with torch.no_grad():
+        wanted = module(x, gate)
+    assert torch.equal(REFERENCE.gated_rms_norm(x, gate, weight, EPS), wanted)
+    for given in (gate, apart(gate)):
+        out = TRITON.gated_rms_norm(apart(x), given, weight, EPS)
+        assert_close(out, expected, dtype)
+        if dtype != torch.float32:  # it rounds where they do
+            assert (out == wanted).float().mean() > 0.98
+
+
+@dtypes
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("heads", [1, 5, 32])
+def test_delta_gates(heads: int, scale: float, dtype: torch.dtype) -> None:
+    a, b = (randn(9, heads, dtype=dtype, scale=8) for _ in range(2))
+    a_log, dt_bias = randn(heads), randn(heads, dtype=dtype)
+    decay = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double())
+    beta = scale * b.double().sigmoid()
+    for ops in (REFERENCE, TRITON):
+        found = ops.delta_gates(apart(a), apart(b), a_log, dt_bias, scale)
+        assert_close(found[0], decay, torch.float32)
+        assert_close(found[1], beta, dtype)
+
+
+def test_a_token_s_bits_depend_on_no_other() -> None:
+    x, gate, weight = randn(9, 4, 24), randn(9, 4, 24), randn(24)
+    a, b, a_log, dt_bias = randn(9, 4), randn(9, 4), randn(4), randn(4)
+    normed, gates = DETERMINISTIC.gated_rms_norm(x, gate, weight, EPS), DETERMINISTIC.delta_gates(a, b, a_log, dt_bias)
+    for rows in (slice(0, 1), slice(3, 7)):
+        assert torch.equal(DETERMINISTIC.gated_rms_norm(x[rows], gate[rows], weight, EPS), normed[rows])
+        for part, whole in zip(DETERMINISTIC.delta_gates(a[rows], b[rows], a_log, dt_bias), gates, strict=True):
+            assert torch.equal(part, whole[rows])
