@@ -119,13 +119,18 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     if config.kv_cache_memory == "auto":
         needed = config.max_num_seqs * -(-model_len // config.block_size) + 1
         budget = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
+        if states is not None and budget < state_bytes:
+            raise InvalidConfigError(
+                f"kv_cache_memory='auto' comes to {max(budget, 0)} bytes, and the states of max_num_seqs={config.max_num_seqs} "
+                f"sequences take {state_bytes}: lower max_num_seqs, or set kv_cache_memory"
+            )
         num_blocks = max(2, min(needed, (budget - state_bytes) // block_bytes))
     else:
         assert isinstance(config.kv_cache_memory, int)
         num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
         if num_blocks < 2:
             besides = (
-                f", and the states of max_num_seqs={config.max_num_seqs} sequences {state_bytes}" if states else ""
+                f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}" if states else ""
             )
             raise InvalidConfigError(
                 f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
