@@ -36,7 +36,7 @@ def launch_config(channels: int, *, decode: bool) -> LaunchConfig:
 
 
 @triton.jit
-def _sequence_of_tile(starts_ptr, rows, halvings, tile, TOKENS: tl.constexpr):
+def sequence_of_tile(starts_ptr, rows, halvings, tile, TOKENS: tl.constexpr):
     """The sequence whose tokens a tile takes. Sequence r has the tiles from ``starts[r] // TOKENS + r`` on, which are enough:
     between two of these there is one more than there are multiples of TOKENS between their first tokens."""
     row = tile * 0
@@ -84,7 +84,7 @@ def _causal_conv_kernel(
         row = tile
         first, last, begin = row, row + 1, row * 0
     else:
-        row = _sequence_of_tile(starts_ptr, rows, halvings, tile, TOKENS)
+        row = sequence_of_tile(starts_ptr, rows, halvings, tile, TOKENS)
         first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
         begin = (tile - row - first // TOKENS) * TOKENS
         if begin >= last - first:

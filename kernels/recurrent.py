@@ -1,10 +1,13 @@
 """The gated delta rule and Mamba-2's scan in Triton: each program walks a sequence's tokens with a tile of its state.
 
-A decode step is bound by memory: it reads and writes each state once, 2 MiB of a layer of Qwen3-Next for each row, which is
-1 us of an H200 (4.3 TB/s). A tile is 8 KiB, the registers of one warp, so that one row has two programs for each
-multiprocessor and many rows have more loads on their way than latency asks for. A prompt takes the same kernels, so that a
-sequence has the same bits however it is cut into pieces: a token's numbers come from the tile, whose size the layer's shape
-alone decides, and no product is fused with a sum. The next token's inputs are on their way while one is computed.
+A decode step is bound by memory. It reads and writes each state once, 2 MiB of a layer of Qwen3-Next for each row; expected,
+not measured, is 1 us of an H200 (4.3 TB/s). A tile is 8 KiB, the registers of one warp, so that one row has two programs for
+each multiprocessor and many rows have more loads on their way than latency asks for. The next token's inputs are on their
+way while one is computed.
+
+Prompts go by chunks (``recurrent_chunks``), but for short ones; which way a sequence goes, its own length alone decides. Where
+they are walked, too, a sequence has the same bits however it is cut into pieces: the layer's shape decides the size of a tile
+and with it each sum's order, and no product is fused with a sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
+from stoker.kernels.recurrent_chunks import MOST_WALKED, can_chunk, rule_by_chunks, scan_by_chunks, step_length
 from stoker.kernels.reference.recurrent import NORM_EPS, StateRows
 
 _TILE = 2048  # numbers of a state: 64 registers of each thread
@@ -53,17 +57,17 @@ def _load_rule(
     return query, key, value, tl.load(decay_ptr + token * decay_token), tl.load(beta_ptr + token * beta_token)
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=["longest"], do_not_specialize_on_alignment=_ROWS)
 def _gated_delta_rule_kernel(
     query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, query_token,
-    query_head, key_token, key_head, value_token, value_head, decay_token, beta_token, slot_stride, scale, HEADS: tl.constexpr,
+    query_head, key_token, key_head, value_token, value_head, decay_token, beta_token, slot_stride, longest, scale, HEADS: tl.constexpr,
     SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, NORM_EPS: tl.constexpr, DECODE: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """NORM_EPS: None where query and key stay as they are."""
     await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
-    if first >= last:
+    if (first >= last) | (last - first > longest):
         return
     keys, values = tl.arange(0, KEYS), tile * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
@@ -110,17 +114,24 @@ def gated_delta_rule(
     rows: StateRows,
     *,
     normalise: bool,
+    deterministic: bool = False,
 ) -> Tensor:
-    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``."""
+    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
+
+    deterministic: the same bits in any pieces, else to rounding.
+    """
     (heads, value_dim), (key_heads, key_dim) = value.shape[1:], key.shape[1:]
     assert all(t.stride(-1) == 1 for t in (query, key, value, decay, beta)) and state[0].is_contiguous()
-    width = tile_width(key_dim, value_dim)
-    out, decode, tiles = _result(value, query.dtype, rows), rows.longest == 1, triton.cdiv(value_dim, width)
+    width, most = tile_width(key_dim, value_dim), rows.longest
+    out, tiles = _result(value, query.dtype, rows), triton.cdiv(value_dim, width)
+    if most > MOST_WALKED and not deterministic and can_chunk(key_dim, key.dtype, rule=True):
+        rule_by_chunks(query, key, value, decay, beta, state, rows, out, normalise=normalise)
+        most = MOST_WALKED
     _gated_delta_rule_kernel[(rows.slots.shape[0] * heads * tiles,)](
         query, key, value, decay, beta, state, rows.slots, rows.starts, out, query.stride(0), query.stride(1),
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), decay.stride(0), beta.stride(0),
-        state.stride(0), key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        NORM_EPS=NORM_EPS if normalise else None, DECODE=decode, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
+        state.stride(0), most, key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        NORM_EPS=NORM_EPS if normalise else None, DECODE=rows.longest == 1, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
         TILES=tiles, **_LAUNCH, **launch.options(out.device),
     )  # fmt: skip
     return out
@@ -134,17 +145,6 @@ def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
 
 
 @triton.jit
-def softplus(x):
-    """log(1 + exp(x)) of fp32 to some ulp, and x beyond 20, as torch: log(1 + u) = 2 artanh(u / (2 + u)), by its series."""
-    u = tl.exp(-tl.abs(x))
-    s = u / (2.0 + u)
-    square = s * s
-    tail = 1.0 / 7 + square * (1.0 / 9 + square * (1.0 / 11 + square * (1.0 / 13 + square * (1.0 / 15))))
-    series = 1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * tail))
-    return tl.where(x > 20.0, x, tl.maximum(x, 0.0) + 2.0 * s * series)
-
-
-@triton.jit
 def _load_scan(x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c_token, is_row, is_column):
     x = tl.load(x_ptr + token * x_token, mask=is_row, other=0.0)
     b = tl.load(b_ptr + token * b_token, mask=is_column, other=0.0)
@@ -152,17 +152,17 @@ def _load_scan(x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c
     return x, tl.load(dt_ptr + token * dt_token), b, c
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROWS)
+@triton.jit(do_not_specialize=["longest"], do_not_specialize_on_alignment=_ROWS)
 def _selective_scan_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, x_token, x_head,
-    dt_token, b_token, b_group, c_token, c_group, slot_stride, least, most, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    dt_token, b_token, b_group, c_token, c_group, slot_stride, longest, least, most, HEADS: tl.constexpr, SHARED: tl.constexpr,
     DIM: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added."""
     await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
-    if first >= last:
+    if (first >= last) | (last - first > longest):
         return
     dtype: tl.constexpr = dt_ptr.dtype.element_ty
     of_rows, columns = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -175,8 +175,7 @@ def _selective_scan_kernel(
     a = tl.load(a_ptr + head)
     if SKIP:
         skip = tl.load(d_ptr + head).to(tl.float32)
-    if BIAS:
-        bias = tl.load(dt_bias_ptr + head).to(dtype).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + head).to(dtype).to(tl.float32) if BIAS else 0.0
     within = is_row[:, None] & is_column[None, :]
     state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (DIM * SIZE)
     state_ptr += of_rows[:, None] * SIZE + columns[None, :]
@@ -192,10 +191,7 @@ def _selective_scan_kernel(
                 x_ptr, dt_ptr, b_ptr, c_ptr, tl.minimum(token + 1, last - 1), x_token, dt_token, b_token, c_token,
                 is_row, is_column,
             )  # fmt: skip
-        if BIAS:
-            step = (step + bias).to(dtype).to(tl.float32)
-        step = tl.minimum(tl.maximum(softplus(step).to(dtype).to(tl.float32), least), most)
-        step = step.to(dtype).to(tl.float32)
+        step = step_length(step, bias, least, most, dtype, BIAS)
         state = state * tl.exp(step * a) + (wide * step)[:, None] * from_input
         y = tl.sum(state * to_output, 1)
         if SKIP:
@@ -216,17 +212,24 @@ def selective_scan(
     *,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
+    deterministic: bool = False,
 ) -> Tensor:
-    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``."""
+    """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
+
+    deterministic: the same bits in any pieces, else to rounding.
+    """
     (heads, dim), (groups, size) = x.shape[1:], B.shape[1:]
     assert all(t.stride(-1) == 1 for t in (x, dt, A, B, C)) and state[0].is_contiguous()
-    width = tile_width(size, dim)
-    out, decode, tiles = _result(x, x.dtype, rows), rows.longest == 1, triton.cdiv(dim, width)
+    width, most = tile_width(size, dim), rows.longest
+    out, tiles = _result(x, x.dtype, rows), triton.cdiv(dim, width)
+    if most > MOST_WALKED and not deterministic and can_chunk(size, x.dtype, rule=False):
+        scan_by_chunks(x, dt, A, B, C, D, state, rows, out, dt_bias=dt_bias, dt_limit=dt_limit)
+        most = MOST_WALKED
     _selective_scan_kernel[(rows.slots.shape[0] * heads * tiles,)](
         x, dt, A, B, C, A if D is None else D, A if dt_bias is None else dt_bias, state, rows.slots, rows.starts, out,
-        x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), *map(float, dt_limit),
+        x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), most, *map(float, dt_limit),
         HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, SKIP=D is not None, BIAS=dt_bias is not None,
-        DECODE=decode, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, **_LAUNCH,
+        DECODE=rows.longest == 1, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, **_LAUNCH,
         **launch.options(out.device),
     )  # fmt: skip
     return out

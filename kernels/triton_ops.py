@@ -62,13 +62,15 @@ def measured() -> Ops:
     return replace(TRITON, linear=linear, matmuls=linear.chosen)
 
 
-# The same bits for a row alone and among any others, where TRITON's depend on how many there are.
+# The same bits for a row alone and among any others, and in any pieces, where TRITON's depend on how many there are.
 DETERMINISTIC = replace(
     TRITON,
     linear=linear_invariant.linear,
     lora=partial(lora.lora, deterministic=True),
     lora_embedding=partial(lora.lora_embedding, deterministic=True),
     experts=moe.experts_invariant,
+    gated_delta_rule=partial(recurrent.gated_delta_rule, deterministic=True),
+    selective_scan=partial(recurrent.selective_scan, deterministic=True),
     plan_attention=partial(attention.plan_attention, deterministic=True),
     shared_from=None,
 )

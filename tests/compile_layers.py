@@ -25,6 +25,7 @@ from stoker.kernels import (
     moe,
     norm_rotary,
     recurrent,
+    recurrent_chunks,
     sampling,
     window,
 )
@@ -122,17 +123,19 @@ def launch_adapters() -> None:
 
 
 def launch_recurrent() -> None:
-    """A decode step and chunks, of Qwen3-Next, of Bamba and of Falcon-H1."""
+    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, Bamba, Falcon-H1 and Nemotron-H."""
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
         for channels in (8192, 200):
             for bias in (None, zeros(channels)):
                 x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
                 causal_conv.causal_conv(x, zeros(channels, 4), bias, kept, rows, activation="silu")
-        q, k, v = zeros(64, 8192).view(64, -1, 128).split([16, 16, 32], dim=1)
-        decay, state = torch.zeros(64, 32), torch.zeros(2, 32, 128, 128)
-        recurrent.gated_delta_rule(q, k, v, decay, zeros(64, 32), state, rows, normalise=True)
-        for heads, groups, dim, size in ((128, 1, 64, 128), (32, 1, 64, 256), (24, 1, 128, 256)):
+        for key_heads, heads, key_dim, dim in ((16, 32, 128, 128), (30, 30, 96, 192), (4, 4, 256, 256)):
+            q, k = (zeros(64, 2, key_heads, key_dim)[:, part] for part in range(2))
+            decay, state = torch.zeros(64, heads), torch.zeros(2, heads, key_dim, dim)
+            inputs = q, k, zeros(64, heads, dim), decay, zeros(64, heads)
+            recurrent.gated_delta_rule(*inputs, state, rows, normalise=True)
+        for heads, groups, dim, size in ((128, 1, 64, 128), (32, 1, 64, 256), (24, 1, 128, 256), (96, 8, 80, 128)):
             x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
             options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
@@ -141,7 +144,7 @@ def launch_recurrent() -> None:
 
 if __name__ == "__main__":
     as_on_hopper()
-    of_layers = (
+    of_layers = [
         norm_rotary,
         linear,
         linear_invariant,
@@ -152,9 +155,8 @@ if __name__ == "__main__":
         grouping,
         moe,
         lora,
-        causal_conv,
-        recurrent,
-    )
+    ]
+    of_layers += [causal_conv, recurrent, recurrent_chunks]
     for module in of_layers:
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))

@@ -16,18 +16,27 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
+from stoker.kernels.ops import Ops
+from stoker.kernels.recurrent_chunks import CHUNK, MOST_WALKED
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+tables = pytest.mark.parametrize("ops", [TRITON, DETERMINISTIC], ids=["fast", "deterministic"])
 names = pytest.mark.parametrize("name", OPERATIONS)
 
 
+def exactness(ops: Ops, dtype: torch.dtype) -> torch.dtype:
+    """Of states: chunks multiply what is fp32 in two parts, which of bf16 are 16 bits together."""
+    return dtype if ops is TRITON and dtype == torch.bfloat16 else torch.float32
+
+
+@tables
 @names
 @dtypes
 @pytest.mark.parametrize("lengths", BATCHES, ids=str)
-def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype) -> None:
-    check(TRITON, name, lengths, dtype)
+def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype, ops: Ops) -> None:
+    check(ops, name, lengths, dtype, exactness(ops, dtype))
 
 
 @dtypes
@@ -37,16 +46,24 @@ def test_other_layers(name: str, options: dict[str, Any], dtype: torch.dtype) ->
         check(TRITON, name, lengths, dtype, **options)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("name", "options"), OPTIONS[2:], ids=str)
+def test_several_chunks_long(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    assert MOST_WALKED == 16 and CHUNK == 64
+    check(TRITON, name, [17, 130, 1, 16, 0, 64], dtype, exactness(TRITON, dtype), **options)
+
+
 @names
 @dtypes
 def test_a_sequence_in_pieces_has_the_bits_it_has_whole(name: str, dtype: torch.dtype) -> None:
     check_pieces(DETERMINISTIC, name, dtype, exact=True)
 
 
+@tables
 @names
 @dtypes
-def test_a_sequence_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype) -> None:
-    check_alone(DETERMINISTIC, name, dtype)
+def test_a_sequence_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype, ops: Ops) -> None:
+    check_alone(ops, name, dtype)
 
 
 @names
