@@ -34,7 +34,7 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe", {"target_modules": ["in_proj_z"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
     ("lfm2", {"target_modules": ["in_proj", "out_proj"]}),
     ("lfm2", {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}),
-    ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"]}),
+    ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"], "lora_alpha": 4}),
     ("falcon_h1", {"target_modules": ["in_proj", "v_proj", "down_proj"]}),
 ]
 
