@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stoker.engine.adapter_checks import is_linear, states_of
 from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.lora import AdapterWeights
 
 _CONVOLUTION = "causal_conv1d_fn"
 
@@ -23,11 +25,28 @@ class RecurrentLayers:
 
     def __init__(self, module: nn.Module) -> None:
         self.context: Any = None  # of the step under way
-        for mixer in module.modules():
+        self._module = module
+        self._mixers: list[str] = []  # paths of those
+        for path, mixer in module.named_modules():
             forward = inspect.unwrap(type(mixer).forward)
             if isinstance(forward, FunctionType) and _CONVOLUTION in forward.__code__.co_names:
                 functions = _Functions(self, mixer.layer_idx)  # type: ignore[arg-type]
                 mixer.forward = functions.within(forward).__get__(mixer)
+                self._mixers.append(path)
+
+    def check(self, name: str, adapter: AdapterWeights) -> None:
+        """Raise ``UnsupportedModelError`` where an adapter has its own copy of a module with a state, or of its parts.
+
+        The state could not be moved on twice. Of the parts linears alone are called, with tokens; others are read.
+        """
+        modules = dict(self._module.named_modules()) if self._mixers else {}
+        for path in (path for link in adapter.links for path in states_of(link, modules)):
+            linear = is_linear(modules.get(path))
+            if not linear and any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers):
+                raise UnsupportedModelError(
+                    f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
+                    "may name embeddings, the last norm and the head"
+                )
 
 
 class _Functions:

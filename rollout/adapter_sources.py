@@ -121,6 +121,7 @@ class AdapterSources:
         self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
     ) -> None:
         shell.lora.check(name, adapter, _dtype_of(known))
+        shell.recurrent.check(name, adapter)
         if self._deterministic and (outside := shell.lora.outside(adapter)):
             raise UnsupportedModelError(
                 f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "

@@ -300,6 +300,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32,
     },
+    "qwen3_5+images": {  # text that goes through a model of images
+        "rope_parameters": _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
+        "vision_config": _VISION | {"depth": 1, "num_heads": 4, "out_hidden_size": 48},
+    },
 }
 
 # Families with a state that the engine does not know.
@@ -322,6 +326,7 @@ _IMAGE_MODEL_TYPES = {
     "gemma4": "gemma4",
     "mistral": "mistral3",
     "qwen3": "qwen3_vl",
+    "qwen3_5": "qwen3_5",
     "llama4": "llama4",
 }
 
@@ -341,10 +346,12 @@ def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 def _image_config(family: str, **overrides: Any) -> PreTrainedConfig:
     of_text = family.removesuffix("+images")
-    fields = dict(FAMILIES[family])
+    fields = dict((FAMILIES | HYBRIDS)[family])
     rest = {"vision_config": fields.pop("vision_config")}
     if of_text == "qwen3":  # of its own
         text = _COMMON | fields | overrides
+    elif of_text in HYBRIDS:
+        text = _COMMON | HYBRIDS[of_text] | fields | overrides | {"model_type": _TEXT_MODEL_TYPES[of_text]}
     else:
         text = _COMMON | FAMILIES[of_text] | overrides | {"model_type": _TEXT_MODEL_TYPES.get(of_text, of_text)}
         rest |= fields

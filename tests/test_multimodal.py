@@ -9,12 +9,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import FAMILIES, make_model
+from families import FAMILIES, HYBRIDS, make_model
 from trl_setup import EOS, LOGPROB_TOLERANCE, PROMPTS, MakeTrainer, make_tokenizer, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
-IMAGE_FAMILIES = [family for family in FAMILIES if family.endswith("+images")]
+IMAGE_FAMILIES = [family for family in FAMILIES | HYBRIDS if family.endswith("+images")]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CONFIG = EngineConfig(kv_cache_memory="2MiB", block_size=4, max_model_len=64)
 IDS = [[5, 6, 7, 8, 9, 4, 3], [11, 3], list(range(20, 35))]
@@ -59,7 +59,7 @@ def test_in_another_dtype(family: str) -> None:
         assert engine.verify_weights().ok
 
 
-@pytest.mark.parametrize("family", ["gemma3+images", "mistral+images", "qwen3+images"])
+@pytest.mark.parametrize("family", ["gemma3+images", "mistral+images", "qwen3+images", "qwen3_5+images"])
 def test_an_adapter_over_all_linear_layers(family: str) -> None:
     """Those of the vision tower among them, of which some are of kinds that take none in the engine."""
     peft = pytest.importorskip("peft")
@@ -71,7 +71,10 @@ def test_an_adapter_over_all_linear_layers(family: str) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
     with RolloutEngine(model, config=CONFIG) as engine:
         check(engine, model)
-        assert not engine._binding.shell.lora.has_hooks, "modules that do not run were given adapters"
+        shell = engine._binding.shell
+        beside = [m for path in shell.beside_text for m in shell.module.get_submodule(path).modules()]
+        assert beside and not any(m._forward_hooks for m in beside), "modules that do not run were given adapters"
+        assert not shell.lora.has_hooks or family in HYBRIDS
 
 
 @pytest.mark.parametrize("family", IMAGE_FAMILIES)
