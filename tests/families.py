@@ -251,7 +251,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _DELTA_RULE = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
-    "linear_key_head_dim": 8,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -378,8 +378,12 @@ def experts_modules(model: torch.nn.Module) -> list[Any]:
 def randomise(model: PreTrainedModel) -> None:
     """Draw every parameter and persistent buffer anew."""
     embeddings = model.get_input_embeddings().weight
-    for tensor in model.parameters():
-        if tensor is embeddings:
+    for name, tensor in model.named_parameters():
+        if name.endswith("A_log"):
+            # States that last for some ten tokens, so that what is wrong in one shows. One that is gone at once leaves next to
+            # nothing, and a norm after it makes that nothing's rounding large.
+            tensor.copy_(0.5 * torch.randn_like(tensor) - 2)
+        elif tensor is embeddings:
             tensor.copy_(model.config.get_text_config().initializer_range * torch.randn_like(tensor))
         elif tensor.ndim == 1:  # norm weights about their default of 0 or 1, biases and sinks about 0
             tensor.add_(0.25 * torch.randn_like(tensor))

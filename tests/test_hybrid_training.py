@@ -111,7 +111,7 @@ def test_a_mirror_in_bf16_is_the_model_that_transformers_loads_in_bf16(family: s
     with RolloutEngine(model, config=replace(CONFIG, dtype="bfloat16")) as engine:
         for version in (0, 1):
             batch = engine.generate_batch(PROMPTS, PARAMS)
-            found = dict(engine._binding.shell.module.named_parameters())
+            found = engine._binding.source.tensors()
             for name, p in plain.named_parameters():
                 assert found[name].dtype == p.dtype and torch.equal(found[name], p), name
             theirs, exact = (
@@ -341,7 +341,9 @@ def test_copies_of_states_give_way_to_new_ones_and_what_is_lost_is_computed_agai
 
 
 def test_memory_without_room_for_the_states_says_so() -> None:
-    with pytest.raises(Exception, match=r"two blocks of 16 tokens .* the states of max_num_seqs=256 sequences \d+"):
+    with pytest.raises(
+        Exception, match=r"two blocks of 16 tokens .* the states of max_num_seqs=256 sequences take \d+"
+    ):
         RolloutEngine(make_model("qwen3_5"), config=EngineConfig(kv_cache_memory="64KiB"))
 
 
