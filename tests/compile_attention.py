@@ -80,7 +80,8 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         file.write(made.asm["cubin"])
         file.flush()
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    ptx = made.asm["ptx"]
+    ptx, layouts = made.asm["ptx"], dict(re.findall(r"^(#\w+) = (.*)$", made.asm["ttgir"], re.MULTILINE))
+    summed = re.findall(r"^ *\}\) : \((.*)\) -> ", made.asm["ttgir"], re.MULTILINE)
     # Reads and writes from the kernel's beginning; the first thing it does of them has to be to wait for the one before.
     accesses = re.findall(r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.[a-z.]*global|cp\.async\.c)", ptx)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
@@ -93,6 +94,8 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "shared": made.metadata.shared,
         "narrow_loads": len(re.findall(r"\bld\.global\.b16", ptx)),
         "wide_loads": ptx.count("cp.async.cg.shared.global"),
+        "fused": len(re.findall(r"\bfma\.rn", ptx)),
+        "sums": [re.sub(r"#\w+\b(?!\.)", lambda name: layouts[name[0]], tensor) for tensor in summed],
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
         "dependent": options.get("launch_pdl", False),
         "waits": accesses[0] == "griddepcontrol.wait",

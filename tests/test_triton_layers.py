@@ -230,6 +230,9 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
             assert torch.equal(alone, whole[9 : 9 + tokens])
 
 
+WALKS = ["causal_conv", "gated_delta_rule", "selective_scan"]
+
+
 def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> None:
     """The interpreter takes what the compiler refuses."""
     script = Path(__file__).with_name("compile_layers.py")
@@ -239,7 +242,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     made = json.loads(done.stdout)
     layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
     others = ["order", "grouped", "weighted_sum", "advance", "noise"]
-    others += ["causal_conv", "gated_delta_rule", "selective_scan", "prepare", "chunks"]
+    others += [*WALKS, "prepare", "chunks"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
     dependent |= {f"{name}_kernel" for name in ("shrink", "expand", "expand_gated", "look_up")}
     assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel"}
@@ -247,6 +250,11 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
         # A kernel that comes up before the one before has ended reads nothing until it has.
         assert m["dependent"] == m["waits"] == (m["kernel"] in dependent), m
+    # A token has the same bits as one of a decode step and as one of a piece: sums are over the same numbers of the same threads.
+    for name in ("gated_delta_rule", "selective_scan"):
+        sums = [m["sums"] for m in made if m["kernel"] == f"_{name}_kernel"]
+        assert all(sums) and sums[: len(sums) // 2] == sums[len(sums) // 2 :], name
+    assert not any(m["fused"] for m in made if m["kernel"] in {f"_{name}_kernel" for name in WALKS})
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.
     assert next(m["narrow_loads"] for m in made if m["kernel"] == "shrink_kernel") == 0
 
