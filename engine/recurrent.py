@@ -18,6 +18,7 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 
 _CONVOLUTION = "causal_conv1d_fn"
+_ANY_STEP = (0.0, float("inf"))
 
 
 class RecurrentLayers:
@@ -98,7 +99,7 @@ class _Functions:
         chunk_size: int = 0,
         D: Tensor | None = None,
         dt_bias: Tensor | None = None,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        dt_limit: tuple[float, float] | None = None,
         dt_softplus: bool = False,
         return_final_states: bool = False,
         **_: Any,
@@ -106,6 +107,6 @@ class _Functions:
         """hidden_states: [1, T, heads, dim]; dt: [1, T, heads]; B, C: [1, T, groups, state]."""
         assert dt_softplus
         out: Tensor = self.layers.context.scan(
-            self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit
+            self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit or _ANY_STEP
         )[None]
         return (out, None) if return_final_states else out
