@@ -65,6 +65,7 @@ class RolloutEngine:
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
+        self.config = setup.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
         self._kv = setup.kv_cache(self.config, self._binding, self.runtime, self.max_model_len)
         self._adapters = Adapters(self._binding)
         self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)

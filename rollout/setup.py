@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,26 @@ def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
     return config.max_model_len
 
 
+def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> EngineConfig:
+    """Where ``kv_cache_memory`` is "auto", fewer sequences at a time if the states of so many would take over half of it."""
+    wanted = states = KVCache.state_bytes(binding.shapes, _state_layout(config, binding))
+    if config.kv_cache_memory != "auto" or not wanted:
+        return config
+    fewer = config
+    while fewer.max_num_seqs > 1 and states > _budget(fewer, binding, runtime, model_len) // 2:
+        fewer = replace(fewer, max_num_seqs=fewer.max_num_seqs // 2)
+        states = KVCache.state_bytes(binding.shapes, _state_layout(fewer, binding))
+    if fewer is not config:
+        _log.warning(
+            "max_num_seqs is %d instead of %d: the states of so many sequences would take %d bytes, most of what an 'auto' "
+            "kv_cache_memory comes to; set it to have more",
+            fewer.max_num_seqs,
+            config.max_num_seqs,
+            wanted,
+        )
+    return fewer
+
+
 def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
     """The configured memory as blocks, the null block included.
 
@@ -118,23 +139,16 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     state_bytes = KVCache.state_bytes(binding.shapes, states)
     if config.kv_cache_memory == "auto":
         needed = config.max_num_seqs * -(-model_len // config.block_size) + 1
-        budget = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
-        if states is not None and budget < state_bytes:
-            raise InvalidConfigError(
-                f"kv_cache_memory='auto' comes to {max(budget, 0)} bytes, and the states of max_num_seqs={config.max_num_seqs} "
-                f"sequences take {state_bytes}: lower max_num_seqs, or set kv_cache_memory"
-            )
+        budget = _budget(config, binding, runtime, model_len)
         num_blocks = max(2, min(needed, (budget - state_bytes) // block_bytes))
     else:
         assert isinstance(config.kv_cache_memory, int)
         num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
         if num_blocks < 2:
-            besides = (
-                f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}" if states else ""
-            )
+            besides = f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}"
             raise InvalidConfigError(
                 f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
-                f"{2 * block_bytes} bytes{besides}"
+                f"{2 * block_bytes} bytes{besides if states else ''}"
             )
     try:
         return KVCache(binding.shapes, num_blocks, config.block_size, runtime, states)
@@ -152,6 +166,11 @@ def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | 
         return None
     kept = max(8, config.max_num_seqs // 4) if config.enable_prefix_caching else 0
     return StateLayout(num_slots=config.max_num_seqs, num_kept=kept)
+
+
+def _budget(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> int:
+    """What "auto" comes to."""
+    return int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
 
 
 def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:

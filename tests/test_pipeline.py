@@ -37,6 +37,21 @@ def test_the_memory_of_attention_is_kept_free_of_keys_and_values(
     assert asked == [(64, 24, 4, heads, value_dim)]
 
 
+@pytest.mark.parametrize(("free", "most"), [(10**8, 64), (10**7, 64), (3 * 10**6, 32), (6 * 10**5, 1)])
+def test_states_leave_keys_and_values_half_of_the_memory(
+    free: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PretendDevice, "free_memory", lambda self: free)
+    with build("qwen3_5", kv_cache_memory="auto", max_num_seqs=64) as engine:
+        stats = engine.stats()
+        assert engine.config.max_num_seqs == engine.core.scheduler.max_num_seqs == most
+        if most > 1:
+            assert 2 * stats.recurrent_state_bytes <= 0.3 * free and stats.kv_cache_bytes <= 0.3 * free
+        several = prompts(5), params(5)
+        close(engine.generate_batch(*several), engine.generate_batch(*several))
+    assert ("max_num_seqs is" in caplog.text) == (most < 64)
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3", "qwen3_5", "falcon_h1"]
 )
