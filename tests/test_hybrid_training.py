@@ -13,8 +13,7 @@ import oracle
 import pytest
 import ranks
 import torch
-from families import make_model
-from hybrids import CONFIG, PARAMS, PROMPTS, assert_like_plain, check, draw, follow_fsdp2, step
+from hybrids import CONFIG, PARAMS, PROMPTS, assert_like_plain, check, draw, follow_fsdp2, make_model, step
 from torch import nn
 from transformers import AutoModelForCausalLM
 
