@@ -83,13 +83,15 @@ def test_several_adapters_of_one_model() -> None:
         assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS]
 
 
-def test_modules_of_a_layer_that_are_saved_whole() -> None:
+def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
     """What is called with tokens, a linear of a mixer among it, can be an adapter's own, where no fused layer runs it."""
-    saved = ["feed_forward", "in_proj", "operator_norm"]
-    model = peft_model("lfm2", target_modules=["q_proj"], modules_to_save=saved)
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["feed_forward", "in_proj", "operator_norm"]}
+    model, other = (peft_model("lfm2", seed=s, **options) for s in (1, 2))
+    other.save_pretrained(tmp_path)
     with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("folder", tmp_path)
         for _ in range(2):
-            assert_like_peft(engine, model, ["default", None, "default", None])
+            assert_like_peft(engine, model, ["default", None, "folder", "default"], others={"folder": other})
             step(model)
 
 
