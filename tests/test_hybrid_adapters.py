@@ -12,9 +12,8 @@ import oracle
 import pytest
 import torch
 from adapted import CONFIG as OPEN
-from adapted import PROMPTS, assert_like_peft, expected_tokens, lora, peft_model, running, shake, tokens
-from families import make_model
-from hybrids import CONFIG, draw, step
+from adapted import PROMPTS, assert_like_peft, expected_tokens, lora, running, shake, tokens
+from hybrids import CONFIG, draw, make_model, peft_model, step
 from peft import LoraConfig, get_peft_model
 from quantised_bases import quantised
 from torch import nn
@@ -34,7 +33,7 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe", {"target_modules": ["in_proj_z"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
     ("lfm2", {"target_modules": ["in_proj", "out_proj"]}),
     ("lfm2", {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}),
-    ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"], "lora_alpha": 4}),
+    ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"]}),
     ("falcon_h1", {"target_modules": ["in_proj", "v_proj", "down_proj"]}),
 ]
 
@@ -84,25 +83,41 @@ def test_several_adapters_of_one_model() -> None:
         assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS]
 
 
-def test_modules_of_a_layer_that_are_saved_whole() -> None:
-    """What is called with tokens, a linear of a mixer among it, can be another adapter's own."""
-    model = peft_model("qwen3_5", target_modules=["q_proj"], modules_to_save=["mlp", "in_proj_z", "input_layernorm"])
+def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
+    """What is called with tokens, a linear of a mixer among it, can be an adapter's own, where no fused layer runs it."""
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["feed_forward", "in_proj", "operator_norm"]}
+    model, other = (peft_model("lfm2", seed=s, **options) for s in (1, 2))
+    other.save_pretrained(tmp_path)
     with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("folder", tmp_path)
         for _ in range(2):
-            assert_like_peft(engine, model, ["default", None, "default", None])
+            assert_like_peft(engine, model, ["default", None, "folder", "default"], others={"folder": other})
             step(model)
 
 
-@pytest.mark.parametrize("saved", ["conv1d", "linear_attn", "linear_attn.norm", "layers.0"])
-def test_modules_that_are_read_or_keep_a_state_cannot_be_saved(saved: str) -> None:
-    model = peft_model("qwen3_5", target_modules=["q_proj"], modules_to_save=[saved])
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [
+        ("qwen3_5", "conv1d"),
+        ("qwen3_5", "linear_attn"),
+        ("qwen3_5", "linear_attn.norm"),
+        ("falcon_h1", "conv1d"),
+        ("granitemoehybrid", "mamba"),
+        ("granitemoehybrid", "mamba.norm"),
+        ("lfm2", "conv.conv"),
+        ("lfm2", "layers.0"),
+    ],
+)
+def test_modules_that_are_read_or_keep_a_state_cannot_be_saved(family: str, saved: str) -> None:
+    model = peft_model(family, target_modules=["q_proj"], modules_to_save=[saved])
     with pytest.raises(UnsupportedModelError, match=r"saves model\.layers\.0.*not run as a module of its own"):
         RolloutEngine(model, config=OPEN)
-    with RolloutEngine(make_model("qwen3_5"), config=OPEN) as engine:
+    plain = make_model(family)
+    with RolloutEngine(plain, config=OPEN) as engine:
         with pytest.raises(UnsupportedModelError, match=r"saves model\.layers\.0.*not run as a module of its own"):
             engine.load_adapter("other", model)
         assert engine.adapters == ()
-        assert tokens(engine) == [oracle.greedy(make_model("qwen3_5"), p, 9) for p in PROMPTS]
+        assert tokens(engine) == [oracle.greedy(plain, p, 9) for p in PROMPTS]
 
 
 def test_the_bias_of_a_convolution_comes_with_the_base_and_with_no_other_adapter() -> None:

@@ -10,8 +10,7 @@ import oracle
 import pytest
 import scored
 import torch
-from families import make_model
-from hybrids import CONFIG, PROMPTS, assert_like_plain, draw
+from hybrids import CONFIG, PROMPTS, assert_like_plain, draw, make_model
 from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 from transformers import PreTrainedModel
 
@@ -46,7 +45,7 @@ def test_the_samples_of_a_prompt_compute_it_once(family: str, narrow: bool) -> N
     """Up to its last full block; prompts end below, at and above the end of one, and the shortest have none."""
     model = make_model(family)
     params = SamplingParams(n=8, seed=3, max_tokens=7)
-    for length in (1, 4, 5, 15, 16, 17):
+    for length in (1, 15, 16, 17):
         prompt = draw(length, length)
         with RolloutEngine(model, config=NARROW if narrow else CONFIG) as engine:
             batch = engine.generate_batch([prompt], params)

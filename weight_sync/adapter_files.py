@@ -34,7 +34,7 @@ _PART = re.compile(
     r"(\.(?P<leaf>weight|bias))?"
 )
 _TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
-_SAVED = re.compile(r"(?P<path>.+?)(\.modules_to_save\.[^.]+)?\.(?P<leaf>[^.]+)")
+_COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in names that are not of a file, but of the model
 _BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
 # These change the base's weights too, which a file of the adapter alone does not have.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -145,8 +145,9 @@ def from_state_dict(
                     "trainable_token_indices: give its own config"
                 )
             adapter.tokens[match["path"]] = TokenRows(ids, copy)
-        elif (match := _SAVED.fullmatch(plain)) and _is_named(match["path"], config.modules_to_save):
-            adapter.saved.setdefault(match["path"], {})[match["leaf"]] = copy
+        elif saved := _saved(plain, config.modules_to_save):
+            path, leaf = saved
+            adapter.saved.setdefault(path, {})[leaf] = copy
         elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
             (adapter.bases if match["leaf"] == "weight" else adapter.biases)[match["path"]] = copy
         else:
@@ -208,6 +209,13 @@ def _token_indices(path: str, config: Any) -> tuple[int, ...]:
     if not isinstance(indices, Mapping):
         return tuple(indices)
     return next((tuple(ids) for module, ids in indices.items() if _is_named(path, [module])), ())
+
+
+def _saved(name: str, modules: Iterable[str] | None) -> tuple[str, str] | None:
+    """The module of those that a tensor is of, and what it is called there."""
+    parts = _COPY.sub("", name, count=1).split(".")
+    splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
+    return next(((path, leaf) for path, leaf in splits if _is_named(path, modules)), None)
 
 
 def _is_named(path: str, names: Iterable[str] | None) -> bool:
