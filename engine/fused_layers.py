@@ -212,8 +212,8 @@ def _fused(
         "position_embeddings": rotary_embedding(shell, x, positions, kind),
         "stoker_context": recorder,
     }
-    shell.recurrent.context = recorder
-    expected = layer(x, **arguments)
+    with shell.recurrent.within(recorder):
+        expected = layer(x, **arguments)
     expected = expected[0] if isinstance(expected, tuple) else expected
     mixers = list(mixers_of(original, ops, [m.out_features for m in parts.qkv.linears], recorder.options))
     # Relative to what the layer adds: next to a large residual a wrong layer would look right.

@@ -39,7 +39,7 @@ class Attention:
             qkv = self._normed(qkv, *self.whole_norms)
         by_head, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
         if self.gated:
-            query, rest = by_head.split((2 * self.heads, 2 * self.kv_heads), dim=1)
+            query, rest = torch.split(by_head, [2 * self.heads, 2 * self.kv_heads], dim=1)
             by_head, gate = torch.cat((query[:, ::2], rest), dim=1), query[:, 1::2]
         out: Tensor = context.attend_projected(
             self.layer,
@@ -75,7 +75,7 @@ class DeltaNet:
         m, tokens = self.module, projected.shape[0]
         qkv, gate, b, a = (self._in_order if self.by_key_head else self._split)(projected)
         qkv = context.convolve(self.layer, qkv, m.conv1d.weight.squeeze(1), m.conv1d.bias, activation="silu")
-        query, key, value = qkv.split((m.key_dim, m.key_dim, m.value_dim), dim=1)
+        query, key, value = torch.split(qkv, [m.key_dim, m.key_dim, m.value_dim], dim=1)
         query, key = (t.view(tokens, m.num_k_heads, m.head_k_dim) for t in (query, key))
         value, gate = (t.view(tokens, m.num_v_heads, m.head_v_dim) for t in (value, gate))
         decay, beta = self.ops.delta_gates(a, b, m.A_log, m.dt_bias, self.beta_scale)
@@ -84,17 +84,17 @@ class DeltaNet:
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
         m = self.module
-        return projected.split((2 * m.key_dim + m.value_dim, m.value_dim, m.num_v_heads, m.num_v_heads), dim=1)
+        widths = [2 * m.key_dim + m.value_dim, m.value_dim, m.num_v_heads, m.num_v_heads]
+        return torch.split(projected, widths, dim=1)
 
     def _in_order(self, projected: Tensor) -> tuple[Tensor, ...]:
-        m, tokens = self.module, projected.shape[0]
-        gates = projected.shape[1] - 2 * m.num_v_heads
-        by_head = (part.view(tokens, m.num_k_heads, -1) for part in projected.tensor_split((gates,), dim=1))
-        width, each = m.value_dim // m.num_k_heads, m.num_v_heads // m.num_k_heads
-        (*qkv, gate), ba = (
-            t.split(w, dim=2) for t, w in zip(by_head, ([m.head_k_dim] * 2 + [width] * 2, each), strict=True)
-        )
-        return torch.cat([t.flatten(1) for t in qkv], dim=1), *(t.flatten(1) for t in (gate, *ba))
+        m, heads = self.module, self.module.num_k_heads
+        last, width, each = projected.shape[1] - 2 * m.num_v_heads, m.value_dim // heads, m.num_v_heads // heads
+        wide = projected[:, :last].view(-1, heads, last // heads)
+        gates = projected[:, last:].view(-1, heads, 2 * each)
+        *qkv, gate = torch.split(wide, [m.head_k_dim, m.head_k_dim, width, width], dim=2)
+        b, a = torch.split(gates, each, dim=2)
+        return torch.cat([t.flatten(1) for t in qkv], dim=1), gate.flatten(1), b.flatten(1), a.flatten(1)
 
 
 def mixers_of(

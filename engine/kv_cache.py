@@ -155,6 +155,6 @@ class KVCache:
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole rows of states, a few at a time: they are large. copies: (from, to); no row is in both."""
         (index,) = self.runtime.upload(np.array(copies))
-        for source, target in (part.unbind(1) for part in index.split(_ROWS_AT_A_TIME)):
+        for source, target in (part.unbind(1) for part in torch.split(index, _ROWS_AT_A_TIME)):
             for state in chain.from_iterable(self.states):
                 state.index_copy_(0, target, state.index_select(0, source))

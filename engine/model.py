@@ -224,14 +224,14 @@ class ModelShell:
         return hidden
 
     def _run(self, module: nn.Module, token_ids: Tensor, positions: Tensor, context: Any) -> Any:
-        self.recurrent.context = context
-        return module(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            past_key_values=PackedPositions(positions),
-            use_cache=False,
-            stoker_context=context,
-        )
+        with self.recurrent.within(context):
+            return module(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=PackedPositions(positions),
+                use_cache=False,
+                stoker_context=context,
+            )
 
     def module_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, after the last norm. hidden: [R, D]. Returns [R, V] in the model's dtype."""

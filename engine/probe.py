@@ -38,11 +38,11 @@ class Recorder:
         return causal_conv(x, weight, bias, state, _one_sequence(x), activation=activation)
 
     def delta_rule(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *gates: Tensor, normalise: bool
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *, normalise: bool
     ) -> Tensor:
         size = (1, value.shape[1], key.shape[2], value.shape[2])
         state = torch.zeros(size, dtype=torch.float32, device=value.device)
-        return gated_delta_rule(query, key, value, *gates, state, _one_sequence(value), normalise=normalise)
+        return gated_delta_rule(query, key, value, decay, beta, state, _one_sequence(value), normalise=normalise)
 
     def attend_projected(
         self,

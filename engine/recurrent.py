@@ -7,7 +7,8 @@ functions of their file, by which it lets other kernels in: the shell's forwards
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -25,14 +26,14 @@ class RecurrentLayers:
     """Has every module of a shell with a state run in the step's context. No module is renamed and no tensor touched."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.context: Any = None  # of the step under way
+        self.context: Any = None  # of the step under way, and not kept beyond it: it holds tensors of the KV cache
         self._module = module
         self._mixers: list[str] = []  # paths of those
         for path, mixer in module.named_modules():
             forward = inspect.unwrap(type(mixer).forward)
             if isinstance(forward, FunctionType) and _CONVOLUTION in forward.__code__.co_names:
-                functions = _Functions(self, mixer.layer_idx)  # type: ignore[arg-type]
-                mixer.forward = functions.within(forward).__get__(mixer)
+                functions = _Functions(self, mixer.layer_idx)
+                mixer.forward = functions.called_by(forward).__get__(mixer)
                 self._mixers.append(path)
 
     def check(self, name: str, adapter: AdapterWeights) -> None:
@@ -49,6 +50,15 @@ class RecurrentLayers:
                     "may name embeddings, the last norm and the head"
                 )
 
+    @contextmanager
+    def within(self, context: Any) -> Iterator[None]:
+        """Run in this context."""
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = None
+
 
 class _Functions:
     """What the forward of one layer's module calls, with transformers' arguments; tensors have a batch of one."""
@@ -56,7 +66,7 @@ class _Functions:
     def __init__(self, layers: RecurrentLayers, layer: int) -> None:
         self.layers, self.layer = layers, layer
 
-    def within(self, forward: FunctionType) -> Callable[..., Any]:
+    def called_by(self, forward: FunctionType) -> Callable[..., Any]:
         """``forward``, calling these."""
         names = forward.__globals__ | {
             _CONVOLUTION: self.convolve,

@@ -109,24 +109,18 @@ class Scheduler:
         return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs, *states)
 
     def _left(self, request: Request) -> int:
-        """Tokens the request could compute now; one with a state that is to be kept stops there."""
-        border = self.states.border(request.num_prompt)
-        left = self._left_at_all(request)
+        """Tokens the request could compute now."""
+        left = request.total - request.computed
+        if not request.remaining:
+            # It only scores, so nothing follows its last token. The first of a group stops where the others can go on.
+            shared = len(request.group) > 1 and request.computed < request.num_prompt
+            left = (request.num_prompt if shared else request.total - 1) - request.computed
+        elif left > 1 and request.ends_at_once:
+            # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
+            # the next plan, in which the samples that still wait can share them.
+            left -= any(r.status is Status.WAITING for r in request.group if r is not request)
+        border = self.states.border(request.num_prompt)  # where its state is to be kept
         return min(left, border - request.computed) if request.computed < border else left
-
-    @staticmethod
-    def _left_at_all(request: Request) -> int:
-        if request.remaining:
-            left = request.total - request.computed
-            if left > 1 and request.ends_at_once:
-                # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
-                # the next plan, in which the samples that still wait can share them.
-                left -= any(r.status is Status.WAITING for r in request.group if r is not request)
-            return left
-        # It only scores, so nothing follows its last token. The first of a group stops where the others can go on.
-        end = request.total - 1
-        shared = len(request.group) > 1 and request.computed < request.num_prompt
-        return (request.num_prompt if shared else end) - request.computed
 
     @staticmethod
     def _advance(request: Request, num_new: int, num_steps: int) -> int:

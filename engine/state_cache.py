@@ -53,11 +53,13 @@ class StateCache:
         return self.layout is not None
 
     def border(self, num_prompt: int) -> int:
-        """Where the state of a prompt's sequences is worth keeping: the end of its last full block with tokens after it.
+        """Where the state of a prompt's sequences is to be kept: the end of its last full block with tokens after it.
 
-        0 where there is none, or no state.
+        0 where there is none, no state, or no room for copies.
         """
-        return (num_prompt - 1) // self.block_size * self.block_size if self.enabled else 0
+        if self.layout is None or not self.layout.num_kept:
+            return 0
+        return (num_prompt - 1) // self.block_size * self.block_size
 
     def known(self, keys: Sequence[bytes]) -> int:
         """After how many of a sequence's first blocks its state is kept, at most. keys: of its blocks, in order."""

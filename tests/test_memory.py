@@ -120,6 +120,17 @@ def test_an_engine_that_is_dropped_is_gone():
     assert (kv(), shell(), model()) == (None, None, None)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
+def test_nothing_holds_what_sleep_gives_back(family: str) -> None:
+    with RolloutEngine(make_model(family), config=EngineConfig(kv_cache_memory="4MiB", max_num_seqs=8)) as engine:
+        engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=4))
+        kv = engine.core.runner.kv
+        held = [weakref.ref(t) for tensors in (*kv.layers, *kv.states) for t in tensors]
+        engine.sleep()
+        gc.collect()
+        assert held and not any(ref() is not None for ref in held)
+
+
 # -- resident memory, in a process of its own --------------------------------------------------------------------
 
 _SLEEP = """
