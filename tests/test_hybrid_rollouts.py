@@ -133,6 +133,18 @@ def test_turns_that_go_on_where_another_has_ended(family: str) -> None:
         assert ids(output) == [oracle.greedy(model, branched, 6)]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_prompts_in_pieces_of_many_tokens(family: str) -> None:
+    """Which go through layers with a state by chunks, and these end anywhere."""
+    model, params = make_model(family), SamplingParams(n=2, seed=5, max_tokens=6)
+    config = replace(CONFIG, max_model_len=256, max_num_batched_tokens=150, block_size=16)
+    with RolloutEngine(model, config=config) as engine:
+        for _ in range(2):
+            batch = engine.generate_batch([draw(n, n) for n in (200, 65, 64, 129)], params)
+            assert_like_plain(batch, model, params)
+        assert [o.cached_tokens for o in batch] == [192, 64, 48, 128]
+
+
 # -- how tokens are chosen, and where they end ----------------------------------------------------------------------------
 
 

@@ -18,7 +18,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from stoker.engine.virtual_memory import PlainBuffer
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.kernels.ops import REFERENCE
+from stoker.rollout import (
+    EngineConfig,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightsMismatchError,
+    binding,
+)
 
 FAMILIES = ["qwen3_5", "lfm2", "falcon_h1"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -172,7 +180,7 @@ def test_weights_from_a_folder_and_by_name(family: str, tmp_path: Path) -> None:
         check(engine, other, version=1)
         bad = dict(other.state_dict())
         bad[next(n for n in bad if "conv" in n)] = torch.zeros(3)
-        with pytest.raises(Exception, match="conv"):
+        with pytest.raises(WeightsMismatchError, match="conv"):
             engine.update_weights(bad)
         check(engine, other)
 
@@ -348,6 +356,14 @@ def test_memory_without_room_for_the_states_says_so() -> None:
         RolloutEngine(make_model("qwen3_5"), config=EngineConfig(kv_cache_memory="64KiB"))
 
 
-def test_deterministic_mode_is_refused() -> None:
-    with pytest.raises(Exception, match="deterministic=True"):
-        RolloutEngine(make_model("qwen3_5"), config=EngineConfig(deterministic=True, kv_cache_memory="1MiB"))
+@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
+def test_deterministic_mode_is_refused_where_mixers_run_their_own_matmuls(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
+    model = make_model(family)
+    with pytest.raises(
+        UnsupportedModelError, match=r"run their own matmuls, .*deterministic=True cannot be had for it"
+    ):
+        RolloutEngine(model, config=EngineConfig(deterministic=True, kv_cache_memory="32MiB"))
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
