@@ -25,9 +25,10 @@ class EngineConfig:
     - max_num_seqs: most sequences in one step. max_num_batched_tokens: most tokens in one step (the prefill chunk).
     - max_model_len: most tokens of prompt plus completion; None is the model's ``max_position_embeddings``.
     - block_size: tokens in one KV block.
-    - kv_cache_memory: bytes of the KV cache and of recurrent states, as an int or as text such as ``"4GiB"``. ``"auto"`` takes what
-      ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free at the time
-      (host memory on CPU, device memory on CUDA, where attention's workspace counts in).
+    - kv_cache_memory: bytes of the KV cache, recurrent states among them, as an int or as text such as ``"4GiB"``.
+      ``"auto"`` takes what ``max_num_seqs`` sequences of ``max_model_len`` need, and at most 30 % of the memory that is free
+      at the time (host memory on CPU, device memory on CUDA, where attention's workspace counts in); where states would
+      take over half of that, ``max_num_seqs`` is lowered, with a warning.
     - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
     - decode_window: most decode steps run between two looks of the scheduler.
     - use_graphs: capture decode steps in CUDA graphs, where there is CUDA.

@@ -13,10 +13,11 @@ class EngineStats:
     """What the engine holds now, and counters since it was built. Tokens are counts, memory is bytes.
 
     weight_version, is_sleeping: as the engine's. num_kv_blocks: of ``kv_block_bytes`` each, without the null block;
-    num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep; of these recurrent_state_bytes are no blocks. fused_layers: how many of ``num_layers`` run in their
-    fused form. matmuls: by rows, weight and what else is done, who multiplies, fastest first, where that was measured on
-    the device. mirror_bytes: the engine's own copy of the weights, where it has one. last_update_seconds: of
-    ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs on the trainer's tensors.
+    num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep; recurrent_state_bytes of these are states, and no blocks.
+    fused_layers: how many of ``num_layers`` run in their fused form. matmuls: by rows, weight and what else is done, who
+    multiplies, fastest first, where that was measured on the device. mirror_bytes: the engine's own copy of the weights,
+    where it has one. last_update_seconds: of ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs
+    on the trainer's tensors.
 
     num_preemptions: requests put back for want of blocks. prompt_tokens: of prompts, and of sequences to score; of
     these prefix_cache_hit_tokens the prefix cache had, and shared_prompt_tokens another sample of the prompt had
