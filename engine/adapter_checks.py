@@ -109,7 +109,8 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
             )
     for path, state in states_of(link, modules).items():
         module = modules.get(path)
-        if module is None or path in fused:
+        # What attends would write the adapter's keys over the base's.
+        if module is None or path in fused or any(hasattr(m, "is_causal") for m in module.modules()):
             raise UnsupportedModelError(
                 f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
                 "may name embeddings, the last norm and the head"

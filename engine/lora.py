@@ -326,8 +326,10 @@ class LoraLayers:
             known[path][slot] = value
 
     def _rows_of(self, slot: int, out: Tensor) -> Tensor:
+        """Of ``out``, [T, N] or [1, T, ...]."""
         assert self.rows is not None
-        return (self.rows.slots == slot).view(*(1 for _ in range(out.dim() - 2)), -1, 1)
+        before, behind = (1, out.dim() - 2) if out.dim() > 2 else (0, 1)
+        return (self.rows.slots == slot).view(*[1] * before, -1, *[1] * behind)
 
     def _after_saved(
         self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Any

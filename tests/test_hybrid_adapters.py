@@ -95,6 +95,14 @@ def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
             step(model)
 
 
+def test_norms_of_heads_that_are_saved_whole() -> None:
+    """As many tokens as heads in a step: rows are told apart by the token, and not by the head."""
+    model = peft_model("lfm2", target_modules=["w1"], modules_to_save=["q_layernorm", "k_layernorm"])
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_like_peft(engine, model, ["default", None] * 2, prompts=[[5], [6], [7], [8]])
+        assert_like_peft(engine, model, [None, "default"] * 2)
+
+
 @pytest.mark.parametrize(
     ("family", "saved"),
     [
@@ -106,6 +114,8 @@ def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
         ("granitemoehybrid", "mamba.norm"),
         ("lfm2", "conv.conv"),
         ("lfm2", "layers.0"),
+        ("cohere2", "layers.0.self_attn"),
+        ("cohere2", "layers.0"),
     ],
 )
 def test_modules_that_are_read_or_keep_a_state_cannot_be_saved(family: str, saved: str) -> None:
