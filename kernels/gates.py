@@ -30,14 +30,16 @@ def _gated_rms_norm_kernel(
     weight = tl.load(weight_ptr + at, mask=at < DIM, other=0.0)
     dtype = out_ptr.dtype.element_ty
     normed = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)).to(dtype).to(tl.float32)
-    normed = (normed * weight.to(tl.float32)).to(dtype).to(tl.float32)
+    normed *= weight.to(tl.float32)
+    if weight_ptr.dtype.element_ty == dtype:  # a product with fp32 is fp32
+        normed = normed.to(dtype).to(tl.float32)
     tl.store(out_ptr + row * DIM + at, normed * (gate * tl.sigmoid(gate)), mask=inside)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference's. x, gate: [T, H, D], each head's numbers contiguous; weight: [D], in the dtype of ``x``."""
+    """As the reference's. x, gate: [T, H, D], each head's numbers contiguous; weight: [D]."""
     tokens, heads, dim = x.shape
-    assert x.stride(2) == gate.stride(2) == 1 and gate.shape == x.shape and weight.dtype == x.dtype
+    assert x.stride(2) == gate.stride(2) == 1 and gate.shape == x.shape
     out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(dim)
     tile = max(_ELEMENTS // block, 1)
     _gated_rms_norm_kernel[(triton.cdiv(tokens * heads, tile),)](

@@ -30,12 +30,14 @@ def apart(x: Tensor) -> Tensor:
 
 @dtypes
 @shapes
-def test_gated_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, gate, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, scale=2), randn(shape[-1], dtype=dtype)
-    wide = x.double()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt()
+@pytest.mark.parametrize("wide", [False, True], ids=["", "fp32 weight"])
+def test_gated_rms_norm(shape: tuple[int, ...], wide: bool, dtype: torch.dtype) -> None:
+    weight = randn(shape[-1], dtype=torch.float32 if wide else dtype)
+    x, gate = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, scale=2)
+    exact = x.double()
+    normed = exact * (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
     expected = weight.double() * normed * F.silu(gate.double())
-    module = Qwen3_5RMSNormGated(shape[-1], EPS).to(DEVICE, dtype)
+    module = Qwen3_5RMSNormGated(shape[-1], EPS).to(DEVICE, weight.dtype)
     module.weight.data.copy_(weight)
     with torch.no_grad():
         wanted = module(x, gate)
