@@ -26,7 +26,6 @@ from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.lora import AdapterRows
 
 _ATTENTION = "stoker_paged"
-_PROBED = 4  # tokens: one of them may be padding, whose embedding is zero
 
 
 def _paged_attention_interface(
@@ -160,10 +159,10 @@ class ModelShell:
         return weight.device
 
     def layer_shapes(self) -> list[LayerShape]:
-        """What each layer stores, seen by running a few tokens."""
+        """What each layer stores, seen by running two tokens."""
         probe = ShapeProbe()
-        positions = torch.arange(_PROBED, device=self.device)
-        tokens, name = (positions + 1) % self.vocab, type(self.module).__name__
+        positions = torch.arange(2, device=self.device)
+        tokens, name = torch.zeros_like(positions), type(self.module).__name__
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
                 whole = self._run(self.module, tokens, positions, probe).logits[0]
@@ -194,7 +193,7 @@ class ModelShell:
 
     @contextmanager
     def _first_is_nan(self) -> Iterator[None]:
-        """Within, the first token's embedding is NaN, and so is all that depends on it."""
+        """Within, the first token's embedding is NaN, and so is all that depends on it, be it times zero."""
 
         def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output.index_fill(1, torch.zeros(1, dtype=torch.long, device=output.device), torch.nan)

@@ -241,7 +241,7 @@ def test_two_hundred_cycles_of_sleep_and_update_leave_nothing_behind(sleeper):
 
 def test_weights_from_a_file_stay_in_the_file(tmp_path):
     model = make_model(
-        "llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=4, vocab_size=4096, num_attention_heads=8
+        "llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=4096, num_attention_heads=8
     )
     model.save_pretrained(tmp_path, max_shard_size="20MB")
     seen = in_another_process(_MAPPED, str(tmp_path))
