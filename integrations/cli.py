@@ -224,6 +224,8 @@ def _info(args: argparse.Namespace) -> int:
             print(f"  longest sequence      {engine.max_model_len} tokens")
             tokens = stats.num_kv_blocks * engine.config.block_size
             print(f"  KV cache              {stats.kv_cache_bytes:,} bytes, {tokens:,} tokens")
+            if states := stats.recurrent_state_bytes:
+                print(f"  of these states       {states:,} bytes, {engine.config.max_num_seqs} sequences at a time")
     return 0
 
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from cli_setup import make_files, make_folder, read, write
@@ -214,7 +215,16 @@ def test_info_names_versions_device_and_operations(folder: str, capsys: pytest.C
     assert torch.__version__ in printed and "cpu" in printed and "as asked for" in printed
     callables = [name for name in Ops.__dataclass_fields__ if callable(getattr(REFERENCE, name))]
     assert all(f"  {name} " in printed for name in callables)
-    assert "2 of 2" in printed and "longest sequence      128 tokens" in printed
+    assert "2 of 2" in printed and "longest sequence      128 tokens" in printed and "states" not in printed
+
+
+def test_info_tells_states_from_keys_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    families.make_model("qwen3_5").save_pretrained(tmp_path)
+    options = ["--device", "cpu", "--kv-cache-memory", "4MiB", "--max-num-seqs", "3"]
+    assert main(["info", str(tmp_path), *options]) == 0
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if "of these states" in line)
+    assert line.endswith(" bytes, 3 sequences at a time")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the error of a machine without CUDA")
