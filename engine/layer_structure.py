@@ -84,9 +84,10 @@ def structure_of(layer: nn.Module) -> Structure | None:
         if getattr(getattr(layer.self_attn, "config", None), "clip_qkv", None) is not None:
             return None  # a probe need not reach the bound
     choices = _ATTENTION if mixer == "self_attn" else _DELTA_NET
-    qkv, out = next(((_linears(layer, (ins,)), out) for ins, out in choices if _linears(layer, (ins,))), ((), ""))
-    if not qkv or not _is_linear(layer, out):
+    found = [(inputs, output) for inputs, output in choices if _linears(layer, (inputs,)) and _is_linear(layer, output)]
+    if not found:
         return None
+    qkv, out = found[0]
     act = _activation_of(layer.get_submodule("mlp"))
     gate_up = _linears(layer, _GATE_UP) if act is not None and _is_linear(layer, "mlp.down_proj") else ()
     return Structure(norms, qkv, out, gate_up, act) if gate_up else Structure(norms, qkv, out)

@@ -17,7 +17,7 @@ from hybrids import CONFIG, draw, make_model, peft_model, step
 from peft import LoraConfig, get_peft_model
 from quantised_bases import quantised
 from torch import nn
-from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, trainers
+from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, replay, trainers
 from trl_setup import PROMPTS as TEXTS
 
 from stoker.engine.virtual_memory import PlainBuffer
@@ -243,7 +243,7 @@ def test_grpo_trains_on_the_engine_as_on_the_same_samples_without_it(
         return make_trainer(model=speaker(family), **settings, **more)
 
     on_engine = made()
-    engine, sample = attach(on_engine), None
+    engine = attach(on_engine)
     sample = engine.generate_batch
     rollouts: list[RolloutBatch] = []
 
@@ -263,16 +263,7 @@ def test_grpo_trains_on_the_engine_as_on_the_same_samples_without_it(
     detach(on_engine)
 
     plain = made()
-    asked = iter(rollouts)
-
-    def generate(*, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-        t = next(asked).to_tensors(PAD)
-        assert torch.equal(input_ids, t.prompt_ids) and torch.equal(attention_mask, t.prompt_mask.long())
-        return torch.cat([t.prompt_ids, t.completion_ids], dim=1)
-
-    monkeypatch.setattr(plain.model, "generate", generate)
-    plain.train()
-    assert next(asked, None) is None
+    replay(plain, rollouts, monkeypatch)
     for key, tolerance in (("reward", 0), ("loss", 1e-4), ("grad_norm", 1e-2)):
         found, expected = logged(on_engine, key), logged(plain, key)
         assert len(expected) >= 2 and found == pytest.approx(expected, abs=tolerance, rel=0), key

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PrinterCallback
-from trl_setup import PAD, build, logged, make_model
+from trl_setup import build, logged, make_model, replay
 
 from stoker.rollout import RolloutBatch, SamplingParams
 
@@ -175,16 +175,7 @@ def test_of_the_same_samples_the_trainer_makes_the_same(
 
     plain = make_trainer(kind, **settings)
     before = weights(plain)
-    asked = iter(rollouts)
-
-    def generate(*, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
-        t = next(asked).to_tensors(PAD)
-        assert torch.equal(input_ids, t.prompt_ids) and torch.equal(attention_mask, t.prompt_mask.long())
-        return torch.cat([t.prompt_ids, t.completion_ids], dim=1)
-
-    monkeypatch.setattr(plain.model, "generate", generate)
-    plain.train()
-    assert next(asked, None) is None
+    replay(plain, rollouts, monkeypatch)
     for key, tolerance in (("reward", 0), ("reward_std", 0), ("loss", 1e-4), ("grad_norm", 1e-4)):
         found, expected = logged(on_engine, key), logged(plain, key)
         assert len(expected) >= 2 and found == pytest.approx(expected, abs=tolerance, rel=0), key

@@ -9,9 +9,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from stoker.rollout import RolloutBatch
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns when its experimental trainers are imported
 
@@ -195,6 +198,20 @@ def ask(trainer: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[l
 
 def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def replay(trainer: Any, rollouts: list[RolloutBatch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train without an engine, on what one has sampled for another trainer."""
+    asked = iter(rollouts)
+
+    def generate(*, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+        t = next(asked).to_tensors(PAD)
+        assert torch.equal(input_ids, t.prompt_ids) and torch.equal(attention_mask, t.prompt_mask.long())
+        return torch.cat([t.prompt_ids, t.completion_ids], dim=1)
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    trainer.train()
+    assert next(asked, None) is None
 
 
 @torch.no_grad()
