@@ -1,0 +1,263 @@
+"""Prompts with images while weights and adapters change, requests wait, memory sleeps; and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_images import EXACT, GREEDY, LAYOUTS, SETTINGS, SOME, TEXT, at_rest, check, engine_of, mixed, model_of, tokens
+from vision import IMAGE, KINDS, Prompt, greedy, logprobs, make_model, make_prompt, token_ids
+
+from stoker.rollout import (
+    EngineConfig,
+    InvalidRequestError,
+    RolloutBatch,
+    RolloutEngine,
+    SamplingParams,
+    StokerError,
+    UnsupportedModelError,
+)
+
+
+@torch.no_grad()
+def nudge(model: Any, where: str) -> None:
+    """Other weights, of what makes embeddings of images or of what reads them."""
+    text = {id(p) for p in model.get_decoder().parameters()} | {id(model.get_output_embeddings().weight)}
+    found = [p for p in model.parameters() if (id(p) in text) == (where == "text")]
+    assert found
+    for parameter in found:
+        parameter.mul_(1.2)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("where", ["text", "images"])
+@pytest.mark.parametrize("kind", SOME)
+def test_new_weights(kind: str, where: str, told: bool) -> None:
+    model, prompts = make_model(kind), mixed(kind)
+    with engine_of(model) as engine:
+        before = engine.generate_batch(prompts, GREEDY)
+        nudge(model, where)
+        if told:
+            engine.update_weights()
+        batch = engine.generate_batch(prompts, GREEDY)
+        check(model, prompts, batch)
+        assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts] != tokens(before)
+        assert all(set(o.completions[0].weight_versions) == {engine.weight_version} for o in batch)
+        for score, output in zip(engine.score(batch), batch, strict=True):
+            torch.testing.assert_close(score.logprobs, torch.tensor(output.completions[0].logprobs), **EXACT)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("where", ["text", "images"])
+@pytest.mark.parametrize("kind", SOME)
+def test_new_weights_on_the_way(kind: str, where: str, recompute: bool) -> None:
+    model, prompts = make_model(kind), mixed(kind)
+    params = SamplingParams(temperature=0.7, max_tokens=24, seed=4)
+    with engine_of(model, decode_window=2) as engine:
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        for handle in handles:
+            next(iter(handle))
+        engine.pause()
+        nudge(model, where)
+        engine.update_weights()
+        engine.resume(recompute=recompute)
+        fresh = engine.submit(prompts[0], params)
+        for prompt, handle in zip(prompts, handles, strict=True):
+            (completion,) = handle.result().completions
+            seam = completion.weight_versions.index(1)
+            assert 0 < seam < 24
+            now = logprobs(model, prompt, completion.token_ids, 0.7)[seam:]
+            worst = (torch.tensor(completion.logprobs[seam:]).double() - now).abs().max()
+            if recompute:
+                assert worst < EXACT["atol"], "embeddings of the old weights"
+            elif where == "text":
+                assert worst > EXACT["atol"], "the check can tell"
+        check(model, [prompts[0]], RolloutBatch([fresh.result()]), 0.7)
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_weights_given_by_name(kind: str, tmp_path: Path) -> None:
+    """Into an engine of a folder, the vision tower's among them."""
+    model, prompts = make_model(kind), mixed(kind)
+    model.save_pretrained(tmp_path)
+    with RolloutEngine.from_pretrained(tmp_path, config=EngineConfig(**SETTINGS)) as engine:
+        check(model, prompts, engine.generate_batch(prompts, GREEDY))
+        nudge(model, "images")
+        engine.update_weights(model.state_dict())
+        check(model, prompts, engine.generate_batch(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_in_another_dtype(kind: str) -> None:
+    """The trainer's weights in fp64, the engine's in fp32."""
+    model, prompts = make_model(kind).double(), mixed(kind)
+    with engine_of(model, dtype="float32") as engine:
+        for _ in range(2):
+            check(model, prompts, engine.generate_batch(prompts, GREEDY))
+            nudge(model, "images")
+            nudge(model, "text")
+            engine.update_weights()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_model_is_left_as_it_was(kind: str) -> None:
+    """In training mode, with the same attributes and hooks, and trainable."""
+    model, prompts = make_model(kind).train(), mixed(kind)
+    inputs = {name: value for name, value in prompts[0].items() if name != "attention_mask"}
+
+    def state() -> list[Any]:
+        return [
+            (name, type(m), m.training, {k: v for k, v in vars(m).items() if not k.startswith("_")}, len(m._forward_hooks))
+            for name, m in model.named_modules()
+        ]
+
+    model(**inputs)  # some models keep what they found out of the last prompt
+    before, grad = repr(state()), torch.is_grad_enabled()
+    with engine_of(model) as engine:
+        batch = engine.generate_batch([prompts[2], TEXT], GREEDY)
+        assert torch.is_grad_enabled() == grad and repr(state()) == before
+        check(model.eval(), [prompts[2], TEXT], batch)
+        model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+        grads = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+        assert any("vision" in name or "visual" in name for name in grads)
+        assert repr(state()) == before
+
+
+def test_sleeping_in_between() -> None:
+    kind = "qwen2_5_vl"
+    model, prompts = make_model(kind), mixed(kind)
+    with engine_of(model, enable_prefix_caching=True) as engine:
+        for level in (1, 2):
+            check(model, prompts, engine.generate_batch(prompts, GREEDY))
+            with engine.sleeping(level):
+                nudge(model, "images")
+            engine.update_weights()
+        check(model, prompts, engine.generate_batch(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("targets", ["text", "all"])
+@pytest.mark.parametrize("kind", SOME)
+def test_adapters(kind: str, targets: str) -> None:
+    """The embeddings of images are of the adapter too, where it reaches the vision tower."""
+    peft = pytest.importorskip("peft")
+    from adapted import running, shake
+
+    modules = r".*language_model.*\.(q_proj|v_proj|o_proj|down_proj)" if targets == "text" else "all-linear"
+    model = peft.get_peft_model(make_model(kind), peft.LoraConfig(r=4, target_modules=modules)).eval()
+    shake(model)
+    prompt = make_prompt(kind, LAYOUTS[0])
+    with engine_of(model) as engine:
+        for seed in (2, 3):
+            batch = engine.generate_batch([prompt] * 3, GREEDY, adapter=["default", None, "default"])
+            for output, adapter in zip(batch, ["default", None, "default"], strict=True):
+                with running(model, adapter):
+                    check(model, [prompt], RolloutBatch([output]))
+            assert tokens(batch)[0] != tokens(batch)[1]
+            shake(model, seed)
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------------
+
+
+def test_images_are_held_no_longer_than_their_requests() -> None:
+    kind = "qwen2_5_vl"
+    prompt = make_prompt(kind, LAYOUTS[0])
+    pixels = weakref.ref(prompt["pixel_values"])
+    with engine_of(model_of(kind)) as engine:
+        batch = engine.generate_batch([prompt], GREEDY)
+        engine.submit(prompt, GREEDY).result()
+        del prompt, batch
+        gc.collect()
+        assert pixels() is None
+        at_rest(engine)
+
+
+def test_an_aborted_request() -> None:
+    kind = "qwen3_vl"
+    model, prompt = model_of(kind), make_prompt(kind, LAYOUTS[0])
+    with engine_of(model) as engine:
+        running, waiting = (engine.submit(prompt, SamplingParams(max_tokens=60, seed=seed)) for seed in (1, 2))
+        next(iter(running))
+        waiting.abort()
+        running.abort()
+        at_rest(engine)
+        check(model, [prompt], engine.generate_batch([prompt], GREEDY))
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------------
+
+Change = Callable[[Prompt], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RolloutEngine]:
+    with engine_of(model_of("qwen2_5_vl"), max_model_len=64) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda p: p | {"input_ids": p["input_ids"][:, :-9]}, "prompt 1.*(placeholder|image token)"),
+        (lambda p: p | {"pixel_values": p["pixel_values"][:-4]}, "prompt 1"),
+        (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1"),
+        (lambda p: {n: v for n, v in p.items() if "grid" not in n}, "prompt 1"),
+        (lambda p: {n: torch.cat([v, v]) for n, v in p.items()}, "prompt 1.*(one|batch)"),
+        (lambda p: {n: v for n, v in p.items() if n != "input_ids"}, "prompt 1.*input_ids"),
+        (lambda p: p | {"input_ids": p["input_ids"].float()}, "prompt 1"),
+        (lambda p: p | {"input_ids": p["input_ids"] + 1000}, "prompt 1.*position 0"),
+        (lambda p: p | {"input_ids": p["input_ids"][:, :0]}, "prompt 1"),
+        (lambda p: p | {"pixels": p["pixel_values"]}, "prompt 1.*pixels"),
+        (lambda p: p | {"pixel_values": "an image"}, "prompt 1.*pixel_values"),
+        (lambda p: p | {"attention_mask": p["attention_mask"] * 0}, "prompt 1.*attention_mask"),
+        (lambda p: make_prompt("qwen2_5_vl", (5, (4, 4), 60)), "prompt 1 has 83 tokens and max_model_len is 64"),
+    ],
+    ids=[
+        "fewer placeholders", "fewer pixels", "no image", "no grid", "two", "no ids", "float ids", "vocabulary", "empty",
+        "unknown", "no tensor", "masked", "long",
+    ],
+)  # fmt: skip
+def test_bad_prompts_are_refused(shared: RolloutEngine, change: Change, match: str) -> None:
+    good = make_prompt("qwen2_5_vl", LAYOUTS[1])
+    bad = change(make_prompt("qwen2_5_vl", LAYOUTS[0]))
+    before = shared.stats()
+    with pytest.raises(InvalidRequestError, match=match):
+        shared.generate_batch([good, bad], GREEDY)
+    with pytest.raises(InvalidRequestError, match=match.replace("1", "0", 1)):
+        shared.submit(bad, GREEDY)
+    with pytest.raises(InvalidRequestError, match="sequence 0"):
+        shared.score([bad])
+    assert shared.stats() == before, "a refused call has done some work"
+    check(model_of("qwen2_5_vl"), [good], shared.generate_batch([good], GREEDY))
+    shared.update_weights()
+    at_rest(shared)
+
+
+def test_pixels_for_a_model_of_text() -> None:
+    from small_engine import llama
+
+    prompt = make_prompt("llava", LAYOUTS[1])
+    with RolloutEngine(llama(), config=EngineConfig(**SETTINGS)) as engine:
+        with pytest.raises(StokerError, match=r"prompt 0.*(image|pixel_values)") as caught:
+            engine.generate_batch([prompt], GREEDY)
+        assert isinstance(caught.value, (UnsupportedModelError, InvalidRequestError))
+        at_rest(engine)
+
+
+def test_a_mapping_of_text_alone() -> None:
+    """What a tokenizer or processor returns for a prompt without images."""
+    kind = "qwen2_5_vl"
+    model, prompt = model_of(kind), make_prompt(kind, (5, 6))
+    assert IMAGE not in token_ids(prompt)
+    with engine_of(model) as engine:
+        batch = engine.generate_batch([prompt, make_prompt(kind, LAYOUTS[0])], GREEDY)
+        check(model, [prompt, make_prompt(kind, LAYOUTS[0])], batch)
