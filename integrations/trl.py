@@ -26,6 +26,7 @@ import torch
 from packaging.version import Version
 from transformers import TrainerCallback
 
+from stoker.integrations.trl_images import with_images
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
@@ -114,14 +115,16 @@ class _EngineBackend:
         self.engine.update_weights()
 
     def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
-        """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to."""
-        if images is not None and any(images):
-            raise UnsupportedModelError("the prompts carry images, and the engine reads text only")
+        """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to.
+
+        images: of each prompt the list of those that its ids have placeholders for, or None.
+        """
         params = self._params(prompts, n)
+        given = with_images(self._trainer.processing_class, prompts, images)
         if self.engine.is_sleeping:
             self.engine.wake_up()
         try:
-            batch = self.engine.generate_batch(prompts, params)
+            batch = self.engine.generate_batch(given, params)
         finally:
             if self._trainer.args.vllm_enable_sleep_mode:
                 if self._turns_to_come:
@@ -239,12 +242,17 @@ class _PairBackend(_EngineBackend):
         from trl.data_utils import maybe_apply_chat_template
 
         trainer = self._trainer
+        if images is not None and any(image is not None for image in images):
+            raise UnsupportedModelError(
+                "the prompts carry images, and OnlineDPOTrainer leaves them out of its loss where another generates: use "
+                "GRPOTrainer or RLOOTrainer, or train without the engine"
+            )
         if trainer.state.global_step != trainer._last_loaded_step:
             self.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
         tokenizer = trainer._tokenizer
         texts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in prompts]
-        batch = self.sample(tokenizer(text=texts, add_special_tokens=False)["input_ids"], images, n=2)
+        batch = self.sample(tokenizer(text=texts, add_special_tokens=False)["input_ids"], None, n=2)
         tensors = batch.to_tensors(tokenizer.pad_token_id, device=trainer.accelerator.device)
         by_pair = (tensors.prompt_ids, tensors.prompt_mask, tensors.completion_ids, tensors.completion_mask)
         prompt_ids, prompt_mask, completion_ids, completion_mask = (torch.cat([t[::2], t[1::2]]) for t in by_pair)

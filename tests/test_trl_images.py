@@ -1,0 +1,299 @@
+"""TRL's trainers on prompts with images: the engine sees what the trainer's own forward sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vision
+from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
+from trl_setup import CHARACTERS, EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, replay, trainers
+
+from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from stoker.integrations.trl import attach, detach
+from stoker.integrations.trl_images import with_images
+
+WORDS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+FIRST = len(CHARACTERS) + 3
+IDS = dict(zip(("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id"), range(FIRST, 99)))
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content if m.content is not string %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
+)
+KINDS = ["qwen2_5_vl", "qwen3_vl", "llava"]
+CONFIG = EngineConfig(kv_cache_memory="4MiB", block_size=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def make_processor(kind: str = "qwen2_5_vl") -> Any:
+    """The kind's own, without its videos: those need torchvision."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+
+    class Processor(Qwen2_5_VLProcessor):  # type: ignore[misc]
+        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+            self.image_token, self.video_token = WORDS[0], WORDS[-1]
+            self.image_token_id, self.video_token_id = FIRST, FIRST + 3
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(WORDS, special_tokens=True)
+    tokenizer.padding_side = "left"
+    if kind == "llava":
+        size = {"height": 8, "width": 8}
+        images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=size)
+        return LlavaProcessor(
+            image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE, image_token=WORDS[0], patch_size=4,
+            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        )  # fmt: skip
+    images = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024
+    )
+    return Processor(images, tokenizer, TEMPLATE)
+
+
+def make_model(kind: str = "qwen2_5_vl", **overrides: Any) -> PreTrainedModel:
+    ids = {"image_token_index": FIRST} if kind == "llava" else IDS
+    settings = {"vocab_size": FIRST + 4, "pad_token_id": PAD, "eos_token_id": EOS, "num_hidden_layers": 2} | overrides
+    if kind == "qwen3_vl":
+        settings["num_hidden_layers"] = 3
+    model = vision.make_model(kind, ids=ids, **settings)
+    model.generation_config.eos_token_id = EOS
+    return model
+
+
+def picture(seed: int, height: int, width: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+# Text, and images before it: one, two, and of several shapes.
+ROWS = [("abc", [(16, 24)]), ("hgfe", [(8, 8), (24, 16)]), ("de", [(8, 16)]), ("abc", [(16, 24)])]
+
+
+def make_dataset() -> Any:
+    from datasets import Dataset
+
+    images = [[picture(10 * row + i, *size) for i, size in enumerate(sizes)] for row, (_, sizes) in enumerate(ROWS)]
+    return Dataset.from_dict(
+        {"prompt": [[{"role": "user", "content": text}] for text, _ in ROWS], "images": images}
+    )
+
+
+def count_a(completions: list[Any], **_: Any) -> list[float]:
+    return [float(completion[0]["content"].count("a")) for completion in completions]
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    def on_images(make: MakeTrainer, of: str, model: Any, more: dict[str, Any], **settings: Any) -> Any:
+        data = make_dataset()
+        passed = {"processing_class": make_processor(of), "train_dataset": data, "eval_dataset": data.select([0, 1])}
+        return make(model=model or make_model(of), more=passed | {"reward_funcs": count_a} | more, **settings)
+
+    for make in trainers(str(tmp_path)):
+        yield lambda kind="grpo", of="qwen2_5_vl", model=None, more=None, **settings: on_images(
+            make, of, model, more or {}, kind=kind, **settings
+        )
+
+
+def prompts_of(processor: Any) -> tuple[list[list[int]], list[list[Any]], list[dict[str, torch.Tensor]]]:
+    """Of each row its ids, its images and all that the processor makes of both, as the trainer's forward gets it."""
+    from trl.data_utils import apply_chat_template, prepare_multimodal_messages
+
+    ids, images, whole = [], [], []
+    for row in make_dataset():
+        messages = prepare_multimodal_messages(row["prompt"], images=row["images"])
+        text = apply_chat_template({"prompt": messages}, processor)["prompt"]
+        whole.append(processor(images=[row["images"]], text=[text], return_tensors="pt"))
+        ids.append(whole[-1]["input_ids"][0].tolist())
+        images.append(row["images"])
+    return ids, images, whole
+
+
+# -- what the engine is given --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_prompts_are_what_the_trainers_forward_gets(kind: str) -> None:
+    processor = make_processor(kind)
+    ids, images, whole = prompts_of(processor)
+    found = with_images(processor, [*ids, [3, 4]], [*images, None])
+    assert found.pop() == [3, 4]
+    for one, expected in zip(found, whole, strict=True):
+        assert one.keys() == expected.keys() - {"attention_mask"} and "pixel_values" in one
+        for name, value in one.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+            assert value.dtype == expected[name].dtype
+
+
+def test_images_of_a_group_are_processed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = make_processor()
+    calls: list[int] = []
+    process = type(processor.image_processor).__call__
+    monkeypatch.setattr(
+        type(processor.image_processor), "__call__", lambda self, *a, **k: (calls.append(1), process(self, *a, **k))[1]
+    )
+    ids, images, _ = prompts_of(processor)
+    calls.clear()
+    copies = [[image.copy() for image in images[0]] for _ in range(3)]
+    other = [[Image.eval(image, lambda value: value ^ 1) for image in images[0]]]
+    found = with_images(processor, [ids[0]] * 4 + [ids[1]], copies + other + [images[1]])
+    assert len(calls) == 3
+    assert found[0]["pixel_values"] is found[2]["pixel_values"] is not found[3]["pixel_values"]
+
+
+def test_without_a_processor(make_trainer: MakeTrainer) -> None:
+    with pytest.raises(UnsupportedModelError, match="the prompts carry images.*processing_class"):
+        with_images(make_tokenizer(), [[3]], [[picture(0, 8, 8)]])
+
+
+# -- training ------------------------------------------------------------------------------------------------------------
+
+
+def policy(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def check_sampling(trainer: Any, steps: int) -> None:
+    differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert len(differences) == steps and max(differences) < LOGPROB_TOLERANCE
+    for which in ("min", "mean", "max"):
+        ratios = logged(trainer, f"sampling/importance_sampling_ratio/{which}")
+        assert len(ratios) == steps and all(abs(ratio - 1) < 8 * LOGPROB_TOLERANCE for ratio in ratios)
+
+
+def check_greedy(trainer: Any, engine: RolloutEngine) -> None:
+    """The engine's log-probabilities are those of the trainer's model as it is now."""
+    model = trainer.model.eval()
+    ids, images, whole = prompts_of(trainer.processing_class)
+    batch = engine.generate_batch(with_images(trainer.processing_class, ids, images), GREEDY)
+    for inputs, output in zip(whole, batch, strict=True):
+        (completion,) = output.completions
+        expected = vision.logprobs(model, dict(inputs), completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_trains_and_evaluates_on_the_engine(make_trainer: MakeTrainer, kind: str, of: str) -> None:
+    trainer = make_trainer(kind, of, eval_strategy="steps", eval_steps=2)
+    engine = attach(trainer, config=CONFIG)
+    before = policy(trainer)
+    trainer.train()
+    after = policy(trainer)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("visual" in name or "vision" in name for name in moved), "the vision tower is trained too"
+    assert engine.weight_version >= 3 and logged(trainer, "eval_reward")
+    if kind == "grpo":
+        check_sampling(trainer, 3)
+        assert max(logged(trainer, "eval_sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
+    check_greedy(trainer, engine)
+
+
+@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_of_the_same_samples_the_trainer_makes_the_same(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str, of: str
+) -> None:
+    """A trainer whose ``generate`` gives what another's engine has sampled: rewards, losses and weights are the other's."""
+    settings = {"optim": "sgd", "learning_rate": 2e-3, "max_grad_norm": 0.0, "temperature": 0.7, "max_steps": 3}
+    on_engine = make_trainer(kind, of, **settings)
+    engine = attach(on_engine, config=CONFIG)
+    sample = engine.generate_batch
+    rollouts: list[RolloutBatch] = []
+
+    def keep(prompts: Any, params: Any) -> RolloutBatch:
+        rollouts.append(sample(prompts, params))
+        return rollouts[-1]
+
+    monkeypatch.setattr(engine, "generate_batch", keep)
+    before = policy(on_engine)
+    on_engine.train()
+    detach(on_engine)
+
+    plain = make_trainer(kind, of, **settings)
+    replay(plain, rollouts, monkeypatch)
+    for key, tolerance in (("reward", 0), ("reward_std", 0), ("loss", 1e-4), ("grad_norm", 1e-2)):
+        found, expected = logged(on_engine, key), logged(plain, key)
+        assert len(expected) == 3 and found == pytest.approx(expected, abs=tolerance, rel=1e-4), key
+    after = policy(plain)
+    for name, tensor in policy(on_engine).items():
+        torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert max((before[name] - tensor).abs().max() for name, tensor in after.items()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 2, "vllm_importance_sampling_mode": "token_truncate"},
+        {"vllm_enable_sleep_mode": True},
+        {"gradient_checkpointing": False},
+    ],
+    ids=lambda s: "-".join(s),
+)
+def test_settings(make_trainer: MakeTrainer, settings: dict[str, Any]) -> None:
+    trainer = make_trainer(max_steps=4, **settings)
+    engine = attach(trainer, config=CONFIG)
+    trainer.train()
+    assert engine.is_sleeping == bool(settings.get("vllm_enable_sleep_mode"))
+    check_sampling(trainer, len(logged(trainer, "sampling/sampling_logp_difference/max")) or 1)
+    if engine.is_sleeping:
+        engine.wake_up()
+    check_greedy(trainer, engine)
+
+
+@pytest.mark.parametrize("targets", [r".*language_model.*\.(q_proj|v_proj|down_proj)", "all-linear"])
+@pytest.mark.parametrize("of", KINDS)
+def test_training_an_adapter(make_trainer: MakeTrainer, of: str, targets: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets)
+    trainer = make_trainer(of=of, more={"peft_config": config}, learning_rate=0.02)
+    engine = attach(trainer, config=CONFIG)
+    before = policy(trainer)
+    assert before and all("lora_" in name for name in before)
+    trainer.train()
+    check_sampling(trainer, 3)
+    after = policy(trainer)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    check_greedy(trainer, engine)
+
+
+def test_no_placeholder_is_sampled(make_trainer: MakeTrainer) -> None:
+    """As without an engine: in the trainer's forward one more would stand for an image that is not there."""
+    trainer = make_trainer(temperature=20.0, max_completion_length=48, max_steps=1)
+    attach(trainer, config=CONFIG)
+    ids, images, _ = prompts_of(trainer.processing_class)
+    trainer.vllm_generation.sync_weights()
+    _, completions, _, _ = trainer.vllm_generation.generate(ids * 4, images * 4, 1)
+    said = {token for completion in completions for token in completion}
+    assert FIRST not in said and {FIRST + 1, FIRST + 3, *range(3, FIRST)} <= said
+    trainer.train()
+
+
+def test_prompts_with_and_without_images(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    attach(trainer, config=CONFIG)
+    ids, images, whole = prompts_of(trainer.processing_class)
+    trainer.vllm_generation.sync_weights()
+    given = [ids[0], ids[0], [3, 4, 5], ids[1]]
+    found, completions, logprobs, _ = trainer.vllm_generation.generate(
+        given, [images[0], images[0], None, images[1]], 1
+    )
+    assert found == given
+    model = trainer.model.eval()
+    prompts = [dict(whole[0]), dict(whole[0]), [3, 4, 5], dict(whole[1])]
+    for prompt, completion, rows in zip(prompts, completions, logprobs, strict=True):
+        expected = vision.logprobs(model, prompt, completion)
+        torch.testing.assert_close(
+            torch.tensor([row[0] for row in rows]).double(), expected, rtol=0, atol=LOGPROB_TOLERANCE
+        )
