@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from stoker.engine.image_encoder import encode
+from stoker.engine.images import ImageInputs
 from stoker.engine.plan import Plan
 from stoker.engine.request import Adapter, Request
 from stoker.engine.runner import Pending, Runner
@@ -45,7 +47,19 @@ class EngineCore:
         self._steps = 0
 
     def add(self, requests: Iterable[Request]) -> None:
+        """Queue them. Images have been encoded."""
         self.scheduler.add(requests)
+
+    def encode(self, images: ImageInputs) -> None:
+        """Have what the model makes of a prompt's images, under the weights there are now.
+
+        Raises ``InvalidRequestError`` or ``UnsupportedModelError`` where it makes nothing of them.
+        """
+        under = self.scheduler.weight_version
+        if images.features is None or images.made_under != under:
+            with self.inputs.runtime.chosen(), torch.inference_mode(False):
+                images.features = encode(self.runner.model, images, self.inputs.runtime)
+            images.made_under = under
 
     @property
     def under_way(self) -> list[Request]:
@@ -88,6 +102,9 @@ class EngineCore:
         try:
             # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
+                for request, start in zip(plan.requests, plan.starts, strict=True):
+                    if request.images is not None and request.images.end > start:
+                        self.encode(request.images)
                 for request in plan.admitted:
                     if request.adapter is not None:
                         self.place_adapter(request.adapter)

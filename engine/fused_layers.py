@@ -209,7 +209,7 @@ def _fused(
     arguments = {
         "attention_mask": None,
         "position_ids": positions,
-        "position_embeddings": rotary_embedding(shell, x, positions, kind),
+        "position_embeddings": rotary_embedding(shell, x, POSITIONS.to(like.device), kind),
         "stoker_context": recorder,
     }
     with shell.recurrent.within(recorder):

@@ -72,14 +72,14 @@ class GraphStep:
         self.runtime.release_graph_memory()
 
     def __call__(self, batch: Batch) -> Pending:
-        if not batch.decode or batch.scoring is not None:
+        if not batch.decode or batch.scoring is not None or batch.has_images:
             return self.eager(batch)
         adapters = None if batch.adapters is None else self.model.lora.layout
         if adapters is not None and adapters != self._layout:
             if self._layout is not None:  # what was captured of other adapters is never replayed again
                 self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] is None}
             self._layout = adapters
-        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]))
+        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]), batch.turns is None)
         if key in self._graphs:
             graph = self._graphs[key]
             return self.eager(batch) if graph is None else self._replay(graph, batch)

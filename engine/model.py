@@ -76,7 +76,7 @@ class ModelShell:
         assert isinstance(model, PreTrainedModel)
         check_length(model, max_model_len)
         config = copy.deepcopy(model.config)
-        config._attn_implementation = _ATTENTION
+        route_text(config, _ATTENTION)
         config._experts_implementation = EXPERTS
         for part in (config, config.get_text_config(decoder=True)):
             part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
@@ -165,7 +165,8 @@ class ModelShell:
         tokens, name = torch.zeros_like(positions), type(self.module).__name__
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-                whole = self._run(self.module, tokens, positions, probe).logits[0]
+                given = {"input_ids": tokens[None], "position_ids": positions[None]}
+                whole = self._run(self.module, given, positions, probe).logits[0]
                 in_two = self.logits(self.hidden(tokens, positions, ShapeProbe()))
                 with self._first_is_nan():
                     after_nan = self.logits(self.hidden(tokens, positions, ShapeProbe()))[1:]
@@ -217,16 +218,34 @@ class ModelShell:
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""
-        out = self._run(self._base, token_ids, positions, context)
-        self._given.output_type = type(out)
+        if context.images is None and context.rotary is None:
+            out = self._run(
+                self._base, {"input_ids": token_ids[None], "position_ids": positions[None]}, positions, context
+            )
+            self._given.output_type = type(out)
+        else:
+            out = self._run(self.decoder, self._of_images(token_ids, positions, context), positions, context)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _run(self, module: nn.Module, token_ids: Tensor, positions: Tensor, context: Any) -> Any:
+    def _of_images(self, token_ids: Tensor, positions: Tensor, context: Any) -> dict[str, Any]:
+        """What a model that takes images gives its language model, in a step that has some or comes after them."""
+        embeddings, images = self.module.get_input_embeddings()(token_ids), context.images
+        rotary = positions if context.rotary is None else context.rotary
+        given = {"position_ids": rotary[None] if rotary.dim() == 1 else rotary[:, None]}
+        if images is None:
+            return given | {"inputs_embeds": embeddings[None]}
+        embeddings = embeddings.index_copy(0, images.at, images.embeddings.to(embeddings.dtype))
+        given["inputs_embeds"] = embeddings[None]
+        if images.deep:
+            visual = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.at, True)
+            given |= {"visual_pos_masks": visual[None], "deepstack_visual_embeds": images.deep}
+        return given
+
+    def _run(self, module: nn.Module, given: dict[str, Any], positions: Tensor, context: Any) -> Any:
         with self.recurrent.within(context):
             return module(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
+                **given,
                 past_key_values=PackedPositions(positions),
                 use_cache=False,
                 stoker_context=context,
@@ -297,6 +316,17 @@ def decoder_of(model: Any) -> Any:
     """The base model that text goes through: of a model that takes images or sound too, the text part of it."""
     decoder = model.get_decoder()
     return getattr(decoder, "base_model", decoder)
+
+
+def route_text(config: Any, implementation: str) -> str:
+    """Set how text attends, and what makes its masks; returns what it was. Other parts of a model stay as they are."""
+    before: str = config._attn_implementation
+    text = config.get_text_config(decoder=True)
+    config._attn_implementation = {"": implementation}  # of itself alone
+    for part in (getattr(config, key, None) for key in config.sub_configs):
+        if part is not None and part.get_text_config(decoder=True) is text:
+            route_text(part, implementation)
+    return before
 
 
 def check_supported(model: nn.Module) -> None:

@@ -27,10 +27,11 @@ def rotary_kinds(shell: ModelShell) -> list[str | None]:
 
 
 def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [1, T]."""
+    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [T], or [3, T]."""
     rotary: Any = shell.decoder.rotary_emb
-    if hasattr(rotary, "mrope_section"):  # of time, height and width, which are one for text
-        positions = positions.expand(3, *positions.shape)
+    positions = positions.view(-1, 1, positions.shape[-1])
+    # Of time, height and width, which are one for text.
+    positions = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions[0]
     named = {} if kind is None else {"layer_type": kind}
     cos, sin = rotary(x, position_ids=positions, **named)
     return cos, sin
@@ -41,7 +42,7 @@ def has_rotary(shell: ModelShell) -> bool:
     like = shell.module.get_input_embeddings().weight[None, :1]
     try:
         for kind in {*rotary_kinds(shell)}:
-            rotary_embedding(shell, like, POSITIONS[None].to(like.device), kind)
+            rotary_embedding(shell, like, POSITIONS.to(like.device), kind)
     except Exception:  # of any kind: it has none, or one that wants more
         return False
     return True
@@ -92,7 +93,7 @@ class PlainModel:
     def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, R] each. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
-        cos, sin = rotary_embedding(self.shell, x, positions[None], kind)
+        cos, sin = rotary_embedding(self.shell, x, positions, kind)
         return cos[0], sin[0]
 
     def _bytes(self, kind: str | None) -> int:
@@ -124,18 +125,24 @@ class PlainModel:
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """Before the last norm, which only rows that are projected need."""
         x = self.embed(token_ids)[None]
+        images, places = context.images, positions if context.rotary is None else context.rotary
+        if images is not None:
+            x = x.index_copy(1, images.at, images.embeddings.to(x.dtype)[None])
         if self.multiplier != 1.0:
             x = x * self.multiplier
         rotary: dict[str | None, tuple[Tensor, ...]]
-        if self.kept is None:
-            rotary = {kind: rotary_embedding(self.shell, x, positions[None], kind) for kind in self.kinds}
+        if self.kept is None or places.dim() > 1:
+            rotary = {kind: rotary_embedding(self.shell, x, places, kind) for kind in self.kinds}
         else:
             rotary = {
-                kind: tuple(table.index_select(0, positions)[None] for table in tables)
+                kind: tuple(table.index_select(0, places)[None] for table in tables)
                 for kind, tables in self.kept.items()
             }
+        deep = iter(() if images is None else images.deep)
         for layer, kind in self.layers:
             x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context, in_place=True)
+            if (features := next(deep, None)) is not None:
+                x.index_add_(1, images.at, features.to(x.dtype)[None])
         return x[0]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:

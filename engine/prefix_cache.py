@@ -35,12 +35,25 @@ class PrefixCache:
     def root(weight_version: int, adapter: str | None = None) -> bytes:
         return repr((weight_version, adapter)).encode()
 
-    def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], upto: int) -> None:
-        """Append the keys of the full blocks of ``tokens[:upto]`` that ``keys`` does not have yet."""
+    def extend(
+        self,
+        keys: list[bytes],
+        root: bytes,
+        tokens: Sequence[int],
+        upto: int,
+        salt: tuple[int, bytes] | None = None,
+    ) -> None:
+        """Append the keys of the full blocks of ``tokens[:upto]`` that ``keys`` does not have yet.
+
+        salt: the first token whose KV depends on more than tokens, and what else that depends on.
+        """
         size = self.block_size
         for end in range((len(keys) + 1) * size, upto + 1, size):
             parent = keys[-1] if keys else root
-            keys.append(blake2b(parent + array("q", tokens[end - size : end]).tobytes(), digest_size=16).digest())
+            own = array("q", tokens[end - size : end]).tobytes()
+            if salt is not None and salt[0] < end:
+                own += salt[1]
+            keys.append(blake2b(parent + own, digest_size=16).digest())
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest cached prefix. They are not held yet: share them before anything is allocated."""

@@ -23,6 +23,9 @@ def _one_sequence(x: Tensor) -> StateRows:
 class Recorder:
     """Stands in for a step's context: mixes query, key and value so that a fault in any shows, and notes its options."""
 
+    images = None
+    rotary = None
+
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
 

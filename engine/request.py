@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
+from stoker.engine.images import ImageInputs
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import RequestFailedError, StokerError
 
@@ -78,6 +79,7 @@ class Request:
     scoring: Scoring | None = None
     given: InitVar[Sequence[int]] = ()
     adapter: Adapter | None = None
+    images: ImageInputs | None = None  # with features, from when it is queued on
 
     tokens: list[int] = field(init=False)
     computed: int = 0

@@ -119,7 +119,11 @@ class EagerStep:
 
     def _hidden(self, batch: Batch) -> Tensor:
         kv = self.kv
-        context = StepContext(self.ops, kv.layers, batch.attention, batch.slots, kv.states, batch.state_rows)
+        # A row that has ended within its window is at place 0, wherever it was.
+        rotary = None if batch.turns is None else (batch.positions + batch.turns).clamp_(min=0)
+        context = StepContext(
+            self.ops, kv.layers, batch.attention, batch.slots, kv.states, batch.state_rows, batch.images, rotary
+        )
         self.model.lora.rows = batch.adapters
         return self.model.hidden(batch.token_ids, batch.positions, context)
 

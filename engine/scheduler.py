@@ -294,7 +294,7 @@ class Scheduler:
         else:
             cache = self.prefix_cache
             if cache.enabled:
-                cache.extend(request.block_keys, self._root(request), request.tokens, request.total)
+                self._extend_keys(request, request.total)
             blocks = cache.lookup(request.block_keys)
             if scoring is not None:
                 cache.take_scores(request.block_keys[: len(blocks)], scoring)
@@ -307,8 +307,11 @@ class Scheduler:
             computed -= part  # a copy would come before what the plan writes
         return blocks[: -(-computed // self.block_size)], computed, from_cache
 
-    def _root(self, request: Request) -> bytes:
-        return self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
+    def _extend_keys(self, request: Request, upto: int) -> None:
+        """Have the keys of the full blocks of a request's first ``upto`` tokens."""
+        root = self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
+        salt = None if request.images is None else request.images.salt
+        self.prefix_cache.extend(request.block_keys, root, request.tokens, upto, salt)
 
     def _claim(self, request: Request, num_new: int) -> range:
         """The tokens that a plan scores of a request.
@@ -323,7 +326,7 @@ class Scheduler:
                 self.prefix_cache.keep_scores(request.block_keys, request.scoring)
         border, cache = self.states.border(request.num_prompt), self.prefix_cache
         if request.computed + num_new == border and cache.enabled and not request.older_kv:
-            cache.extend(request.block_keys, self._root(request), request.tokens, border)
+            self._extend_keys(request, border)
             self.states.keep(request.slot, request.block_keys[border // self.block_size - 1])
         return scored
 
@@ -332,7 +335,7 @@ class Scheduler:
         full, cache = known // self.block_size, self.prefix_cache
         if not cache.enabled or full <= request.offered_blocks or request.older_kv:
             return []
-        cache.extend(request.block_keys, self._root(request), request.tokens, known)
+        self._extend_keys(request, known)
         new = slice(request.offered_blocks, full)
         request.offered_blocks = full
         offers = zip(request.block_keys[new], request.block_ids[new], strict=True)

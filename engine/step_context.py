@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +17,21 @@ from stoker.kernels.reference.recurrent import StateRows
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Tokens of a step whose embeddings are of images."""
+
+    at: Tensor  # int64 [n]
+    embeddings: Tensor  # [n, D]
+    deep: tuple[Tensor, ...]  # added there after each of the first layers, [n, D] each
+
+
+@dataclass(frozen=True, slots=True)
 class StepContext:
     """Operations, KV tensors by layer, attention's plan and where new keys go; states by layer and whose they are.
 
     A layer's states are in the order in which ``LayerShape.states`` has them: of the convolution, then what follows it.
+    images: None where the step computes none. rotary: where rotary positions are others than those in the sequence,
+    these, int64 [T], or [3, T] (time, height, width).
     """
 
     ops: Ops
@@ -29,6 +40,8 @@ class StepContext:
     slots: Tensor
     states: Sequence[tuple[Tensor, ...]]
     rows: StateRows
+    images: ImageRows | None = None
+    rotary: Tensor | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """query, key, value: [T, heads, dim]; returns [T, query heads, value dim]."""
@@ -71,6 +84,9 @@ class StepContext:
 @dataclass(frozen=True, slots=True)
 class ShapeProbe:
     """Stands in for a context once, to see what each layer would store. No token sees another in it."""
+
+    images: ClassVar[None] = None
+    rotary: ClassVar[None] = None
 
     attended: dict[int, LayerShape] = field(default_factory=dict)
     states: dict[int, list[StateShape]] = field(default_factory=dict)

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.device import Runtime
+from stoker.engine.images import ImagePart, image_rows
 from stoker.engine.packed_inputs import PackedInputs, Spec
 from stoker.engine.plan import Plan
 from stoker.engine.request import Request
 from stoker.engine.sampler import SamplingRows
 from stoker.engine.scorer import ScoreRows
+from stoker.engine.step_context import ImageRows
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.recurrent import StateRows
@@ -51,6 +53,13 @@ class Batch:
     adapters: AdapterRows | None  # None where no token has one
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
     state_rows: StateRows  # whose states they are that layers keep besides
+    images: ImageRows | None  # None where no token is an image's
+    turns: Tensor | None  # rotary positions minus places, int64 [T] or [3, T]; None where they are the same
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a token is an image's, or lies among such: steps like it are few."""
+        return self.images is not None or (self.turns is not None and self.turns.dim() > 1)
 
     def advance(self, ops: Ops, tokens: Tensor, logprobs: Tensor | None = None, record: Record | None = None) -> None:
         """On to the next step of a decode window: each row's sampled token is its input.
@@ -134,6 +143,7 @@ class StepInputs:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
 
         self._slots = static(self.max_tokens)
+        self._turns = static(3, self.max_tokens)
         self._block_tables = static(max_num_seqs, max_blocks)
         self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
         self._sampled = static(max_num_seqs + 1)
@@ -218,6 +228,12 @@ class StepInputs:
             # Padding is like the last token, so that it does not part a batch that has one adapter.
             put("adapter_slots", adapter_of, adapter_of[-1])
         sent = send()
+        places = new.cumsum() - new
+        of_images = [
+            (int(at), start, count, request.images.features)
+            for at, start, count, request in zip(places, plan.starts, num_new, requests, strict=True)
+            if request.images is not None and request.images.features is not None
+        ]
 
         block_tables = self._block_tables[:rows, :columns]
         block_tables.copy_(self._tables[:, :columns].index_select(0, sent["slot_index"]))
@@ -261,7 +277,20 @@ class StepInputs:
             adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
             sampled=self._sampled,
             state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(new.max())),
+            images=image_rows(of_images, self.runtime.device) if of_images else None,
+            turns=self._put_turns(of_images, tokens),
         )
+
+    def _put_turns(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
+        """Rotary positions minus places of a step's tokens, None where all are 0. A row for all three where they agree."""
+        if all(features.turns is None for _, _, _, features in of_images):
+            return None
+        turns = np.zeros((3, tokens), dtype=np.int64)
+        for where, start, count, features in of_images:
+            turns[:, where : where + count] = features.turns_of(start, count)
+        static = self._turns[:, :tokens]
+        static.copy_(self.runtime.upload(turns)[0])
+        return static if (turns != turns[0]).any() else static[0]
 
     def _begin_alike(self, requests: Sequence[Request]) -> bool:
         """Whether attention would read together what two neighbours begin with: blocks are shared from the first on."""

@@ -24,8 +24,8 @@ from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
-from stoker.rollout.prompts import Prompt, Prompts, to_token_ids
-from stoker.rollout.requests import RequestMaker, params_per_prompt, to_sequences, token_logprobs
+from stoker.rollout.prompts import Prompt, Prompts, read_prompts, tokenizer_of
+from stoker.rollout.requests import RequestMaker, params_per_prompt, read_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
@@ -49,7 +49,7 @@ class RolloutEngine:
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
         setup.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
-        self.tokenizer = tokenizer = setup.tokenizer_of(tokenizer)
+        self._processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
         self._binding = ModelBinding(
             model,
@@ -73,14 +73,15 @@ class RolloutEngine:
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
         self._requests = RequestMaker(
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
             vocab=self._binding.shell.vocab,
-            eos_ids=setup.eos_ids(self._binding, tokenizer),
+            eos_ids=setup.eos_ids(self._binding, self.tokenizer),
             max_model_len=self.max_model_len,
             kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,
             token_bytes=KVCache.block_bytes(self._binding.shapes, 1),
             share=self.config.block_size,
             seed=self.config.seed,
+            encode=self.core.encode,
         )
         self._binding.fuse()
         self._adapters.refresh()
@@ -126,20 +127,22 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.check_not_paused()
-        ids = to_token_ids(prompts, attention_mask, self.tokenizer)
-        params = params_per_prompt(sampling_params, len(ids))
-        for row, (prompt, p) in enumerate(zip(ids, params, strict=True)):
+        read = read_prompts(prompts, attention_mask, self._processor)
+        params = params_per_prompt(sampling_params, len(read))
+        for row, ((prompt, _), p) in enumerate(zip(read, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
         by_prompt: list[tuple[list[Request], Scoring | None]] = []
 
         def make() -> list[Request]:
             self._check_ready()
             self._updates.before_requests()
-            by_prompt.extend(self._requests.for_generation(ids, params, self._adapters.resolve(adapter, len(ids))))
+            by_prompt.extend(self._requests.for_generation(read, params, self._adapters.resolve(adapter, len(read))))
             return [r for requests, _ in by_prompt for r in requests]
 
         self._loop.run("generate_batch", make, progress_bar=progress_bar)
-        return RolloutBatch([self._requests.output(prompt, *made) for prompt, made in zip(ids, by_prompt, strict=True)])
+        return RolloutBatch(
+            [self._requests.output(prompt, *made) for (prompt, _), made in zip(read, by_prompt, strict=True)]
+        )
 
     @torch.inference_mode(False)
     def score(
@@ -172,22 +175,24 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.check_not_paused()
-        ids, first = to_sequences(sequences, attention_mask, start, self.tokenizer)
+        read, first = read_sequences(sequences, attention_mask, start, self._processor)
         variant = self._requests.variant(temperature, top_k)
-        for row, (sequence, at) in enumerate(zip(ids, first, strict=True)):
+        for row, ((sequence, _), at) in enumerate(zip(read, first, strict=True)):
             self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
         requests: list[Request] = []
 
         def make() -> list[Request]:
             self._check_ready()
             self._updates.before_requests()
-            requests.extend(self._requests.for_scoring(ids, first, variant, self._adapters.resolve(adapter, len(ids))))
+            requests.extend(
+                self._requests.for_scoring(read, first, variant, self._adapters.resolve(adapter, len(read)))
+            )
             return requests
 
         self._loop.run("score", make, progress_bar=progress_bar)
         return [
             token_logprobs(sequence, r.scoring, entropy=entropy, error=r.error)
-            for sequence, r in zip(ids, requests, strict=True)
+            for (sequence, _), r in zip(read, requests, strict=True)
             if r.scoring is not None
         ]
 
@@ -207,14 +212,14 @@ class RolloutEngine:
         sampling_params, adapter: as for ``generate_batch``. Raises as that does, before any work starts.
         """
         self._check_ready()
-        (ids,) = to_token_ids([prompt], None, self.tokenizer)
+        (read,) = read_prompts([prompt], None, self._processor)
         (params,) = params_per_prompt(sampling_params, 1)
-        self._requests.check_prompt(0, ids, params)
+        self._requests.check_prompt(0, read[0], params)
         with self._loop.gate("submit"):
             self._check_ready()
             self._updates.before_requests(idle_only=True)
-            ((requests, scoring),) = self._requests.for_generation([ids], [params], self._adapters.resolve(adapter, 1))
-            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, ids, requests, scoring))
+            ((requests, scoring),) = self._requests.for_generation([read], [params], self._adapters.resolve(adapter, 1))
+            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read[0], requests, scoring))
             self._loop.add("submit", requests)
         return handle
 

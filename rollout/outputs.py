@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, overload
@@ -76,13 +76,15 @@ class RolloutOutput:
 
     prompt_token_ids: what the prompt was tokenised to. completions: ``n`` of them, by index. cached_tokens: how many of
     the prompt's tokens the prefix cache had. prompt_logprobs: of the prompt's tokens from the second on, where asked
-    for; None too where the request ended before. error: set where the request failed while running.
+    for; None too where the request ended before. prompt_inputs: of a prompt with images, what the model's forward takes
+    besides token ids (``pixel_values`` and so on), as it was given. error: set where the request failed while running.
     """
 
     prompt_token_ids: list[int]
     completions: list[Completion]
     cached_tokens: int
     prompt_logprobs: TokenLogprobs | None = None
+    prompt_inputs: Mapping[str, torch.Tensor] | None = None
     error: StokerError | None = None
 
 

@@ -6,60 +6,83 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.engine.images import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any]  # text, token ids or a chat
+# Text, token ids, a chat, or all that a processor makes of a prompt with images.
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any] | Mapping[str, Any]
 Prompts = Sequence[Prompt] | Tensor | NDArray[Any]  # the latter two with a row each
 
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
 
 
-def to_token_ids(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, what: str = "prompt") -> list[list[int]]:
-    """Token ids of each prompt; ``what`` names one in messages.
+Read = tuple[list[int], ImageInputs | None]  # token ids, and what a prompt has besides
+
+
+def read_prompts(prompts: Any, attention_mask: Tensor | None, tokenizer: Any, what: str = "prompt") -> list[Read]:
+    """Token ids of each prompt, and its images; ``what`` names one in messages.
 
     prompts: list of str | list of token-id lists | list of chats (lists of ``{"role", "content"}``) | int64 [B, T],
     of which ``attention_mask`` [B, T] says what is no padding. Chats get the template's generation prompt. A list may
-    also be an array, or hold arrays or numpy's and torch's integers. A tensor that is padded and has no mask is
-    refused: padding would count as text.
+    also be an array, or hold arrays or numpy's and torch's integers, or mappings of what a processor makes of one prompt.
+    A tensor that is padded and has no mask is refused: padding would count as text.
     """
     if attention_mask is not None and not isinstance(prompts, Tensor):
         raise InvalidRequestError(f"attention_mask goes with {what}s given as a tensor [B, T]; lists need none")
     if isinstance(prompts, Tensor):
-        return _from_tensor(prompts, attention_mask, tokenizer, what)
+        return [(ids, None) for ids in _from_tensor(prompts, attention_mask, tokenizer, what)]
     if isinstance(prompts, np.ndarray):
         prompts = list(prompts)
-    _refuse_encoding(f"{what}s is one", prompts)
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:  # all that a tokenizer returns
+        raise InvalidRequestError(
+            f"{what}s is one {type(prompts).__name__}: give its input_ids, and of tensors its attention_mask too; of one prompt "
+            f"with images, [{what}]"
+        )
     if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
         raise InvalidRequestError(f"{what}s is one {type(prompts).__name__}: give a list of {what}s")
-    found: list[list[int]] = []
+    found: list[Read] = []
     before: Any = None
     for row, prompt in enumerate(prompts):
         # A group's, most often: texts and chats take a tokenizer longer than all else that is done with a prompt here.
         again = row > 0 and (
             prompt is before or (isinstance(prompt, str) and isinstance(before, str) and prompt == before)
         )
-        found.append(list(found[-1]) if again else _one(f"{what} {row}", prompt, tokenizer))
+        found.append((list(found[-1][0]), found[-1][1]) if again else _one(f"{what} {row}", prompt, tokenizer))
         before = prompt
     return found
 
 
-def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
+def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        return _of_processor(name, prompt)
     if isinstance(prompt, str):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:  # tokenizers raise a TypeError, about something else
             raise InvalidRequestError(f"{name} holds half a character: {error}") from error
-        ids = _tokenizer(tokenizer, "text prompts")(prompt)["input_ids"]
+        ids = tokenizer_of(_tokenizer(tokenizer, "text prompts"))(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
+        of_images = any(map(_has_image, prompt))
         chat = _tokenizer(tokenizer, "chat prompts")
+        if of_images and chat is tokenizer_of(chat):
+            raise InvalidRequestError(
+                f"{name} is a chat with images, which a tokenizer cannot read: give the model's processor, "
+                "RolloutEngine(model, tokenizer=AutoProcessor.from_pretrained(...))"
+            )
+        chat, options = (chat, {"return_tensors": "pt"}) if of_images else (tokenizer_of(chat), {})
         try:
-            ids = chat.apply_chat_template(list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True)
+            ids = chat.apply_chat_template(
+                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
+            )
         except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
             raise InvalidRequestError(f"{name}: {error}") from error
+        if of_images:
+            return _of_processor(name, ids)
         ids = ids["input_ids"]
     elif isinstance(prompt, (Tensor, np.ndarray)):
         if prompt.ndim != 1 or str(prompt.dtype).removeprefix("torch.") not in _INTEGERS:
@@ -68,19 +91,55 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> list[int]:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         ids = prompt
     else:
-        _refuse_encoding(f"{name} is a", prompt)
         raise InvalidRequestError(
             f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages; "
             f"one alone goes in a list, [{name.split()[0]}]"
         )
-    return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
+    return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids], None
 
 
-def _refuse_encoding(what: str, prompt: Any) -> None:
-    if isinstance(prompt, Mapping) and "input_ids" in prompt:  # all that a tokenizer returns
+def tokenizer_of(tokenizer: Any) -> Any:
+    """A multimodal processor's own, which is what text goes through; any other is it."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _has_image(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
+
+
+def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
+    """What a processor makes of one prompt: ``input_ids`` [1, T] or [T], and what the model's forward takes besides."""
+    fields = {key: _as_tensor(name, key, value) for key, value in prompt.items() if value is not None}
+    ids = fields.pop("input_ids")
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or str(ids.dtype).removeprefix("torch.") not in _INTEGERS:
         raise InvalidRequestError(
-            f"{what} {type(prompt).__name__}: give its input_ids, and of tensors its attention_mask too"
+            f"{name} has input_ids of shape {tuple(ids.shape)} and {ids.dtype}: give what the processor makes of one prompt, "
+            "integers [1, T]"
         )
+    length = ids.shape[1]
+    fields = {
+        key: t[None] if tuple(t.shape) == (length,) and not t.is_floating_point() else t for key, t in fields.items()
+    }
+    mask = fields.pop("attention_mask", torch.ones_like(ids))
+    if tuple(mask.shape) != (1, length):
+        raise InvalidRequestError(f"{name} has an attention_mask of shape {tuple(mask.shape)} for {length} tokens")
+    text = mask[0].bool()
+    fields = {key: t[:, text] if is_by_token(t, length) else t for key, t in fields.items()}
+    tokens: list[int] = ids[0, text].tolist()
+    has_images = any(t.is_floating_point() for t in fields.values())
+    return tokens, ImageInputs.of(tokens, fields) if has_images else None
+
+
+def _as_tensor(name: str, key: str, value: Any) -> Tensor:
+    try:
+        return value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequestError(
+            f"{name} has {key} that is no tensor ({error}): process it with return_tensors='pt'"
+        ) from error
 
 
 def as_int(value: Any) -> Any:

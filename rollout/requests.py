@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.engine.images import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec, Status
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
-from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError
+from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
-from stoker.rollout.prompts import as_int, check_ids, to_token_ids
+from stoker.rollout.prompts import Read, as_int, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text
 
@@ -39,27 +40,30 @@ def params_per_prompt(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def to_sequences(
+def read_sequences(
     sequences: Any, attention_mask: Tensor | None, start: Any, tokenizer: Any
-) -> tuple[list[list[int]], list[int]]:
-    """Token ids of each sequence that ``score`` is given, and the position it is scored from."""
+) -> tuple[list[Read], list[int]]:
+    """Token ids and images of each sequence that ``score`` is given, and the position it is scored from."""
     if isinstance(sequences, RolloutBatch):
         if attention_mask is not None or not isinstance(start, int) or start != 1:
             raise InvalidRequestError(
                 "a RolloutBatch is scored from where its completions begin: give no start and no attention_mask"
             )
         sequences.raise_for_errors()
-        rows = [(o.prompt_token_ids, c.token_ids) for o in sequences for c in o.completions]
-        return [prompt + completion for prompt, completion in rows], [len(prompt) for prompt, _ in rows]
+        found: list[Read] = []
+        for o in sequences:
+            images = None if o.prompt_inputs is None else ImageInputs.of(o.prompt_token_ids, o.prompt_inputs)
+            found += [(o.prompt_token_ids + c.token_ids, images) for c in o.completions]
+        return found, [len(o.prompt_token_ids) for o in sequences for _ in o.completions]
     if isinstance(sequences, Sequence) and any(isinstance(s, list) and s and isinstance(s[0], dict) for s in sequences):
         raise InvalidRequestError("chats cannot be scored as they are: give their token ids, or their text")
-    ids = to_token_ids(sequences, attention_mask, tokenizer, "sequence")
+    read = read_prompts(sequences, attention_mask, tokenizer, "sequence")
     if isinstance(start, (Tensor, np.ndarray)):
         start = start.tolist()
-    starts = list(start) if isinstance(start, Sequence) and not isinstance(start, str) else [start] * len(ids)
-    if len(starts) != len(ids):
-        raise InvalidRequestError(f"{len(starts)} starts for {len(ids)} sequences: give one, or one per sequence")
-    return ids, [as_int(s) for s in starts]
+    starts = list(start) if isinstance(start, Sequence) and not isinstance(start, str) else [start] * len(read)
+    if len(starts) != len(read):
+        raise InvalidRequestError(f"{len(starts)} starts for {len(read)} sequences: give one, or one per sequence")
+    return read, [as_int(s) for s in starts]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +78,7 @@ class RequestMaker:
     token_bytes: int  # what one of them takes there
     share: int  # sequences to score that begin with the same tokens are a group from this many on
     seed: int
+    encode: Callable[[ImageInputs], None]  # as ``EngineCore.encode``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
 
@@ -138,23 +143,27 @@ class RequestMaker:
     # -- making ------------------------------------------------------------------------------------------------------
 
     def for_generation(
-        self, prompts: list[list[int]], params: list[SamplingParams], adapters: list[Adapter | None]
+        self, prompts: list[Read], params: list[SamplingParams], adapters: list[Adapter | None]
     ) -> list[tuple[list[Request], Scoring | None]]:
         """The samples of each prompt, and what will hold its log-probabilities, which one sample of a group computes.
 
-        Consecutive equal prompts with one adapter are a group.
+        Consecutive equal prompts with one adapter are a group. Raises as ``EngineCore.encode`` does, naming the prompt.
         """
         made: list[tuple[list[Request], Scoring | None]] = []
         group: list[Request] = []
         scorings: dict[Variant, Scoring] = {}
-        for row, (prompt, p, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
-            if row == 0 or prompt != prompts[row - 1] or adapter is not adapters[row - 1]:
+        encoded = self._encoded("prompt", prompts, adapters)
+        for row, ((prompt, _), images, p, adapter) in enumerate(zip(prompts, encoded, params, adapters, strict=True)):
+            same = row and prompt == prompts[row - 1][0] and images is encoded[row - 1]
+            if not same or adapter is not adapters[row - 1]:
                 group, scorings = [], {}
             spec = self._lower(prompt, p)
             requests = []
             for index in range(p.n):
                 checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
-                requests.append(Request(next(self.ids), prompt, spec, index, checker, group, adapter=adapter))
+                requests.append(
+                    Request(next(self.ids), prompt, spec, index, checker, group, adapter=adapter, images=images)
+                )
             scoring = None
             if p.prompt_logprobs is not None:
                 variant = Variant(1.0 if p.logprobs_mode == "raw" else p.temperature or 1.0, p.prompt_logprobs)
@@ -166,28 +175,45 @@ class RequestMaker:
         return made
 
     def for_scoring(
-        self, sequences: list[list[int]], starts: list[int], variant: Variant, adapters: list[Adapter | None]
+        self, sequences: list[Read], starts: list[int], variant: Variant, adapters: list[Adapter | None]
     ) -> list[Request]:
-        """One request a sequence.
+        """One request a sequence. Raises as ``for_generation`` does.
 
         Consecutive ones with the same adapter and tokens before those to score are a group.
         """
         made: list[Request] = []
         group: list[Request] = []
-        for sequence, start, adapter in zip(sequences, starts, adapters, strict=True):
+        encoded = self._encoded("sequence", sequences, adapters)
+        for (sequence, _), images, start, adapter in zip(sequences, encoded, starts, adapters, strict=True):
             shared, given = sequence[: start - 1], sequence[start - 1 :]
-            same = group and shared == group[0].prompt and adapter is group[0].adapter
+            same = group and shared == group[0].prompt and adapter is group[0].adapter and images is group[0].images
             if len(shared) < self.share or not same:
                 group = []
             spec = _nothing_to_sample(len(given))
             request = Request(
                 next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given, adapter
             )
+            request.images = images
             if start == len(sequence):  # a completion that was aborted before its first token
                 request.status = Status.FINISHED
             group.append(request)
             made.append(request)
         return made
+
+    def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
+        """The images of each prompt, encoded; neighbours that have the same have one."""
+        found: list[ImageInputs | None] = []
+        for row, (_, images) in enumerate(read):
+            if images is not None:
+                before = found[-1] if row and adapters[row] is adapters[row - 1] else None
+                if before is not None and (before.tokens, before.digest) == (images.tokens, images.digest):
+                    images = before
+                try:
+                    self.encode(images)
+                except (InvalidRequestError, UnsupportedModelError) as error:
+                    raise type(error)(f"{what} {row}: {error}") from error
+            found.append(images)
+        return found
 
     def _lower(self, prompt: list[int], p: SamplingParams) -> SamplingSpec:
         # Without a seed of its own a request draws from the engine's seed and its number: new tokens at every call,
@@ -234,6 +260,7 @@ class RequestMaker:
             )
         return RolloutOutput(
             prompt_token_ids=prompt,
+            prompt_inputs=None if requests[0].images is None else requests[0].images.inputs,
             completions=completions,
             cached_tokens=requests[0].cached_tokens,
             prompt_logprobs=token_logprobs(prompt, scoring) if scoring is not None and scoring.complete else None,

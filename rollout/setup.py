@@ -72,11 +72,6 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
     return model.eval(), tokenizer
 
 
-def tokenizer_of(tokenizer: Any) -> Any:
-    """A multimodal processor's own, which is what text goes through; any other is it."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
-
-
 def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(

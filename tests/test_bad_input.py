@@ -28,7 +28,7 @@ from stoker.kernels.errors import (
     WeightsMovedError,
 )
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
-from stoker.rollout.prompts import to_token_ids
+from stoker.rollout.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,15 @@ def test_what_is_no_model_config_or_tokenizer(arguments, error, message):
             r"^prompts is one BatchEncoding: give its input_ids, and of tensors its at",
         ),
         (PROMPT, r"^prompt 0 is a int: give text, a list of token ids.*; one alone goes in a list, \[prompt\]$"),
-        ([PROMPT, BatchEncoding({"input_ids": [1]})], r"^prompt 1 is a BatchEncoding: give its input_ids"),
+        (
+            [PROMPT, BatchEncoding({"input_ids": [[1], [2]]})],
+            r"^prompt 1 has input_ids of shape \(2, 1\).*of one prompt",
+        ),
+        (
+            [PROMPT, {"input_ids": [1, 2], "attention_mask": [1]}],
+            r"^prompt 1 has an attention_mask of shape \(1,\) for 2",
+        ),
+        ([PROMPT, {"input_ids": [1, 2], "pixel_values": ["x"]}], r"^prompt 1 has pixel_values that is no tensor.*'pt'"),
         ([b"ab"], r"^prompt 0 is a bytes: give text, a list of token ids"),
         ([None], r"^prompt 0 is a NoneType: give text"),
         ([np.array([1.5])], r"^prompt 0 is a float64 tensor of shape \(1,\): give ids \[T\]"),
@@ -231,13 +239,13 @@ def test_a_padded_tensor_without_a_mask():
         for what in ("prompt", "sequence"):
             message = rf"^{what}s is a tensor with padding \(token 9\).*give its attention_mask, or torch.ones_like"
             with pytest.raises(InvalidRequestError, match=message):
-                to_token_ids(padded, None, tokenizer, what)
-        assert to_token_ids(padded, torch.ones_like(ids), tokenizer) == padded.tolist()
+                read_prompts(padded, None, tokenizer, what)
+        assert read_prompts(padded, torch.ones_like(ids), tokenizer) == [(row, None) for row in padded.tolist()]
         for other in (None, {"pad_token_id": None}, {"eos_token_id": 9}, {"bos_token_id": 9}):  # it may be meant
             known = None if other is None else SimpleNamespace(**vars(tokenizer) | other)
-            assert to_token_ids(padded, None, known) == padded.tolist()
-    assert to_token_ids(ids, None, tokenizer) == ids.tolist()
-    assert to_token_ids(torch.zeros(0, 4, dtype=torch.long), None, tokenizer) == []
+            assert read_prompts(padded, None, known) == [(row, None) for row in padded.tolist()]
+    assert read_prompts(ids, None, tokenizer) == [(row, None) for row in ids.tolist()]
+    assert read_prompts(torch.zeros(0, 4, dtype=torch.long), None, tokenizer) == []
 
 
 def test_no_prompts_are_an_empty_batch(engine):

@@ -1,0 +1,134 @@
+"""Runs a model on a prompt with images, as far as its language model.
+
+The forward is the model's own. What it hands over there (embeddings in place of those of the placeholders, rotary
+positions, features for the first layers) is all that images do, and is kept on the host: steps that compute a placeholder
+take from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.engine.device import Runtime
+from stoker.engine.images import ImageFeatures, ImageInputs
+from stoker.engine.model import ModelShell, route_text
+from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
+
+# What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
+_KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
+_OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
+_OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
+
+
+def encode(shell: ModelShell, images: ImageInputs, runtime: Runtime) -> ImageFeatures:
+    """Run the model on a prompt as far as its language model.
+
+    Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
+    more than the engine knows of.
+    """
+    device, name = shell.device, type(shell.module).__name__
+    if shell.decoder is shell.module.base_model:
+        raise UnsupportedModelError(f"{name} takes no images: give token ids alone, or another model")
+    tokens = torch.tensor([images.tokens], device=device)
+    inputs = {key: t.to(device, non_blocking=True) for key, t in images.inputs.items()}
+    dtype = shell.module.dtype
+    inputs = {key: t.to(dtype) if key.startswith("pixel_values") else t for key, t in inputs.items()}
+    shell.lora.rows = None
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        given = _handed_over(shell, {"input_ids": tokens, **inputs})
+        plain = shell.module.get_input_embeddings()(tokens)[0]
+        return _features(name, given, plain, runtime)
+
+
+class _HandedOver(Exception):
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+@contextmanager
+def _intercepted(shell: ModelShell) -> Iterator[None]:
+    """Within, the language model raises what it is called with, and masks are made as for torch's attention."""
+
+    def stop(*_: Any, **arguments: Any) -> None:
+        raise _HandedOver(arguments)
+
+    shell.decoder.forward = stop
+    before = route_text(shell.module.config, "sdpa")
+    try:
+        yield
+    finally:
+        route_text(shell.module.config, before)
+        del shell.decoder.forward
+        for module in shell.module.modules():
+            if getattr(module, "rope_deltas", None) is not None:  # remembered for a next step that never comes
+                module.rope_deltas = None
+
+
+def _handed_over(shell: ModelShell, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the language model is called with."""
+    name = type(shell.module).__name__
+    try:
+        with _intercepted(shell):
+            shell.module(**inputs, use_cache=False)
+    except _HandedOver as reached:
+        return {key: value for key, value in reached.arguments.items() if value is not None}
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any kind: these are the model's own words about what it was given
+        raise InvalidRequestError(f"{name} does not take it ({type(error).__name__}: {error})") from error
+    raise UnsupportedModelError(f"{name} does not run its language model on images: use model.generate for them")
+
+
+def _features(name: str, given: Mapping[str, Any], plain: Tensor, runtime: Runtime) -> ImageFeatures:
+    """given: what the language model was called with; plain: embeddings of the tokens, [L, D]."""
+    unknown = sorted(
+        key for key, value in given.items() if key not in _KNOWN | _OF_NO_MATTER and not isinstance(value, bool)
+    )
+    if unknown or _sees_later(given.get("attention_mask")):
+        does = f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens of an image see later ones"
+        raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
+    embeddings: Tensor = given["inputs_embeds"][0]
+    changed = (embeddings != plain).any(-1)
+    visual = given.get("visual_pos_masks")
+    if visual is not None:
+        changed |= visual.view(-1)
+    places = changed.nonzero().flatten()
+    if not places.numel():
+        raise InvalidRequestError(f"{name} does not take it: none of its tokens is an image's placeholder")
+    deep = given.get("deepstack_visual_embeds") or ()
+    if visual is not None and deep:
+        order = visual.view(-1).nonzero().flatten()
+        deep = [embeddings.new_zeros(embeddings.shape).index_copy(0, order, part.to(embeddings)) for part in deep]
+        deep = [part.index_select(0, places) for part in deep]
+    copies = [runtime.to_host(tensor) for tensor in (embeddings.index_select(0, places), *deep)]
+    turns, shift = _turns(given.get("position_ids"), len(plain))
+    on_host = [copy.wait() for copy in copies]
+    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift)
+
+
+def _sees_later(masks: Any) -> bool:
+    """Whether a mask, or one of several by kind of layer, lets a token see what comes after it."""
+    if isinstance(masks, Mapping):
+        return any(map(_sees_later, masks.values()))
+    if not isinstance(masks, Tensor) or masks.dim() < 4:
+        return False
+    seen = masks if masks.dtype == torch.bool else masks >= 0
+    return bool(seen.triu(1).any())
+
+
+def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:
+    """Rotary positions relative to places, and those of what follows. positions: [.., L], with or without (text,) time, height, width."""
+    if positions is None:
+        return None, 0
+    rows = positions.reshape(-1, length)[-3:].cpu().numpy()
+    turns = np.broadcast_to(rows, (3, length)) - np.arange(length)
+    shift = int(rows.max()) + 1 - length
+    return (turns, shift) if turns.any() or shift else (None, 0)

@@ -1,0 +1,100 @@
+"""Prompts with images: what a processor made of these, what the model made of that, and what a step takes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.engine.step_context import ImageRows
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFeatures:
+    """What a model makes of a prompt's images, on the host.
+
+    Rotary positions are given relative to the places of the tokens; those after the prompt go on from its largest one.
+    """
+
+    places: NDArray[np.int64]  # of the tokens whose embeddings are given, [n], ascending
+    embeddings: Tensor  # [n, D]
+    deep: tuple[Tensor, ...]  # added there after each of the first layers, [n, D] each
+    turns: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
+    shift: int  # the same of tokens after the prompt
+
+    def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
+        """Of ``count`` tokens from ``start``, int64 [3, count]."""
+        assert self.turns is not None
+        known = self.turns[:, start : start + count]
+        return np.pad(known, ((0, 0), (0, count - known.shape[1])), constant_values=self.shift)
+
+
+@dataclass(eq=False, slots=True)
+class ImageInputs:
+    """A prompt's images as a processor made them, and what the model made of those.
+
+    tokens: the prompt, with placeholders; a sequence may go on after it. inputs: what the model's forward takes
+    besides. digest: of these, the same for a prompt that goes on from another without an image more.
+    """
+
+    tokens: list[int]
+    inputs: Mapping[str, Tensor]
+    digest: bytes
+    features: ImageFeatures | None = None
+    made_under: object = None  # weights and adapter that the features are of
+
+    @classmethod
+    def of(cls, tokens: list[int], inputs: Mapping[str, Tensor]) -> ImageInputs:
+        digest = blake2b(digest_size=16)
+        for name, tensor in sorted(inputs.items()):
+            plain = tensor.detach().cpu().contiguous().flatten()
+            size = tuple(tensor.shape)
+            if is_by_token(tensor, len(tokens)):  # 0 at tokens of text
+                plain, size = plain[: int(plain.nonzero().max()) + 1 if plain.any() else 0], ()
+            digest.update(f"{name} {tensor.dtype} {size} ".encode())
+            digest.update(plain.view(torch.uint8).numpy().tobytes())
+        return cls(tokens, inputs, digest.digest())
+
+    @property
+    def end(self) -> int:
+        """From this token on a sequence has no images."""
+        assert self.features is not None
+        return int(self.features.places[-1]) + 1
+
+    @property
+    def salt(self) -> tuple[int, bytes]:
+        """The first token whose KV depends on more than tokens, and what else that depends on."""
+        assert self.features is not None
+        first, turns = int(self.features.places[0]), self.features.turns
+        return first if turns is None else min(first, int(turns.any(axis=0).argmax())), self.digest
+
+
+def is_by_token(tensor: Tensor, length: int) -> bool:
+    """Whether an input has an integer for each token of a prompt, as token types are."""
+    return tensor.shape == (1, length) and not tensor.is_floating_point()
+
+
+# Of a step's row: the first token's place in the step, that in its sequence, how many there are, and their features.
+ImagePart = tuple[int, int, int, ImageFeatures]
+
+
+def image_rows(parts: Sequence[ImagePart], device: torch.device) -> ImageRows | None:
+    """Those of a step's tokens whose embeddings are given; None where none are."""
+    at: list[NDArray[np.int64]] = []
+    found: list[tuple[Tensor, ...]] = []
+    for where, start, count, features in parts:
+        low, high = np.searchsorted(features.places, (start, start + count))
+        if low < high:
+            at.append(features.places[low:high] - start + where)
+            found.append(
+                tuple(t[low:high].to(device, non_blocking=True) for t in (features.embeddings, *features.deep))
+            )
+    if not at:
+        return None
+    embeddings, *deep = (torch.cat(tensors) for tensors in zip(*found, strict=True))
+    return ImageRows(torch.from_numpy(np.concatenate(at)).to(device, non_blocking=True), embeddings, tuple(deep))
