@@ -8,9 +8,10 @@ next is never used by both at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import Tensor
 
 from stoker.engine.image_encoder import encode
 from stoker.engine.images import ImageInputs
@@ -32,16 +33,19 @@ class EngineCore:
         runner: Runner,
         *,
         place_adapter: Callable[[Adapter], None],
+        adapted: Callable[[Adapter], Mapping[str, Tensor]],
         ahead: int = 0,
     ) -> None:
         """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
 
+        adapted: parameters with an adapter in them, of what only images go through, by name.
         ahead: plans that may be launched before the oldest one's results are read.
         """
         self.scheduler = scheduler
         self.inputs = inputs
         self.runner = runner
         self.place_adapter = place_adapter
+        self.adapted = adapted
         self.ahead = ahead
         self._launched: deque[tuple[Plan, Pending]] = deque()
         self._steps = 0
@@ -50,15 +54,16 @@ class EngineCore:
         """Queue them. Images have been encoded."""
         self.scheduler.add(requests)
 
-    def encode(self, images: ImageInputs) -> None:
-        """Have what the model makes of a prompt's images, under the weights there are now.
+    def encode(self, images: ImageInputs, adapter: Adapter | None) -> None:
+        """Have what the model makes of a prompt's images, under the weights there are now and with an adapter.
 
         Raises ``InvalidRequestError`` or ``UnsupportedModelError`` where it makes nothing of them.
         """
-        under = self.scheduler.weight_version
+        under = self.scheduler.weight_version, adapter and adapter.key
         if images.features is None or images.made_under != under:
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
-                images.features = encode(self.runner.model, images, self.inputs.runtime)
+                weights = {} if adapter is None else self.adapted(adapter)
+                images.features = encode(self.runner.model, images, self.inputs.runtime, weights)
             images.made_under = under
 
     @property
@@ -104,7 +109,7 @@ class EngineCore:
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 for request, start in zip(plan.requests, plan.starts, strict=True):
                     if request.images is not None and request.images.end > start:
-                        self.encode(request.images)
+                        self.encode(request.images, request.adapter)
                 for request in plan.admitted:
                     if request.adapter is not None:
                         self.place_adapter(request.adapter)

@@ -8,6 +8,7 @@ added to a step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -133,11 +134,16 @@ class LoraLayers:
     def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
         """What of them tokens go through: an adapter of a multimodal model may be over its vision tower, too."""
 
-        def is_read(path: str) -> bool:
-            return not any(_at_or_below(path, other) for other in self._beside)
-
         for link in adapter.links:
-            yield link.where(is_read) if self._beside else link
+            yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
+
+    def _is_beside(self, path: str) -> bool:
+        return any(_at_or_below(path, other) for other in self._beside)
+
+    def beside(self, adapter: AdapterWeights) -> list[AdapterWeights]:
+        """What of them, in order, images go through and no text."""
+        links = [link.where(self._is_beside) for link in adapter.links] if self._beside else []
+        return [link for link in links if any(True for _ in replace(link, then=None).tensors())]
 
     def know(self, adapters: Iterable[AdapterWeights]) -> None:
         """Tell which adapters may come into slots.

@@ -8,10 +8,12 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from stoker.engine.adapter_slab import Slab, lies_on, pack
 from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.device import runtime_for
+from stoker.engine.image_encoder import adapted
 from stoker.engine.request import Adapter, Request, Status
 from stoker.kernels.errors import (
     EngineStateError,
@@ -156,6 +158,11 @@ class Adapters:
             here = slab.fill(packed or pack(weights, runtime_for(device)))
         shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
+
+    def beside_text(self, adapter: Adapter) -> dict[str, Tensor]:
+        """As ``adapted``: of modules that only images go through."""
+        shell, weights = self._binding.shell, self._weights[adapter.name]
+        return adapted(shell.module, adapter.name, shell.lora.beside(weights))
 
     def give_back(self) -> None:
         """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count, islice
@@ -78,7 +78,7 @@ class RequestMaker:
     token_bytes: int  # what one of them takes there
     share: int  # sequences to score that begin with the same tokens are a group from this many on
     seed: int
-    encode: Callable[[ImageInputs], None]  # as ``EngineCore.encode``
+    encode: Callable[[ImageInputs, Adapter | None], None]  # as ``EngineCore.encode``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
 
@@ -201,15 +201,15 @@ class RequestMaker:
         return made
 
     def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
-        """The images of each prompt, encoded; neighbours that have the same have one."""
+        """The images of each prompt, encoded; prompts that are the same in all have one."""
+        known: dict[object, ImageInputs] = {}
         found: list[ImageInputs | None] = []
-        for row, (_, images) in enumerate(read):
+        for row, ((_, images), adapter) in enumerate(zip(read, adapters, strict=True)):
             if images is not None:
-                before = found[-1] if row and adapters[row] is adapters[row - 1] else None
-                if before is not None and (before.tokens, before.digest) == (images.tokens, images.digest):
-                    images = before
+                # Of its own: what is made of it with another adapter is other features.
+                images = known.setdefault((images.digest, tuple(images.tokens), adapter), replace(images))
                 try:
-                    self.encode(images)
+                    self.encode(images, adapter)
                 except (InvalidRequestError, UnsupportedModelError) as error:
                     raise type(error)(f"{what} {row}: {error}") from error
             found.append(images)

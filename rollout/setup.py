@@ -219,7 +219,9 @@ def core(
             "(llm_int8_threshold above 0), and waits for the device to find them. 4 bits have none"
         )
     runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
-    return EngineCore(scheduler, inputs, runner, place_adapter=adapters.place, ahead=runtime.ahead)
+    return EngineCore(
+        scheduler, inputs, runner, place_adapter=adapters.place, adapted=adapters.beside_text, ahead=runtime.ahead
+    )
 
 
 def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
