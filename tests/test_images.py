@@ -96,8 +96,11 @@ def test_sampled_groups(kind: str) -> None:
         batch = engine.generate_batch(prompts, params)
         check(model, prompts, batch, 0.7)
         assert all(len({tuple(c.token_ids) for c in output.completions}) > 1 for output in batch)
-        stats = engine.stats()
-        assert stats.shared_prompt_tokens == 3 * sum(len(token_ids(prompt)) - 1 for prompt in prompts)
+        shared = engine.stats().shared_prompt_tokens
+        if engine.stats().recurrent_state_bytes:  # states are shared at whole blocks
+            assert shared > 2 * sum(len(token_ids(prompt)) for prompt in prompts)
+        else:
+            assert shared == 3 * sum(len(token_ids(prompt)) - 1 for prompt in prompts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +120,7 @@ def test_preempted(kind: str) -> None:
         block = engine.stats().kv_block_bytes
         states = engine.stats().recurrent_state_bytes
     params = SamplingParams(temperature=0, max_tokens=24)
-    memory = 2 * states + 20 * block
+    memory = states + 20 * block
     with engine_of(model, kv_cache_memory=memory, max_num_batched_tokens=16, max_model_len=64) as engine:
         batch = engine.generate_batch(prompts, params)
         assert engine.stats().num_preemptions > 0
@@ -279,15 +282,18 @@ def test_equal_neighbours_are_computed_once(kind: str) -> None:
 # -- what is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"), [("gemma3", {}), ("paligemma", {}), ("gemma4", {"use_bidirectional_attention": "vision"})]
-)
+@pytest.mark.parametrize(("kind", "fields"), [("gemma3", {}), ("gemma4", {"use_bidirectional_attention": "vision"})])
 def test_images_whose_tokens_see_what_comes_later(kind: str, fields: dict[str, Any]) -> None:
     model = make_model(kind, **fields)
     prompt = make_prompt(kind, LAYOUTS[1])
     with engine_of(model) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"prompt 1.*" + kind):
+        with pytest.raises(UnsupportedModelError, match=r"^prompt 1: Gemma\dForCond.*use model.generate for its images$"):
             engine.generate_batch([TEXT, prompt], GREEDY)
         at_rest(engine)
         batch = engine.generate_batch([TEXT], GREEDY)
         assert tokens(batch) == [greedy(model, TEXT, 10)]
+
+
+def test_a_model_that_reads_whole_prompts_both_ways() -> None:
+    with pytest.raises(UnsupportedModelError, match="^PaliGemma.*use model.generate for it"):
+        engine_of(make_model("paligemma"))

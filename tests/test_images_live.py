@@ -207,23 +207,23 @@ def shared() -> Iterator[RolloutEngine]:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda p: p | {"input_ids": p["input_ids"][:, :-9]}, "prompt 1.*(placeholder|image token)"),
+        (lambda p: {n: v[:, :-9] if v.shape == p["input_ids"].shape else v for n, v in p.items()}, "prompt 1"),
+        (lambda p: p | {"input_ids": p["input_ids"][:, :-9]}, "prompt 1.*attention_mask"),
         (lambda p: p | {"pixel_values": p["pixel_values"][:-4]}, "prompt 1"),
         (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1"),
         (lambda p: {n: v for n, v in p.items() if "grid" not in n}, "prompt 1"),
         (lambda p: {n: torch.cat([v, v]) for n, v in p.items()}, "prompt 1.*(one|batch)"),
-        (lambda p: {n: v for n, v in p.items() if n != "input_ids"}, "prompt 1.*input_ids"),
+        (lambda p: {n: v for n, v in p.items() if n != "input_ids"}, "prompt 1 is a dict"),
         (lambda p: p | {"input_ids": p["input_ids"].float()}, "prompt 1"),
         (lambda p: p | {"input_ids": p["input_ids"] + 1000}, "prompt 1.*position 0"),
         (lambda p: p | {"input_ids": p["input_ids"][:, :0]}, "prompt 1"),
-        (lambda p: p | {"pixels": p["pixel_values"]}, "prompt 1.*pixels"),
         (lambda p: p | {"pixel_values": "an image"}, "prompt 1.*pixel_values"),
-        (lambda p: p | {"attention_mask": p["attention_mask"] * 0}, "prompt 1.*attention_mask"),
+        (lambda p: p | {"attention_mask": p["attention_mask"] * 0}, "prompt 1 is empty"),
         (lambda p: make_prompt("qwen2_5_vl", (5, (4, 4), 60)), "prompt 1 has 83 tokens and max_model_len is 64"),
     ],
     ids=[
-        "fewer placeholders", "fewer pixels", "no image", "no grid", "two", "no ids", "float ids", "vocabulary", "empty",
-        "unknown", "no tensor", "masked", "long",
+        "fewer placeholders", "fewer ids", "fewer pixels", "no image", "no grid", "two", "no ids", "float ids", "vocabulary", "empty",
+        "no tensor", "masked", "long",
     ],
 )  # fmt: skip
 def test_bad_prompts_are_refused(shared: RolloutEngine, change: Change, match: str) -> None:
@@ -240,6 +240,12 @@ def test_bad_prompts_are_refused(shared: RolloutEngine, change: Change, match: s
     check(model_of("qwen2_5_vl"), [good], shared.generate_batch([good], GREEDY))
     shared.update_weights()
     at_rest(shared)
+
+
+def test_an_input_that_nobody_reads(shared: RolloutEngine) -> None:
+    prompt = make_prompt("qwen2_5_vl", LAYOUTS[0])
+    with pytest.raises(StokerError, match="prompt 0.*pixels"):
+        shared.generate_batch([prompt | {"pixels": prompt["pixel_values"]}], GREEDY)
 
 
 def test_pixels_for_a_model_of_text() -> None:
