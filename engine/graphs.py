@@ -132,12 +132,14 @@ def _kind(rows: SamplingRows, count: int) -> _Key:
     """What a captured step depends on besides the contents of its buffers."""
     return (
         count,
-        rows.stop_ids.shape[1],  # wider stop ids are other buffers
+        rows.stop_ids.shape[1],  # wider lists of ids are other buffers
+        rows.suppressed.shape[1],
         rows.any_random,
         rows.any_greedy,
         rows.any_truncated,
         rows.any_penalised,
         rows.any_min_tokens,
+        rows.any_suppressed,
         rows.modes,
         rows.top_logprobs,
     )

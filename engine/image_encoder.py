@@ -64,8 +64,8 @@ def adapted(module: nn.Module, name: str, links: Sequence[AdapterWeights]) -> di
             known = path in link.linears or path in link.biases
             if type(linear) is not nn.Linear or not known or (path in link.magnitudes and len(links) > 1):
                 raise UnsupportedModelError(
-                    f"adapter {name!r} changes {path}, a {type(linear).__name__}, by which images go: the engine merges LoRA of "
-                    "plain linears there and modules saved whole; leave it out of target_modules"
+                    f"adapter {name!r} changes {path}, a {type(linear).__name__}, which only images go through: there the "
+                    "engine takes LoRA over plain linears, and modules saved whole; leave it out of target_modules"
                 )
             if path in link.linears:
                 found[f"{path}.weight"] = _merged(linear, link, path, found.get(f"{path}.weight", linear.weight))

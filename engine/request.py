@@ -32,6 +32,7 @@ class SamplingSpec:
     max_tokens: int
     min_tokens: int
     stop_ids: frozenset[int]
+    suppressed: frozenset[int] = frozenset()  # ids that are never sampled
     seed: int
     top_logprobs: int
     logprobs_mode: int  # index into sampler.LOGPROBS_MODES

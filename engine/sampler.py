@@ -30,6 +30,7 @@ class SamplingRows:
     sample_index: Tensor  # int64 [R]
     first_stop: Tensor  # int64 [R]: position of the first token that may be a stop id (min_tokens)
     stop_ids: Tensor  # int64 [R, S], padded with the vocabulary size
+    suppressed: Tensor  # int64 [R, B], ids that are never sampled, padded likewise
     mode: Tensor  # int64 [R], index into LOGPROBS_MODES
     slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
     any_random: bool
@@ -37,6 +38,7 @@ class SamplingRows:
     any_truncated: bool
     any_penalised: bool
     any_min_tokens: bool
+    any_suppressed: bool
     modes: tuple[int, ...]  # the distinct modes among the rows
     top_logprobs: int  # the most any row asks for
 
@@ -111,7 +113,8 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
         """logits: [R, V] of any float dtype; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
-        if rows.any_penalised or rows.any_min_tokens or rows.any_truncated or rows.top_logprobs:
+        masked = rows.any_min_tokens or rows.any_suppressed
+        if rows.any_penalised or masked or rows.any_truncated or rows.top_logprobs:
             logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
         # Each is a kernel of every step, however small, so what no row asks for is not made.
@@ -121,7 +124,9 @@ class Sampler:
             assert self.penalties is not None
             processed = self.penalties.apply(processed, rows)
         if rows.any_min_tokens:
-            processed = self._without_stops(processed, rows, positions)
+            processed = _without(processed, rows.stop_ids, (positions < rows.first_stop)[:, None])
+        if rows.any_suppressed:
+            processed = _without(processed, rows.suppressed)
         if rows.any_truncated:
             processed = self.ops.truncate(processed * inverse[:, None], rows.top_k, rows.top_p, rows.min_p)
             processed_inverse = one
@@ -151,10 +156,11 @@ class Sampler:
         values, ids = basis.topk(rows.top_logprobs, dim=-1)
         return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))
 
-    @staticmethod
-    def _without_stops(logits: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-        early = (positions < rows.first_stop)[:, None]
-        vocab = logits.shape[-1]
-        banned = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
-        banned.scatter_(1, rows.stop_ids, True)  # the padding id falls into the extra column
-        return logits.masked_fill(banned[:, :vocab] & early, float("-inf"))
+
+def _without(logits: Tensor, ids: Tensor, where: Tensor | None = None) -> Tensor:
+    """Logits under which these ids cannot be sampled, in rows where that is so. ids: int64 [R, S]; where: bool [R, 1]."""
+    vocab = logits.shape[-1]
+    banned = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
+    banned.scatter_(1, ids, True)  # the padding id falls into the extra column
+    banned = banned[:, :vocab]
+    return logits.masked_fill(banned if where is None else banned & where, float("-inf"))

@@ -137,7 +137,8 @@ class StepInputs:
         for name in ("temperature", "top_p", "repetition"):
             self._host[name][:] = 1
         self._host["greedy"][:] = True
-        self._stop_ids = np.full((max_num_seqs + 1, 1), vocab, dtype=np.int64)  # padded with what no token is
+        # Lists of ids, padded with what no token is.
+        self._ids = {name: np.full((max_num_seqs + 1, 1), vocab, dtype=np.int64) for name in ("stop_ids", "suppressed")}
 
         def static(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
@@ -154,11 +155,14 @@ class StepInputs:
         self._packed = self._new_packed()
 
     def _new_packed(self) -> PackedInputs:
-        most = self.max_rows, self.max_tokens, self._stop_ids.shape[1]
-        return PackedInputs(self._layout, most, self.runtime.channel)
+        return PackedInputs(self._layout, (self.max_rows, self.max_tokens, *self._widths), self.runtime.channel)
+
+    @property
+    def _widths(self) -> list[int]:
+        return [ids.shape[1] for ids in self._ids.values()]
 
     @classmethod
-    def _layout(cls, rows: int, tokens: int, stops: int) -> dict[str, Spec]:
+    def _layout(cls, rows: int, tokens: int, stops: int, suppressed: int) -> dict[str, Spec]:
         by_row = ("slot_index", "kept_slots", "last_token", "seq_lens", "last_lens")
         by_token = ("token_ids", "positions", "token_rows", "adapter_slots")
         return {
@@ -166,6 +170,7 @@ class StepInputs:
             **dict.fromkeys(by_row, (np.int64, (rows,))),
             "row_starts": (np.int64, (rows + 1,)),
             "stop_ids": (np.int64, (rows, stops)),
+            "suppressed": (np.int64, (rows, suppressed)),
             **dict.fromkeys(by_token, (np.int64, (tokens,))),
         }
 
@@ -203,7 +208,7 @@ class StepInputs:
             row_of = np.repeat(np.arange(count), new)
             positions = np.arange(width) - np.repeat(new.cumsum() - new, new) + np.repeat(computed, new)
 
-        arrays, send = self._packed.open(rows, tokens, self._stop_ids.shape[1])
+        arrays, send = self._packed.open(rows, tokens, *self._widths)
 
         def put(name: str, values: NDArray[Any], padding: int = 0) -> None:
             arrays[name][: len(values)] = values
@@ -211,7 +216,8 @@ class StepInputs:
 
         for name, column in self._host.items():
             np.take(column, slots, out=arrays[name], mode="clip")  # no slot is out of bounds, and "raise" would buffer
-        np.take(self._stop_ids, slots, axis=0, out=arrays["stop_ids"], mode="clip")
+        for name, ids in self._ids.items():
+            np.take(ids, slots, axis=0, out=arrays[name], mode="clip")
         put("slot_index", slots)
         put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
         put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
@@ -331,24 +337,27 @@ class StepInputs:
         host["seed"][slot], host["sample_index"][slot] = spec.seed, request.sample_index
         host["first_stop"][slot] = request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
-        if len(spec.stop_ids) > self._stop_ids.shape[1]:  # to a power of two: steps are captured anew for each width
-            more = 2 ** (len(spec.stop_ids) - 1).bit_length() - self._stop_ids.shape[1]
-            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, more)), constant_values=self.vocab)
-            self._packed = self._new_packed()
-        self._stop_ids[slot] = self.vocab
-        self._stop_ids[slot, : len(spec.stop_ids)] = sorted(spec.stop_ids)
+        for name, ids in (("stop_ids", spec.stop_ids), ("suppressed", spec.suppressed)):
+            if len(ids) > self._ids[name].shape[1]:  # to a power of two: steps are captured anew for each width
+                more = 2 ** (len(ids) - 1).bit_length() - self._ids[name].shape[1]
+                self._ids[name] = np.pad(self._ids[name], ((0, 0), (0, more)), constant_values=self.vocab)
+                self._packed = self._new_packed()
+            self._ids[name][slot] = self.vocab
+            self._ids[name][slot, : len(ids)] = sorted(ids)
 
     def _sampling(self, plan: Plan, sent: dict[str, Tensor]) -> SamplingRows:
         specs = [r.spec for r in plan.requests]
         return SamplingRows(
             **{name: sent[name] for name in self._host},
             stop_ids=sent["stop_ids"],
+            suppressed=sent["suppressed"],
             slots=sent["kept_slots"],
             any_random=any(s.temperature > 0 for s in specs),
             any_greedy=any(s.temperature == 0 for s in specs),
             any_truncated=any(s.truncated for s in specs),
             any_penalised=any(s.penalised for s in specs),
             any_min_tokens=any(s.min_tokens > r.num_output for r, s in zip(plan.requests, specs, strict=True)),
+            any_suppressed=any(s.suppressed for s in specs),
             modes=tuple(sorted({s.logprobs_mode for s in specs})),
             top_logprobs=max(s.top_logprobs for s in specs),
         )

@@ -120,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--stop-token-id", type=int, action="append", default=[], metavar="N", help="the same, as a token id"
     )
+    sampling.add_argument(
+        "--suppress-token-id", type=int, action="append", default=[], metavar="N", help="never sampled; repeat for more"
+    )
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     add_flags(generate)
     generate.set_defaults(run=_generate, parser=generate)
@@ -293,6 +296,7 @@ def _generate(args: argparse.Namespace) -> int:
             frequency_penalty=args.frequency_penalty,
             stop=args.stop,
             stop_token_ids=args.stop_token_id,
+            suppress_token_ids=args.suppress_token_id,
             ignore_eos=args.ignore_eos,
         )
     except InvalidRequestError as error:

@@ -97,8 +97,13 @@ class RequestMaker:
         for which in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, which) or 0) > self.vocab:
                 raise InvalidRequestError(f"{name}: {which}={value} and the vocabulary has {self.vocab} tokens")
-        if any(not 0 <= t < self.vocab for t in params.stop_token_ids):
-            raise InvalidRequestError(f"{name}: stop_token_ids has an id outside 0 to {self.vocab - 1}")
+        for which in ("stop_token_ids", "suppress_token_ids"):
+            if any(not 0 <= t < self.vocab for t in getattr(params, which)):
+                raise InvalidRequestError(f"{name}: {which} has an id outside 0 to {self.vocab - 1}")
+        if len(set(params.suppress_token_ids)) == self.vocab:
+            raise InvalidRequestError(
+                f"{name}: suppress_token_ids has every id, so nothing can be sampled: leave some out"
+            )
         longest = min(len(prompt) + params.max_tokens, self.max_model_len)
         if longest > self.kv_tokens:
             raise InvalidRequestError(
@@ -233,6 +238,7 @@ class RequestMaker:
             max_tokens=min(p.max_tokens, self.max_model_len - len(prompt)),
             min_tokens=p.min_tokens,
             stop_ids=frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids),
+            suppressed=frozenset(p.suppress_token_ids),
             seed=seed & _SEED_MASK,
             top_logprobs=p.logprobs,
             logprobs_mode=LOGPROBS_MODES.index(p.logprobs_mode),

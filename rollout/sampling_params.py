@@ -30,12 +30,12 @@ class SamplingParams:
     - max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
     - stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
       token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
-      end it.
+      end it. suppress_token_ids: ids that are never sampled, such as an image's placeholder.
     - seed: None draws a fresh one from the engine's seed.
     - logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
     - logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
-      recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens`` and
-      truncation.
+      recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens``,
+      ``suppress_token_ids`` and truncation.
     - prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
       of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
 
@@ -55,6 +55,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    suppress_token_ids: Sequence[int] = ()
     seed: int | None = None
     logprobs: int = 0
     logprobs_mode: LogprobsMode = "scaled"
@@ -90,13 +91,15 @@ class SamplingParams:
         strings = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(strings, Sequence) or any(not isinstance(s, str) or not s for s in strings):
             raise InvalidRequestError(f"stop={shown(self.stop)}: give a non-empty string, or a sequence of them")
-        ids = list(map(as_int, self.stop_token_ids)) if isinstance(self.stop_token_ids, Sequence) else [None]
-        if any(not _is_whole(t) or t < 0 for t in ids):
-            raise InvalidRequestError(
-                f"stop_token_ids={shown(self.stop_token_ids)}: give a sequence of token ids, integers of at least 0"
-            )
         object.__setattr__(self, "stop", tuple(strings))
-        object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+        for name in ("stop_token_ids", "suppress_token_ids"):
+            given = getattr(self, name)
+            ids = list(map(as_int, given)) if isinstance(given, Sequence) else [None]
+            if any(not _is_whole(t) or t < 0 for t in ids):
+                raise InvalidRequestError(
+                    f"{name}={shown(given)}: give a sequence of token ids, integers of at least 0"
+                )
+            object.__setattr__(self, name, tuple(map(int, ids)))
 
     def _whole(self, name: str, low: float = -math.inf, hint: str = "") -> None:
         value = as_int(getattr(self, name))
@@ -120,7 +123,7 @@ class SamplingParams:
         """Translate ``config``, a ``transformers.GenerationConfig`` or a mapping of its fields.
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
-        ``min_tokens``, ``stop_strings`` ``stop``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
+        ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
         it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments
         win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
         does not do (beam search, constraints, ...), and for a key of a mapping that is a field of this class and not of
@@ -181,6 +184,7 @@ _GENERATION_FIELDS = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
+    "suppress_tokens": "suppress_token_ids",
 }
 _UNSUPPORTED_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -200,7 +204,6 @@ _UNSUPPORTED_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = {
     "constraints": ([],),
     "guidance_scale": (1.0,),
     "sequence_bias": ({},),
-    "suppress_tokens": ([],),
     "begin_suppress_tokens": ([],),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),

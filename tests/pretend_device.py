@@ -111,6 +111,7 @@ def params(count: int) -> list[SamplingParams]:
         {"stop_token_ids": list(range(0, VOCAB, 5)), "logprobs": 3},
         {"logprobs_mode": "raw", "temperature": 0.7},
         {"n": 3, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7]},
+        {"suppress_token_ids": list(range(0, VOCAB, 2)), "temperature": 0},
     ]
     return [
         SamplingParams(**kinds[i % len(kinds)], max_tokens=6 + (i * 7) % 23, seed=i, ignore_eos=i % 2 == 0)

@@ -66,11 +66,10 @@ def test_flags_are_the_sampling_parameters(
         "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.25,
     }  # fmt: skip
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert (
-        main(["generate", folder, *files, *flags, "--stop", "a", "--stop", "b", "--ignore-eos", "--stop-token-id", "7"])
-        == 1
-    )
-    expected = SamplingParams(**given, stop=("a", "b"), stop_token_ids=(7,), ignore_eos=True)
+    flags += ["--stop", "a", "--stop", "b", "--ignore-eos", "--stop-token-id", "7", "--suppress-token-id", "3"]
+    assert main(["generate", folder, *files, *flags]) == 1
+    ids = {"stop_token_ids": (7,), "suppress_token_ids": (3,)}
+    expected = SamplingParams(**given, **ids, stop=("a", "b"), ignore_eos=True)
     assert [replace(params, seed=None) for params in seen] == [expected] * 3
     assert len({params.seed for params in seen}) == 3  # each line has its own
 

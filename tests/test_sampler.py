@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "sample_index": 0,
     "first_stop": 0,
     "stops": (),
+    "suppressed": (),
     "mode": SCALED,
     "slot": SLOTS,  # the spare one
 }
@@ -43,12 +44,16 @@ def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
     return SamplingRows(
         **{name: torch.tensor([r[name] for r in full]) for name in (*names, "sample_index", "first_stop", "mode")},
         stop_ids=torch.tensor([[*r["stops"], *[VOCAB] * (width - len(r["stops"]))] for r in full], dtype=torch.long),
+        suppressed=torch.tensor(
+            [[*r["suppressed"], *[VOCAB] * (2 - len(r["suppressed"]))] for r in full], dtype=torch.long
+        ),
         slots=torch.tensor([r["slot"] for r in full]),
         any_random=any(not r["greedy"] for r in full),
         any_greedy=any(r["greedy"] for r in full),
         any_truncated=any(r["top_k"] > 0 or r["top_p"] < 1 or r["min_p"] > 0 for r in full),
         any_penalised=any(r["repetition"] != 1 or r["presence"] or r["frequency"] for r in full),
         any_min_tokens=width > 0,
+        any_suppressed=any(r["suppressed"] for r in full),
         modes=tuple(sorted({r["mode"] for r in full})),
         top_logprobs=top_logprobs,
     )
@@ -198,6 +203,20 @@ def test_stop_ids_are_not_sampled_before_min_tokens(sampler: Sampler) -> None:
         assert tokens[1] == VOCAB - 1 if banned[1] else tokens[1] in (3, VOCAB - 1)
         assert (tokens[2] not in (3, VOCAB - 1)) == banned[2]
         assert tokens[3] in (3, VOCAB - 1)
+
+
+def test_suppressed_ids_are_never_sampled_and_stay_in_the_policy(sampler: Sampler) -> None:
+    logits = torch.randn(4, VOCAB)
+    logits[:, [3, VOCAB - 1]] = 30.0
+    rows = make_rows(
+        {"suppressed": (3, VOCAB - 1)}, {"suppressed": (3,), "greedy": True}, {"suppressed": (3,), "mode": 2}, {}
+    )
+    out = sample(sampler, logits, rows, torch.full((4,), 7))
+    tokens = out.tokens.tolist()
+    assert tokens[0] not in (3, VOCAB - 1) and tokens[1] == tokens[2] == VOCAB - 1 and tokens[3] in (3, VOCAB - 1)
+    processed = logits[2].index_fill(0, torch.tensor([3]), float("-inf"))
+    expected = [(processed if row == 2 else logits[row]).log_softmax(0)[t] for row, t in enumerate(tokens)]
+    torch.testing.assert_close(out.logprobs, torch.stack(expected))
 
 
 # -- log-probabilities -------------------------------------------------------------------------------------------

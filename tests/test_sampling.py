@@ -184,6 +184,21 @@ def test_stop_ids_and_eos(window):
         assert ending(run(max_tokens=4)) == (14, 4, "length", None)
 
 
+def test_suppressed_ids_are_not_sampled_and_others_are_as_likely_as_before():
+    even = tuple(range(0, VOCAB, 2))
+    with build() as engine:
+        both = [
+            SamplingParams(n=8, seed=1, max_tokens=12, suppress_token_ids=even),
+            SamplingParams(n=8, seed=1, max_tokens=12),
+        ]
+        without, free = engine.generate_batch([NEEDLE, NEEDLE], both)
+    assert all(t % 2 for c in without.completions for t in c.token_ids)
+    assert any(t % 2 == 0 for c in free.completions for t in c.token_ids)
+    for c in without.completions:
+        expected = oracle.logprobs(llama(), NEEDLE, c.token_ids)
+        torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
 def test_min_tokens_keeps_stop_ids_from_being_sampled():
     stops = tuple(range(2, VOCAB, 2))
     with build() as engine:

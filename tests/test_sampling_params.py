@@ -32,7 +32,7 @@ def test_defaults_sample_from_the_full_distribution():
         *(("presence_penalty", v) for v in (math.nan, math.inf)),
         *(("frequency_penalty", v) for v in (math.nan, "0")),
         *(("stop", v) for v in ("", ("a", ""), (1,), 3, None)),
-        *(("stop_token_ids", v) for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
+        *((f"{kind}_token_ids", v) for kind in ("stop", "suppress") for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
         *(("seed", v) for v in (1.5, "0", True)),
         *(("logprobs_mode", v) for v in ("scale", None)),
         *(("ignore_eos", v) for v in ("no", 1, None)),
@@ -113,6 +113,7 @@ def test_generation_config_fields_are_translated():
         num_return_sequences=4,
         stop_strings=["\n\n"],
         eos_token_id=[1, 2],
+        suppress_tokens=[4],
         max_length=4096,  # max_new_tokens wins, as it does under generate
     )
     assert SamplingParams.from_generation_config(config) == SamplingParams(
@@ -126,6 +127,7 @@ def test_generation_config_fields_are_translated():
         n=4,
         stop=("\n\n",),
         stop_token_ids=(1, 2),
+        suppress_token_ids=(4,),
     )
     assert SamplingParams.from_generation_config(config, max_tokens=8, n=1).max_tokens == 8
     assert SamplingParams.from_generation_config(config.to_dict()) == SamplingParams.from_generation_config(config)
@@ -183,7 +185,7 @@ def test_names_that_would_be_dropped_are_refused():
         ("no_repeat_ngram_size", 3),
         ("bad_words_ids", [[1]]),
         ("guidance_scale", 1.5),
-        ("suppress_tokens", [3]),
+        ("begin_suppress_tokens", [3]),
         ("forced_eos_token_id", 2),
         ("min_length", 7),
         ("max_time", 1.0),
