@@ -27,17 +27,12 @@ from packaging.version import Version
 from transformers import TrainerCallback
 
 from stoker.integrations.trl_images import with_images
+from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
 _OLDEST, _TOO_NEW = (1, 16), (2,)
 _ABSENT = object()
-# Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and two it lacks.
-_TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-_TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings"}
-_ALSO_CALLED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
-_PENALTIES = {"presence_penalty", "frequency_penalty"}
-_WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "disable_compile"}
 
 
 def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine:
@@ -85,7 +80,7 @@ class _EngineBackend:
 
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
         self._trainer = trainer
-        self._model = _live_model(trainer)
+        self._model = live_model(trainer)
         self.callback = _SyncAtBothEnds(trainer, self.last_sync)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         self._turns_to_come = False
@@ -93,7 +88,7 @@ class _EngineBackend:
         self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
-        self.engine = RolloutEngine(self._model, config=config, tokenizer=_tokenizer(trainer))
+        self.engine = RolloutEngine(self._model, config=config, tokenizer=tokenizer_of(trainer))
 
     def seam(self) -> list[tuple[Any, str, Any]]:
         """Owner, attribute and value of everything that is set on the trainer while the engine is attached."""
@@ -107,7 +102,7 @@ class _EngineBackend:
         """Called before a generation when the optimizer has stepped since the last one."""
         # The trainer puts wrappers around its model after construction, so look it up now. Inside the wrappers has to
         # be the model the engine was built over.
-        if _live_model(self._trainer) is not self._model:
+        if live_model(self._trainer) is not self._model:
             raise WeightsMovedError(
                 "the trainer now trains another model object than the one the engine was attached to: call "
                 "detach(trainer) and attach(trainer) again"
@@ -296,66 +291,6 @@ class _SyncAtBothEnds(TrainerCallback):  # type: ignore[misc]
         setattr(self._trainer, self._last_sync, -1)
 
     on_train_end = on_train_begin
-
-
-def _live_model(trainer: Any) -> Any:
-    # fp32 wrappers stay: taking one off would change the model's forward.
-    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-
-
-def _tokenizer(trainer: Any) -> Any:
-    processor = trainer.processing_class  # which not every kind keeps apart
-    return getattr(trainer, "_tokenizer", getattr(processor, "tokenizer", processor))
-
-
-def _eos_ids(trainer: Any) -> list[int]:
-    """Those of the trainer; of kinds that keep none, the tokenizer's and those of the generation config."""
-    if hasattr(trainer, "eos_token_ids"):
-        return [token for token in trainer.eos_token_ids if token is not None]
-    found: set[int] = set()
-    for eos in (_tokenizer(trainer).eos_token_id, trainer.generation_config.eos_token_id):
-        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
-    return sorted(found)
-
-
-def sampling_params(trainer: Any) -> SamplingParams:
-    """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
-
-    A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
-    """
-    settings: dict[str, Any] = {"do_sample": True}
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        if hasattr(trainer, name) or hasattr(trainer.args, name):  # not every kind has them all
-            settings[name] = _setting(trainer, name)
-    limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
-    settings["max_new_tokens"] = _setting(trainer, limit)
-    penalties = {}
-    for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
-        name = _ALSO_CALLED.get(key, key)
-        if name in _PENALTIES:
-            penalties[name] = value
-        elif name in _TRANSLATED:
-            settings[name] = value
-        elif name not in _WITHOUT_EFFECT:
-            known = sorted(_TRANSLATED | _PENALTIES | set(_ALSO_CALLED))
-            raise InvalidConfigError(
-                f"generation_kwargs sets {key}, which the engine does not take from a trainer: it takes {', '.join(known)}"
-            )
-    if settings["max_new_tokens"] is None:
-        raise InvalidConfigError(f"{limit} is None, so completions have no bound: set it")
-    if settings.get("top_k") in (None, -1):  # other ways of saying off
-        settings["top_k"] = 0
-    return SamplingParams.from_generation_config(
-        settings,
-        stop_token_ids=_eos_ids(trainer),
-        ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
-        **penalties,
-    )
-
-
-def _setting(trainer: Any, name: str) -> Any:
-    # Kinds differ in which settings they copy from their arguments; a copy is what their own generation reads.
-    return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer.args, name)
 
 
 def check_version() -> None:

@@ -27,7 +27,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from stoker.integrations.trl import check_version, sampling_params
+from stoker.integrations.trl import check_version
+from stoker.integrations.trl_sampling import sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
 

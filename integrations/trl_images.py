@@ -44,7 +44,7 @@ def _process(processor: Any, images: list[Any]) -> tuple[dict[str, Tensor], dict
     placeholder = getattr(processor, "image_token", None)
     if placeholder is None:
         raise UnsupportedModelError(
-            f"the prompts carry images, and a {type(processor).__name__} says nothing of them: build the trainer with the "
+            f"the prompts carry images, and a {type(processor).__name__} makes nothing of them: build the trainer with the "
             "model's processor as processing_class"
         )
     made = processor(images=[images], text=[placeholder * len(images)], return_tensors="pt")

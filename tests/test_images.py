@@ -287,7 +287,9 @@ def test_images_whose_tokens_see_what_comes_later(kind: str, fields: dict[str, A
     model = make_model(kind, **fields)
     prompt = make_prompt(kind, LAYOUTS[1])
     with engine_of(model) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"^prompt 1: Gemma\dForCond.*use model.generate for its images$"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"^prompt 1: Gemma\dForCond.*use model.generate for its images$"
+        ):
             engine.generate_batch([TEXT, prompt], GREEDY)
         at_rest(engine)
         batch = engine.generate_batch([TEXT], GREEDY)

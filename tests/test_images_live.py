@@ -116,7 +116,13 @@ def test_the_model_is_left_as_it_was(kind: str) -> None:
 
     def state() -> list[Any]:
         return [
-            (name, type(m), m.training, {k: v for k, v in vars(m).items() if not k.startswith("_")}, len(m._forward_hooks))
+            (
+                name,
+                type(m),
+                m.training,
+                {k: v for k, v in vars(m).items() if not k.startswith("_")},
+                len(m._forward_hooks),
+            )
             for name, m in model.named_modules()
         ]
 

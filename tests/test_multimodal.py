@@ -12,7 +12,7 @@ import torch
 from families import FAMILIES, HYBRIDS, make_model
 from trl_setup import EOS, LOGPROB_TOLERANCE, PROMPTS, MakeTrainer, make_tokenizer, trainers
 
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 IMAGE_FAMILIES = [family for family in FAMILIES | HYBRIDS if family.endswith("+images")]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -123,5 +123,3 @@ def test_training_on_text_with_a_processor(make_trainer: MakeTrainer, kind: str)
         (completion,) = output.completions
         expected = oracle.logprobs(model.eval(), output.prompt_token_ids, completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=LOGPROB_TOLERANCE)
-    with pytest.raises(UnsupportedModelError, match="the prompts carry images"):
-        trainer.vllm_generation.sample([[3]], [["an image"]], 1)

@@ -184,10 +184,10 @@ def test_an_overlong_prompt_is_refused_by_name(make_trainer: MakeTrainer) -> Non
     assert len(ask(trainer, [[3]])[0]) == 1
 
 
-def test_images_are_refused(make_trainer: MakeTrainer) -> None:
+def test_images_without_a_processor_are_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     attach(trainer)
-    with pytest.raises(UnsupportedModelError, match="images"):
+    with pytest.raises(UnsupportedModelError, match=r"^the prompts carry images.* with the model.s processor as"):
         trainer.vllm_generation.generate([[3]], [["an image"]], 1)
 
 

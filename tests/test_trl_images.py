@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,12 @@ from stoker.integrations.trl_images import with_images
 
 WORDS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
 FIRST = len(CHARACTERS) + 3
-IDS = dict(zip(("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id"), range(FIRST, 99)))
+IDS = {
+    "image_token_id": FIRST,
+    "vision_start_token_id": FIRST + 1,
+    "vision_end_token_id": FIRST + 2,
+    "video_token_id": FIRST + 3,
+}
 TEMPLATE = (
     "{% for m in messages %}{% for part in m.content if m.content is not string %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
@@ -54,9 +60,7 @@ def make_processor(kind: str = "qwen2_5_vl") -> Any:
             image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE, image_token=WORDS[0], patch_size=4,
             vision_feature_select_strategy="default", num_additional_image_tokens=1,
         )  # fmt: skip
-    images = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024
-    )
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024)
     return Processor(images, tokenizer, TEMPLATE)
 
 
@@ -83,9 +87,7 @@ def make_dataset() -> Any:
     from datasets import Dataset
 
     images = [[picture(10 * row + i, *size) for i, size in enumerate(sizes)] for row, (_, sizes) in enumerate(ROWS)]
-    return Dataset.from_dict(
-        {"prompt": [[{"role": "user", "content": text}] for text, _ in ROWS], "images": images}
-    )
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text, _ in ROWS], "images": images})
 
 
 def count_a(completions: list[Any], **_: Any) -> list[float]:
@@ -94,15 +96,20 @@ def count_a(completions: list[Any], **_: Any) -> list[float]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
-    def on_images(make: MakeTrainer, of: str, model: Any, more: dict[str, Any], **settings: Any) -> Any:
+    """Trainers of a kind on a model and processor ``of`` another."""
+
+    def on_images(make: MakeTrainer, kind: str = "grpo", of: str = "qwen2_5_vl", **settings: Any) -> Any:
         data = make_dataset()
-        passed = {"processing_class": make_processor(of), "train_dataset": data, "eval_dataset": data.select([0, 1])}
-        return make(model=model or make_model(of), more=passed | {"reward_funcs": count_a} | more, **settings)
+        more = {
+            "processing_class": make_processor(of),
+            "train_dataset": data,
+            "eval_dataset": data.select([0, 1]),
+            "reward_funcs": count_a,
+        } | settings.pop("more", {})
+        return make(kind, model=make_model(of), more=more, **settings)
 
     for make in trainers(str(tmp_path)):
-        yield lambda kind="grpo", of="qwen2_5_vl", model=None, more=None, **settings: on_images(
-            make, of, model, more or {}, kind=kind, **settings
-        )
+        yield partial(on_images, make)
 
 
 def prompts_of(processor: Any) -> tuple[list[list[int]], list[list[Any]], list[dict[str, torch.Tensor]]]:
@@ -205,7 +212,7 @@ def test_of_the_same_samples_the_trainer_makes_the_same(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str, of: str
 ) -> None:
     """A trainer whose ``generate`` gives what another's engine has sampled: rewards, losses and weights are the other's."""
-    settings = {"optim": "sgd", "learning_rate": 2e-3, "max_grad_norm": 0.0, "temperature": 0.7, "max_steps": 3}
+    settings = {"optim": "sgd", "learning_rate": 5e-3, "max_grad_norm": 0.0, "temperature": 0.7, "max_steps": 3}
     on_engine = make_trainer(kind, of, **settings)
     engine = attach(on_engine, config=CONFIG)
     sample = engine.generate_batch

@@ -245,8 +245,11 @@ def test_pairs_take_weights_once_a_step(make_trainer: MakeTrainer, monkeypatch: 
 def test_pairs_with_images_are_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("online_dpo")
     attach(trainer)
-    with pytest.raises(UnsupportedModelError, match="images"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^the prompts carry images, and OnlineDPOTrainer .*: use GRPOTrainer"
+    ):
         trainer._generate_vllm(["abc"], ["an image"])
+    assert len(trainer._generate_vllm(["abc"], [None])[0]) == 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _padded(sizes: list[tuple[int, int]], generator: torch.Generator) -> tuple[l
     pixels = torch.zeros(len(sizes), 3, height, width)
     for image, (h, w) in zip(pixels, sizes, strict=True):
         image[:, : 8 * h, : 8 * w] = _noise(generator, 3, 8 * h, 8 * w)
-    tokens = [(([IMAGE] * w + [BREAK]) * h)[:-1] + [END] for h, w in sizes]
+    tokens = [[*(([IMAGE] * w + [BREAK]) * h)[:-1], END] for h, w in sizes]
     return tokens, {"pixel_values": pixels, "image_sizes": torch.tensor(sizes) * 8}
 
 

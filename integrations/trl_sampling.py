@@ -1,0 +1,84 @@
+"""What a TRL trainer asks of its sampling, as the engine takes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.kernels.errors import InvalidConfigError
+from stoker.rollout import SamplingParams
+
+# Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and two it lacks.
+_TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+_TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens"}
+_ALSO_CALLED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
+_PENALTIES = {"presence_penalty", "frequency_penalty"}
+_WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "disable_compile"}
+
+
+def live_model(trainer: Any) -> Any:
+    # fp32 wrappers stay: taking one off would change the model's forward.
+    return trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    processor = trainer.processing_class  # which not every kind keeps apart
+    return getattr(trainer, "_tokenizer", getattr(processor, "tokenizer", processor))
+
+
+def _eos_ids(trainer: Any) -> list[int]:
+    """Those of the trainer; of kinds that keep none, the tokenizer's and those of the generation config."""
+    if hasattr(trainer, "eos_token_ids"):
+        return [token for token in trainer.eos_token_ids if token is not None]
+    found: set[int] = set()
+    for eos in (tokenizer_of(trainer).eos_token_id, trainer.generation_config.eos_token_id):
+        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    return sorted(found)
+
+
+def sampling_params(trainer: Any) -> SamplingParams:
+    """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
+
+    A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
+    """
+    settings: dict[str, Any] = {"do_sample": True}
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        if hasattr(trainer, name) or hasattr(trainer.args, name):  # not every kind has them all
+            settings[name] = _setting(trainer, name)
+    limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
+    settings["max_new_tokens"] = _setting(trainer, limit)
+    settings["suppress_tokens"] = _placeholders(trainer)
+    penalties = {}
+    for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
+        name = _ALSO_CALLED.get(key, key)
+        if name in _PENALTIES:
+            penalties[name] = value
+        elif name in _TRANSLATED:
+            settings[name] = value
+        elif name not in _WITHOUT_EFFECT:
+            known = sorted(_TRANSLATED | _PENALTIES | set(_ALSO_CALLED))
+            raise InvalidConfigError(
+                f"generation_kwargs sets {key}, which the engine does not take from a trainer: it takes {', '.join(known)}"
+            )
+    if settings["max_new_tokens"] is None:
+        raise InvalidConfigError(f"{limit} is None, so completions have no bound: set it")
+    if settings.get("top_k") in (None, -1):  # other ways of saying off
+        settings["top_k"] = 0
+    return SamplingParams.from_generation_config(
+        settings,
+        stop_token_ids=_eos_ids(trainer),
+        ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
+        **penalties,
+    )
+
+
+def _placeholders(trainer: Any) -> list[int]:
+    """What stands for an image, which TRL has nobody sample: in the trainer's forward it would stand for one too many."""
+    model = live_model(trainer)
+    placeholder = getattr(model.config, "image_token_id", None)
+    of_images = hasattr(trainer.processing_class, "image_processor") and placeholder is not None
+    return [placeholder] if of_images and placeholder < model.config.get_text_config().vocab_size else []
+
+
+def _setting(trainer: Any, name: str) -> Any:
+    # Kinds differ in which settings they copy from their arguments; a copy is what their own generation reads.
+    return getattr(trainer, name) if hasattr(trainer, name) else getattr(trainer.args, name)
