@@ -33,13 +33,15 @@ _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations
 
 
 def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any]:
-    """The model of a local folder, in evaluation mode, and its tokenizer. Raises ``InvalidConfigError``."""
+    """The model of a local folder, in evaluation mode, and its tokenizer, or its processor where it takes images.
+
+    Raises ``InvalidConfigError``.
+    """
     from transformers import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
-        AutoTokenizer,
     )
 
     if not os.path.isfile(os.path.join(path, "config.json")):
@@ -61,15 +63,26 @@ def load(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> 
     if info["missing_keys"]:
         lacking = ", ".join(sorted(info["missing_keys"])[:4])
         raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
-    if tokenizer == "auto":
-        has_one = any(os.path.isfile(os.path.join(path, f)) for f in ("tokenizer.json", "tokenizer_config.json"))
+    return model.eval(), _reader(path, of_images) if tokenizer == "auto" else tokenizer
+
+
+def _reader(path: str | os.PathLike[str], of_images: bool) -> Any:
+    """The folder's processor, or its tokenizer, or None."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    def has(*files: str) -> bool:
+        return any(os.path.isfile(os.path.join(path, file)) for file in files)
+
+    if of_images and has("processor_config.json", "preprocessor_config.json"):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
-        except Exception as error:  # damaged files end in whatever their reader raises
-            raise InvalidConfigError(
-                f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one"
-            ) from error
-    return model.eval(), tokenizer
+            return AutoProcessor.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # damaged files, or a package it wants, such as torchvision
+            _log.warning("the processor in %s cannot be loaded, so chats with images cannot be read: %s", path, error)
+    try:
+        has_one = has("tokenizer.json", "tokenizer_config.json")
+        return AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
+    except Exception as error:  # damaged files end in whatever their reader raises
+        raise InvalidConfigError(f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one") from error
 
 
 def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
