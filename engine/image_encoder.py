@@ -169,5 +169,7 @@ def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | N
         return None, 0
     rows = positions.reshape(-1, length)[-3:].cpu().numpy()
     turns = np.broadcast_to(rows, (3, length)) - np.arange(length)
-    shift = int(rows.max()) + 1 - length
+    # Text goes on from the last token, in the forward of a whole sequence; a cache's "rope delta" is from the largest of all,
+    # which a video has in its midst.
+    shift = int(rows[:, -1].max()) + 1 - length
     return (turns, shift) if turns.any() or shift else (None, 0)
