@@ -63,7 +63,7 @@ class EngineCore:
         if images.features is None or images.made_under != under:
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 weights = {} if adapter is None else self.adapted(adapter)
-                images.features = encode(self.runner.model, images, self.inputs.runtime, weights)
+                images.features = encode(self.runner.model, images, weights)
             images.made_under = under
 
     @property

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stoker.engine.device import Runtime
 from stoker.engine.images import ImageFeatures, ImageInputs
 from stoker.engine.model import ModelShell, route_text
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
@@ -29,9 +28,7 @@ _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", 
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
 
 
-def encode(
-    shell: ModelShell, images: ImageInputs, runtime: Runtime, weights: Mapping[str, Tensor] | None = None
-) -> ImageFeatures:
+def encode(shell: ModelShell, images: ImageInputs, weights: Mapping[str, Tensor] | None = None) -> ImageFeatures:
     """Run the model on a prompt as far as its language model.
 
     weights: parameters in place of the model's own, by name. Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
@@ -48,7 +45,7 @@ def encode(
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         given = _handed_over(shell, {"input_ids": tokens, **inputs}, weights or {})
         plain = shell.module.get_input_embeddings()(tokens)[0]
-        return _features(name, given, plain, runtime)
+        return _features(name, given, plain)
 
 
 @torch.no_grad()
@@ -129,7 +126,7 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], weights: Mapping[
     raise UnsupportedModelError(f"{name} does not run its language model on images: use model.generate for them")
 
 
-def _features(name: str, given: Mapping[str, Any], plain: Tensor, runtime: Runtime) -> ImageFeatures:
+def _features(name: str, given: Mapping[str, Any], plain: Tensor) -> ImageFeatures:
     """given: what the language model was called with; plain: embeddings of the tokens, [L, D]."""
     unknown = sorted(
         key for key, value in given.items() if key not in _KNOWN | _OF_NO_MATTER and not isinstance(value, bool)
@@ -150,9 +147,9 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, runtime: Runti
         order = visual.view(-1).nonzero().flatten()
         deep = [embeddings.new_zeros(embeddings.shape).index_copy(0, order, part.to(embeddings)) for part in deep]
         deep = [part.index_select(0, places) for part in deep]
-    copies = [runtime.to_host(tensor) for tensor in (embeddings.index_select(0, places), *deep)]
     turns, shift = _turns(given.get("position_ids"), len(plain))
-    on_host = [copy.wait() for copy in copies]
+    # Not in pinned memory, which torch keeps: for a large batch these are gigabytes, as the processor's tensors are.
+    on_host = [tensor.cpu() for tensor in (embeddings.index_select(0, places), *deep)]
     return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift)
 
 
@@ -172,5 +169,7 @@ def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | N
         return None, 0
     rows = positions.reshape(-1, length)[-3:].cpu().numpy()
     turns = np.broadcast_to(rows, (3, length)) - np.arange(length)
-    shift = int(rows.max()) + 1 - length
+    # Text goes on from the last token, in the forward of a whole sequence; a cache's "rope delta" is from the largest of all,
+    # which a video has in its midst.
+    shift = int(rows[:, -1].max()) + 1 - length
     return (turns, shift) if turns.any() or shift else (None, 0)

@@ -18,7 +18,7 @@ from stoker.engine.step_context import ImageRows
 class ImageFeatures:
     """What a model makes of a prompt's images, on the host.
 
-    Rotary positions are given relative to the places of the tokens; those after the prompt go on from its largest one.
+    Rotary positions are given relative to the places of the tokens; those after the prompt go on from its last one.
     """
 
     places: NDArray[np.int64]  # of the tokens whose embeddings are given, [n], ascending

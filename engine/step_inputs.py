@@ -296,7 +296,8 @@ class StepInputs:
             turns[:, where : where + count] = features.turns_of(start, count)
         static = self._turns[:, :tokens]
         static.copy_(self.runtime.upload(turns)[0])
-        return static if (turns != turns[0]).any() else static[0]
+        # Those beyond the places, as of videos, are not among the kept rotary embeddings.
+        return static if (turns != turns[0]).any() or turns.max() > 0 else static[0]
 
     def _begin_alike(self, requests: Sequence[Request]) -> bool:
         """Whether attention would read together what two neighbours begin with: blocks are shared from the first on."""

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
+from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
@@ -80,7 +81,7 @@ class AcceleratedEngine:
 
     def generate_batch(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Sequence[dict[str, Any]]] | Tensor,
+        prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         attention_mask: Tensor | None = None,
