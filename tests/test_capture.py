@@ -58,11 +58,11 @@ def test_steps_after_images_are_replayed(kind: str) -> None:
     with build(model, runtime=Counting) as engine:
         engine.generate_batch([ids, [3], [4, 4], [9]], greedy)
         captured.clear()
-        batches = [engine.generate_batch(prompts, greedy) for prompts in given]
+        batches = [engine.generate_batch(mine, greedy) for mine in given]
         assert len(captured) == (0 if kind == "llava" else 1)
         assert all(graph is not None for graph in engine.core.runner._graphs.values())  # type: ignore[attr-defined]
-    for prompts, batch in zip(given, batches, strict=True):
-        for prompt, output in zip(prompts, batch, strict=True):
+    for mine, batch in zip(given, batches, strict=True):
+        for prompt, output in zip(mine, batch, strict=True):
             (c,) = output.completions
             expected = vision.logprobs(model, prompt, c.token_ids)
             torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
