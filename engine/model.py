@@ -124,6 +124,7 @@ class ModelShell:
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
         self._base, self._tail, self._given = _split(self.module)
+        self._text = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
         self.has_wide_head = self._cast_to_wide_head()
 
     def _cast_to_wide_head(self) -> bool:
@@ -224,7 +225,7 @@ class ModelShell:
             )
             self._given.output_type = type(out)
         else:
-            out = self._run(self.decoder, self._of_images(token_ids, positions, context), positions, context)
+            out = self._run(self._text, self._of_images(token_ids, positions, context), positions, context)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
