@@ -130,6 +130,10 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
     fields = {key: t[:, text] if is_by_token(t, length) else t for key, t in fields.items()}
     tokens: list[int] = ids[0, text].tolist()
     has_images = any(t.is_floating_point() for t in fields.values())
+    if not has_images and any(fields[key].any() for key in ("mm_token_type_ids", "token_type_ids") if key in fields):
+        raise InvalidRequestError(
+            f"{name} has tokens of images, and no images: give all that the processor returns, pixel_values among it"
+        )
     return tokens, ImageInputs.of(tokens, fields) if has_images else None
 
 

@@ -216,7 +216,7 @@ def shared() -> Iterator[RolloutEngine]:
         (lambda p: {n: v[:, :-9] if v.shape == p["input_ids"].shape else v for n, v in p.items()}, "prompt 1"),
         (lambda p: p | {"input_ids": p["input_ids"][:, :-9]}, "prompt 1.*attention_mask"),
         (lambda p: p | {"pixel_values": p["pixel_values"][:-4]}, "prompt 1"),
-        (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1"),
+        (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1 has tokens of"),
         (lambda p: {n: v for n, v in p.items() if "grid" not in n}, "prompt 1"),
         (lambda p: {n: torch.cat([v, v]) for n, v in p.items()}, "prompt 1.*(one|batch)"),
         (lambda p: {n: v for n, v in p.items() if n != "input_ids"}, "prompt 1 is a dict"),
