@@ -79,7 +79,7 @@ class PretendDevice(CpuRuntime):
 
 @contextmanager
 def build(
-    family: str = "llama",
+    family: str | torch.nn.Module = "llama",
     ops: Ops = STATIC,
     runtime: type[CpuRuntime] = PretendDevice,
     num_layers: int | None = None,
@@ -89,7 +89,8 @@ def build(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "runtime_for", runtime)
         patch.setattr(binding, "ops_for", lambda *_, **__: ops)
-        model = make_model(family) if num_layers is None else make_model(family, num_hidden_layers=num_layers)
+        fewer = {} if num_layers is None else {"num_hidden_layers": num_layers}
+        model = make_model(family, **fewer) if isinstance(family, str) else family
         with RolloutEngine(model, config=EngineConfig(**(settings | fields))) as engine:
             yield engine
 

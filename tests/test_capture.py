@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import vision
 from pretend_device import STATIC, PretendDevice, build, close, params, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +45,27 @@ def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
         engine.update_weights()
         engine.generate_batch(prompts(4), greedy)
         assert len(captured) == 2  # the weights are where they were
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5", "llava"])
+def test_steps_after_images_are_replayed(kind: str) -> None:
+    """With rotary positions of their own, by graphs of their own; what computes a placeholder runs eagerly."""
+    captured = Counting.captures
+    model, ids = vision.make_model(kind), [5, 6, 7]
+    layouts = [(3, (2, 3), 2), (4, (1, 2), 1), (2, (3, 2), (1, 2), 5)]
+    given = [[*(vision.make_prompt(kind, layout, seed) for layout in layouts), ids] for seed in range(2)]
+    greedy = SamplingParams(temperature=0, max_tokens=14, suppress_token_ids=[vision.IMAGE, vision.VIDEO])
+    with build(model, runtime=Counting) as engine:
+        engine.generate_batch([ids, [3], [4, 4], [9]], greedy)
+        captured.clear()
+        batches = [engine.generate_batch(mine, greedy) for mine in given]
+        assert len(captured) == (0 if kind == "llava" else 1)
+        assert all(graph is not None for graph in engine.core.runner._graphs.values())  # type: ignore[attr-defined]
+    for mine, batch in zip(given, batches, strict=True):
+        for prompt, output in zip(mine, batch, strict=True):
+            (c,) = output.completions
+            expected = vision.logprobs(model, prompt, c.token_ids)
+            torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
 def test_a_step_is_captured_anew_for_twice_as_many_stop_ids_and_not_for_each_one_more() -> None:

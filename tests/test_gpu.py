@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import oracle
 import pytest
 import torch
+import vision
 from adapted import peft_model
 from families import FAMILIES, VOCAB, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +37,24 @@ def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     with RolloutEngine(model.cuda(), config=config) as engine:
         batch = engine.generate_batch(prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
     assert [output.completions[0].token_ids for output in batch] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava"])
+def test_images_in_fp32_are_what_they_are_to_the_cpu_oracle(kind: str) -> None:
+    model = vision.make_model(kind)
+    layouts = [(5, (2, 3), 4, (1, 2), 6), ((2, 2), 7), (9, (3, 4), 2)]
+    given = [*(vision.make_prompt(kind, layout) for layout in layouts), [3, 4, 5]]
+    placeholders = [vision.IMAGE, vision.VIDEO]
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, suppress_token_ids=placeholders)
+    config = EngineConfig(block_size=4, max_num_batched_tokens=16, max_num_seqs=8, kv_cache_memory="8MiB")
+    with RolloutEngine(copy.deepcopy(model).cuda(), config=config) as engine:
+        for _ in range(2):  # replayed, the second time
+            batch = engine.generate_batch(given, greedy)
+            for prompt, output in zip(given, batch, strict=True):
+                (completion,) = output.completions
+                expected = vision.logprobs(model, prompt, completion.token_ids)
+                torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-3)
+        assert engine.core.runner.has_graphs
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])
