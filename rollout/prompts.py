@@ -69,19 +69,22 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
         of_images = any(map(_has_image, prompt))
         chat = _tokenizer(tokenizer, "chat prompts")
-        if of_images and chat is tokenizer_of(chat):
+        own = tokenizer_of(chat)
+        if of_images and chat is own:
             raise InvalidRequestError(
                 f"{name} is a chat with images, which a tokenizer cannot read: give the model's processor, "
                 "RolloutEngine(model, tokenizer=AutoProcessor.from_pretrained(...))"
             )
-        chat, options = (chat, {"return_tensors": "pt"}) if of_images else (tokenizer_of(chat), {})
+        # Of some processors the tokenizer has no template.
+        whole = of_images or (chat is not own and not getattr(own, "chat_template", None))
+        read, options = (chat, {"return_tensors": "pt"}) if whole else (own, {})
         try:
-            ids = chat.apply_chat_template(
+            ids = read.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
             )
         except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
             raise InvalidRequestError(f"{name}: {error}") from error
-        if of_images:
+        if whole:
             return _of_processor(name, ids)
         ids = ids["input_ids"]
     elif isinstance(prompt, (Tensor, np.ndarray)):
