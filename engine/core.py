@@ -54,17 +54,23 @@ class EngineCore:
         """Queue them. Images have been encoded."""
         self.scheduler.add(requests)
 
-    def encode(self, images: ImageInputs, adapter: Adapter | None) -> None:
-        """Have what the model makes of a prompt's images, under the weights there are now and with an adapter.
+    def encoder(self) -> Callable[[ImageInputs, Adapter | None], None]:
+        """What has the model's features of images, under the weights there are now and with an adapter. For one use.
 
-        Raises ``InvalidRequestError`` or ``UnsupportedModelError`` where it makes nothing of them.
+        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of them.
         """
-        under = self.scheduler.weight_version, adapter and adapter.key
-        if images.features is None or images.made_under != under:
-            with self.inputs.runtime.chosen(), torch.inference_mode(False):
-                weights = {} if adapter is None else self.adapted(adapter)
-                images.features = encode(self.runner.model, images, weights)
-            images.made_under = under
+        weights: dict[Adapter | None, Mapping[str, Tensor]] = {None: {}}
+
+        def ensure(images: ImageInputs, adapter: Adapter | None) -> None:
+            under = self.scheduler.weight_version, adapter and adapter.key
+            if images.features is None or images.made_under != under:
+                with self.inputs.runtime.chosen(), torch.inference_mode(False):
+                    if adapter is not None and adapter not in weights:
+                        weights[adapter] = self.adapted(adapter)
+                    images.features = encode(self.runner.model, images, weights[adapter])
+                images.made_under = under
+
+        return ensure
 
     @property
     def under_way(self) -> list[Request]:
@@ -107,9 +113,10 @@ class EngineCore:
         try:
             # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
+                ensure = self.encoder()
                 for request, start in zip(plan.requests, plan.starts, strict=True):
                     if request.images is not None and request.images.end > start:
-                        self.encode(request.images, request.adapter)
+                        ensure(request.images, request.adapter)
                 for request in plan.admitted:
                     if request.adapter is not None:
                         self.place_adapter(request.adapter)

@@ -81,7 +81,7 @@ class RolloutEngine:
             token_bytes=KVCache.block_bytes(self._binding.shapes, 1),
             share=self.config.block_size,
             seed=self.config.seed,
-            encode=self.core.encode,
+            encoder=self.core.encoder,
         )
         self._binding.fuse()
         self._adapters.refresh()

@@ -78,7 +78,7 @@ class RequestMaker:
     token_bytes: int  # what one of them takes there
     share: int  # sequences to score that begin with the same tokens are a group from this many on
     seed: int
-    encode: Callable[[ImageInputs, Adapter | None], None]  # as ``EngineCore.encode``
+    encoder: Callable[[], Callable[[ImageInputs, Adapter | None], None]]  # as ``EngineCore.encoder``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
 
@@ -152,7 +152,7 @@ class RequestMaker:
     ) -> list[tuple[list[Request], Scoring | None]]:
         """The samples of each prompt, and what will hold its log-probabilities, which one sample of a group computes.
 
-        Consecutive equal prompts with one adapter are a group. Raises as ``EngineCore.encode`` does, naming the prompt.
+        Consecutive equal prompts with one adapter are a group. Raises as ``EngineCore.encoder`` does, naming the prompt.
         """
         made: list[tuple[list[Request], Scoring | None]] = []
         group: list[Request] = []
@@ -207,14 +207,14 @@ class RequestMaker:
 
     def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
         """The images of each prompt, encoded; prompts that are the same in all have one."""
-        known: dict[object, ImageInputs] = {}
+        ensure, known = self.encoder(), dict[object, ImageInputs]()
         found: list[ImageInputs | None] = []
         for row, ((_, images), adapter) in enumerate(zip(read, adapters, strict=True)):
             if images is not None:
                 # Of its own: what is made of it with another adapter is other features.
                 images = known.setdefault((images.digest, tuple(images.tokens), adapter), replace(images))
                 try:
-                    self.encode(images, adapter)
+                    ensure(images, adapter)
                 except (InvalidRequestError, UnsupportedModelError) as error:
                     raise type(error)(f"{what} {row}: {error}") from error
             found.append(images)
