@@ -101,8 +101,10 @@ def test_images_of_a_group_are_processed_once(monkeypatch: pytest.MonkeyPatch) -
     copies = [[image.copy() for image in images[0]] for _ in range(3)]
     other = [[Image.eval(image, lambda value: value ^ 1) for image in images[0]]]
     found = with_images(processor, [ids[0]] * 4 + [ids[1]], copies + other + [images[1]])
-    assert len(calls) == 3
-    assert found[0]["pixel_values"] is found[2]["pixel_values"] is not found[3]["pixel_values"]
+    assert len(calls) == 3 and len(found) == 5
+    assert found[0] is found[2] is not found[3]
+    first, second = with_images(processor, [ids[0], [*ids[0], 3]], copies[:2])
+    assert first["pixel_values"] is second["pixel_values"] and second["input_ids"].shape[1] == len(ids[0]) + 1
 
 
 def test_without_a_processor(make_trainer: MakeTrainer) -> None:
