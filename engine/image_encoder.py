@@ -26,6 +26,7 @@ from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
 _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
+_WHY = "{name} {does}, which the engine does not do: use model.generate for its images"
 
 
 def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter) -> ImageFeatures:
@@ -45,7 +46,15 @@ def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter) -> Ima
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         given = _handed_over(shell, {"input_ids": tokens, **inputs}, adapter)
         plain = shell.module.get_input_embeddings()(tokens)[0]
-        return _features(name, given, plain)
+        by_layer = given.pop("per_layer_inputs", None)
+        features = _features(name, given, plain)
+        if by_layer is not None:
+            ours = shell.by_layer(tokens[0], torch.from_numpy(features.places).to(device))
+            if ours is None or not torch.equal(ours, by_layer[0]):
+                raise UnsupportedModelError(
+                    _WHY.format(name=name, does="gives its language model per_layer_inputs of images")
+                )
+        return features
 
 
 class _HandedOver(Exception):
@@ -73,7 +82,7 @@ def _intercepted(shell: ModelShell) -> Iterator[None]:
                 module.rope_deltas = None
 
 
-def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAdapter) -> Mapping[str, Any]:
+def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAdapter) -> dict[str, Any]:
     """What the language model is called with."""
     name = type(shell.module).__name__
     try:
@@ -95,7 +104,7 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor) -> ImageFeatur
     )
     if unknown or _sees_later(given.get("attention_mask")):
         does = f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens of an image see later ones"
-        raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
+        raise UnsupportedModelError(_WHY.format(name=name, does=does))
     embeddings: Tensor = given["inputs_embeds"][0]
     changed = (embeddings != plain).any(-1)
     visual = given.get("visual_pos_masks")

@@ -124,6 +124,7 @@ class ModelShell:
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
         self._base, self._tail, self._given = _split(self.module)
+        self._text = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
         self.has_wide_head = self._cast_to_wide_head()
 
     def _cast_to_wide_head(self) -> bool:
@@ -224,7 +225,7 @@ class ModelShell:
             )
             self._given.output_type = type(out)
         else:
-            out = self._run(self.decoder, self._of_images(token_ids, positions, context), positions, context)
+            out = self._run(self._text, self._of_images(token_ids, positions, context), positions, context)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
@@ -235,12 +236,25 @@ class ModelShell:
         given = {"position_ids": rotary[None] if rotary.dim() == 1 else rotary[:, None]}
         if images is None:
             return given | {"inputs_embeds": embeddings[None]}
+        if (by_layer := self.by_layer(token_ids, images.at)) is not None:
+            given["per_layer_inputs"] = by_layer[None]
         embeddings = embeddings.index_copy(0, images.at, images.embeddings.to(embeddings.dtype))
         given["inputs_embeds"] = embeddings[None]
         if images.deep:
             visual = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.at, True)
             given |= {"visual_pos_masks": visual[None], "deepstack_visual_embeds": images.deep}
         return given
+
+    def by_layer(self, token_ids: Tensor, images: Tensor) -> Tensor | None:
+        """Embeddings of tokens for each layer, [T, layers, D], where a model has them (Gemma 4): to these an image is padding.
+
+        token_ids: int64 [T]; images: int64 [n], the placeholders among them.
+        """
+        if not getattr(self.config, "hidden_size_per_layer_input", 0):
+            return None
+        text = token_ids.index_fill(0, images, self.config.pad_token_id)
+        by_layer: Tensor = self._text.get_per_layer_inputs(text[None])[0]
+        return by_layer
 
     def _run(self, module: nn.Module, given: dict[str, Any], positions: Tensor, context: Any) -> Any:
         with self.recurrent.within(context):

@@ -17,7 +17,7 @@ def with_images(processor: Any, prompts: Sequence[list[int]], images: Sequence[A
     """Each prompt as its ids, or as ids and what ``processor`` makes of its images.
 
     images: of each prompt the list of those that its ids have placeholders for, or None. Neighbours with equal images, as
-    TRL's are that repeats a prompt for each of its samples, share what was made of them.
+    TRL's are that repeats a prompt for each of its samples, share what was made of them; equal prompts are one.
 
     Raises ``UnsupportedModelError`` where the trainer has no processor.
     """
@@ -31,8 +31,11 @@ def with_images(processor: Any, prompts: Sequence[list[int]], images: Sequence[A
             continue
         if before is None or not _same(shown, before):
             before, (inputs, types) = shown, _process(processor, list(shown))
-        by_token = {name: torch.tensor([[of.get(token, 0) for token in ids]]) for name, of in types.items()}
-        found.append({"input_ids": torch.tensor([ids]), **inputs, **by_token})
+            of: Any = None
+        if ids != of:
+            by_token = {name: torch.tensor([[kinds.get(t, 0) for t in ids]]) for name, kinds in types.items()}
+            of, whole = ids, {"input_ids": torch.tensor([ids]), **inputs, **by_token}
+        found.append(whole)
     return found
 
 

@@ -69,19 +69,22 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
         of_images = any(map(_has_image, prompt))
         chat = _tokenizer(tokenizer, "chat prompts")
-        if of_images and chat is tokenizer_of(chat):
+        own = tokenizer_of(chat)
+        if of_images and chat is own:
             raise InvalidRequestError(
                 f"{name} is a chat with images, which a tokenizer cannot read: give the model's processor, "
                 "RolloutEngine(model, tokenizer=AutoProcessor.from_pretrained(...))"
             )
-        chat, options = (chat, {"return_tensors": "pt"}) if of_images else (tokenizer_of(chat), {})
+        # Of some processors the tokenizer has no template.
+        whole = of_images or (chat is not own and not getattr(own, "chat_template", None))
+        read, options = (chat, {"return_tensors": "pt"}) if whole else (own, {})
         try:
-            ids = chat.apply_chat_template(
+            ids = read.apply_chat_template(
                 list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
             )
         except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
             raise InvalidRequestError(f"{name}: {error}") from error
-        if of_images:
+        if whole:
             return _of_processor(name, ids)
         ids = ids["input_ids"]
     elif isinstance(prompt, (Tensor, np.ndarray)):
@@ -130,6 +133,10 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
     fields = {key: t[:, text] if is_by_token(t, length) else t for key, t in fields.items()}
     tokens: list[int] = ids[0, text].tolist()
     has_images = any(t.is_floating_point() for t in fields.values())
+    if not has_images and any(fields[key].any() for key in ("mm_token_type_ids", "token_type_ids") if key in fields):
+        raise InvalidRequestError(
+            f"{name} has tokens of images, and no images: give all that the processor returns, pixel_values among it"
+        )
     return tokens, ImageInputs.of(tokens, fields) if has_images else None
 
 

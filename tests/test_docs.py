@@ -138,6 +138,12 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         names |= {"folder": str(tmp_path / "model"), "reward": trl_async_setup.count_a}
         names |= {"tokenizer": trl_async_setup.chat_tokenizer()}
         names["dataset"] = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in PROMPTS]})
+    if page.stem == "images":
+        pytest.importorskip("PIL")
+        import processors
+
+        names |= {"model": processors.make_model(), "processor": processors.make_processor()}
+        names["image"] = processors.picture(0, 16, 24)
     group = process_group(tmp_path) if "import fully_shard" in text else nullcontext()
     with group:
         ran = run_page(page, names)

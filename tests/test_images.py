@@ -9,7 +9,7 @@ import pytest
 import torch
 import vision
 from transformers import PreTrainedModel
-from vision import IMAGE, KINDS, Prompt, greedy, logprobs, make_model, make_prompt, token_ids
+from vision import IMAGE, KINDS, Prompt, extended, greedy, logprobs, make_model, make_prompt, token_ids
 
 from stoker.rollout import (
     EngineConfig,
@@ -186,7 +186,7 @@ def test_what_was_sampled_scores_as_it_was_sampled(kind: str) -> None:
 def test_given_sequences(kind: str) -> None:
     model, prompts = model_of(kind), mixed(kind)
     completion = [8, 9, 60, 8, 3]
-    whole = [vision.extended(prompt, completion) for prompt in prompts]
+    whole = [extended(prompt, completion) for prompt in prompts]
     starts = [len(token_ids(prompt)) for prompt in prompts]
     with engine_of(model, max_num_batched_tokens=16, score_chunk_tokens=5) as engine:
         for _ in range(2):  # computed, then with what the cache has
@@ -241,6 +241,24 @@ def test_the_text_before_images_is_shared(kind: str) -> None:
         first, second = (engine.generate_batch([prompt], GREEDY)[0] for prompt in prompts)
         assert (first.cached_tokens, second.cached_tokens) == (0, 8)
         check(model, prompts, RolloutBatch([first, second]))
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_a_next_turn_begins_with_what_the_last_one_computed(kind: str) -> None:
+    """The prompt, its completion and an answer; the images are those of the first turn, or one more."""
+    model, layout = model_of(kind), LAYOUTS[0]
+    prompt = make_prompt(kind, layout)
+    with engine_of(model) as engine:
+        first = engine.generate_batch([prompt], GREEDY)
+        said = tokens(first)[0]
+        turn = extended(prompt, [*said, 40, 41, 42])
+        second = engine.generate_batch([turn], GREEDY)
+        check(model, [turn], second)
+        assert tokens(second) == [greedy(model, turn, 10)]
+        assert second[0].cached_tokens >= (len(token_ids(prompt)) - 1) // BLOCK * BLOCK
+        more = make_prompt(kind, (*layout, (2, 2), 5))
+        third = engine.generate_batch([more], GREEDY)
+        check(model, [more], third)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])

@@ -171,6 +171,37 @@ def test_adapters(kind: str, targets: str) -> None:
             shake(model, seed)
 
 
+# -- chats -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_chats(kind: str) -> None:
+    """Of an engine that was given the model's processor: as what the processor makes of them."""
+    pytest.importorskip("PIL")
+    from processors import make_model, make_processor, picture
+
+    model, processor = make_model(kind), make_processor(kind)
+    image, text = {"type": "image", "image": picture(0, 16, 24)}, {"type": "text", "text": "abc"}
+    other = {"type": "image", "image": picture(1, 24, 8)}
+    chats = [[{"role": "user", "content": content}] for content in ([image, text], [text, image, text, other], [text])]
+    inputs = [
+        processor.apply_chat_template(
+            [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        for chat in chats
+    ]
+    params = SamplingParams(n=2, max_tokens=8, seed=1, suppress_token_ids=[model.config.image_token_id])
+    with RolloutEngine(model, tokenizer=processor, config=EngineConfig(**SETTINGS)) as engine:
+        batch = engine.generate_batch([*chats, "abc"], params)
+        check(model, [*map(dict, inputs), processor.tokenizer("abc")["input_ids"]], batch)
+        assert all(isinstance(c.text, str) for output in batch for c in output.completions)
+        assert tokens(RolloutBatch([engine.submit(chats[1], params).result()])) == tokens(batch[1:2])
+    with RolloutEngine(model, tokenizer=processor.tokenizer, config=EngineConfig(**SETTINGS)) as engine:
+        with pytest.raises(InvalidRequestError, match="^prompt 0 is a chat with images, which a tokenizer cannot read"):
+            engine.generate_batch(chats, params)
+        at_rest(engine)
+
+
 # -- what is kept --------------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +247,7 @@ def shared() -> Iterator[RolloutEngine]:
         (lambda p: {n: v[:, :-9] if v.shape == p["input_ids"].shape else v for n, v in p.items()}, "prompt 1"),
         (lambda p: p | {"input_ids": p["input_ids"][:, :-9]}, "prompt 1.*attention_mask"),
         (lambda p: p | {"pixel_values": p["pixel_values"][:-4]}, "prompt 1"),
-        (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1"),
+        (lambda p: {n: v for n, v in p.items() if "pixel" not in n and "grid" not in n}, "prompt 1 has tokens of"),
         (lambda p: {n: v for n, v in p.items() if "grid" not in n}, "prompt 1"),
         (lambda p: {n: torch.cat([v, v]) for n, v in p.items()}, "prompt 1.*(one|batch)"),
         (lambda p: {n: v for n, v in p.items() if n != "input_ids"}, "prompt 1 is a dict"),

@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import vision
 from PIL import Image
-from transformers import PreTrainedModel, ProcessorMixin
-from trl_setup import CHARACTERS, EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, replay, trainers
+from processors import FIRST, make_model, make_processor, picture
+from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, replay, trainers
 
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
 
@@ -22,61 +21,9 @@ pytest.importorskip("trl", reason="TRL is not installed")
 from stoker.integrations.trl import attach, detach
 from stoker.integrations.trl_images import with_images
 
-WORDS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
-FIRST = len(CHARACTERS) + 3
-IDS = {
-    "image_token_id": FIRST,
-    "vision_start_token_id": FIRST + 1,
-    "vision_end_token_id": FIRST + 2,
-    "video_token_id": FIRST + 3,
-}
-TEMPLATE = (
-    "{% for m in messages %}{% for part in m.content if m.content is not string %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
-)
 KINDS = ["qwen2_5_vl", "qwen3_vl", "llava"]
 CONFIG = EngineConfig(kv_cache_memory="4MiB", block_size=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def make_processor(kind: str = "qwen2_5_vl") -> Any:
-    """The kind's own, without its videos: those need torchvision."""
-    from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
-
-    class Processor(Qwen2_5_VLProcessor):  # type: ignore[misc]
-        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
-            self.image_token, self.video_token = WORDS[0], WORDS[-1]
-            self.image_token_id, self.video_token_id = FIRST, FIRST + 3
-            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(WORDS, special_tokens=True)
-    tokenizer.padding_side = "left"
-    if kind == "llava":
-        size = {"height": 8, "width": 8}
-        images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=size)
-        return LlavaProcessor(
-            image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE, image_token=WORDS[0], patch_size=4,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        )  # fmt: skip
-    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024)
-    return Processor(images, tokenizer, TEMPLATE)
-
-
-def make_model(kind: str = "qwen2_5_vl", **overrides: Any) -> PreTrainedModel:
-    ids = {"image_token_index": FIRST} if kind == "llava" else IDS
-    settings = {"vocab_size": FIRST + 4, "pad_token_id": PAD, "eos_token_id": EOS, "num_hidden_layers": 2} | overrides
-    if kind == "qwen3_vl":
-        settings["num_hidden_layers"] = 3
-    model = vision.make_model(kind, ids=ids, **settings)
-    model.generation_config.eos_token_id = EOS
-    return model
-
-
-def picture(seed: int, height: int, width: int) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 # Text, and images before it: one, two, and of several shapes.
@@ -154,8 +101,10 @@ def test_images_of_a_group_are_processed_once(monkeypatch: pytest.MonkeyPatch) -
     copies = [[image.copy() for image in images[0]] for _ in range(3)]
     other = [[Image.eval(image, lambda value: value ^ 1) for image in images[0]]]
     found = with_images(processor, [ids[0]] * 4 + [ids[1]], copies + other + [images[1]])
-    assert len(calls) == 3
-    assert found[0]["pixel_values"] is found[2]["pixel_values"] is not found[3]["pixel_values"]
+    assert len(calls) == 3 and len(found) == 5
+    assert found[0] is found[2] is not found[3]
+    first, second = with_images(processor, [ids[0], [*ids[0], 3]], copies[:2])
+    assert first["pixel_values"] is second["pixel_values"] and second["input_ids"].shape[1] == len(ids[0]) + 1
 
 
 def test_without_a_processor(make_trainer: MakeTrainer) -> None:
