@@ -8,11 +8,11 @@ next is never used by both at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
+from stoker.engine.image_adapters import ImageAdapter
 from stoker.engine.image_encoder import encode
 from stoker.engine.images import ImageInputs
 from stoker.engine.plan import Plan
@@ -33,19 +33,19 @@ class EngineCore:
         runner: Runner,
         *,
         place_adapter: Callable[[Adapter], None],
-        adapted: Callable[[Adapter], Mapping[str, Tensor]],
+        image_adapter: Callable[[Adapter], ImageAdapter],
         ahead: int = 0,
     ) -> None:
         """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
 
-        adapted: parameters with an adapter in them, of what only images go through, by name.
+        image_adapter: what an adapter does where only images go through.
         ahead: plans that may be launched before the oldest one's results are read.
         """
         self.scheduler = scheduler
         self.inputs = inputs
         self.runner = runner
         self.place_adapter = place_adapter
-        self.adapted = adapted
+        self.image_adapter = image_adapter
         self.ahead = ahead
         self._launched: deque[tuple[Plan, Pending]] = deque()
         self._steps = 0
@@ -59,15 +59,15 @@ class EngineCore:
 
         It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of them.
         """
-        weights: dict[Adapter | None, Mapping[str, Tensor]] = {None: {}}
+        known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
 
         def ensure(images: ImageInputs, adapter: Adapter | None) -> None:
             under = self.scheduler.weight_version, adapter and adapter.key
             if images.features is None or images.made_under != under:
                 with self.inputs.runtime.chosen(), torch.inference_mode(False):
-                    if adapter is not None and adapter not in weights:
-                        weights[adapter] = self.adapted(adapter)
-                    images.features = encode(self.runner.model, images, weights[adapter])
+                    if adapter is not None and adapter not in known:
+                        known[adapter] = self.image_adapter(adapter)
+                    images.features = encode(self.runner.model, images, known[adapter])
                 images.made_under = under
 
         return ensure

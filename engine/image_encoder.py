@@ -7,20 +7,20 @@ take from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
+from stoker.engine.image_adapters import ImageAdapter
 from stoker.engine.images import ImageFeatures, ImageInputs
 from stoker.engine.model import ModelShell, route_text
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
 
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
@@ -29,10 +29,10 @@ _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
 _WHY = "{name} {does}, which the engine does not do: use model.generate for its images"
 
 
-def encode(shell: ModelShell, images: ImageInputs, weights: Mapping[str, Tensor] | None = None) -> ImageFeatures:
-    """Run the model on a prompt as far as its language model.
+def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter) -> ImageFeatures:
+    """Run the model, with an adapter, on a prompt as far as its language model.
 
-    weights: parameters in place of the model's own, by name. Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
+    Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
     more than the engine knows of.
     """
     device, name = shell.device, type(shell.module).__name__
@@ -44,7 +44,7 @@ def encode(shell: ModelShell, images: ImageInputs, weights: Mapping[str, Tensor]
     inputs = {key: t.to(dtype) if key.startswith("pixel_values") else t for key, t in inputs.items()}
     shell.lora.rows = None
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-        given = _handed_over(shell, {"input_ids": tokens, **inputs}, weights or {})
+        given = _handed_over(shell, {"input_ids": tokens, **inputs}, adapter)
         plain = shell.module.get_input_embeddings()(tokens)[0]
         by_layer = given.pop("per_layer_inputs", None)
         features = _features(name, given, plain)
@@ -55,44 +55,6 @@ def encode(shell: ModelShell, images: ImageInputs, weights: Mapping[str, Tensor]
                     _WHY.format(name=name, does="gives its language model per_layer_inputs of images")
                 )
         return features
-
-
-@torch.no_grad()
-def adapted(module: nn.Module, name: str, links: Sequence[AdapterWeights]) -> dict[str, Tensor]:
-    """Parameters of what only images go through, with an adapter in them, by name. links: of ``LoraLayers.beside``.
-
-    Raises ``UnsupportedModelError`` naming what of the adapter, ``name``, cannot be merged.
-    """
-    found: dict[str, Tensor] = {}
-    for link in links:
-        for path in dict.fromkeys((*link.linears, *link.magnitudes, *link.experts, *link.tokens, *link.biases)):
-            linear: Any = module.get_submodule(path.rpartition(".")[0] if path in link.experts else path)
-            known = path in link.linears or path in link.biases
-            if type(linear) is not nn.Linear or not known or (path in link.magnitudes and len(links) > 1):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} changes {path}, a {type(linear).__name__}, which only images go through: there the "
-                    "engine takes LoRA over plain linears, and modules saved whole; leave it out of target_modules"
-                )
-            if path in link.linears:
-                found[f"{path}.weight"] = _merged(linear, link, path, found.get(f"{path}.weight", linear.weight))
-            bias = link.biases.get(path, linear.bias)
-            if path in link.offsets:
-                added = link.linears[path].scale * link.offsets[path].to(linear.weight)
-                bias = added if bias is None else bias + added
-            if bias is not linear.bias:
-                found[f"{path}.bias"] = bias.to(linear.weight)
-        for path, state in link.saved.items():
-            own = module.get_submodule(path).state_dict()
-            found |= {f"{path}.{key}": tensor.to(own[key]) for key, tensor in state.items()}
-    return found
-
-
-def _merged(linear: nn.Linear, link: AdapterWeights, path: str, before: Tensor) -> Tensor:
-    a, b, scale, *_ = link.linears[path]
-    weight = before.float() + scale * (b.to(before.device).float() @ a.to(before.device).float())
-    if path in link.magnitudes:
-        weight *= (link.magnitudes[path].to(before.device).float().flatten() / weight.norm(dim=1))[:, None]
-    return weight.to(before.dtype)
 
 
 class _HandedOver(Exception):
@@ -120,12 +82,12 @@ def _intercepted(shell: ModelShell) -> Iterator[None]:
                 module.rope_deltas = None
 
 
-def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAdapter) -> dict[str, Any]:
     """What the language model is called with."""
     name = type(shell.module).__name__
     try:
-        with _intercepted(shell):
-            functional_call(shell.module, dict(weights), (), {**inputs, "use_cache": False})
+        with _intercepted(shell), adapter.over(shell.module):
+            functional_call(shell.module, dict(adapter.states), (), {**inputs, "use_cache": False})
     except _HandedOver as reached:
         return {key: value for key, value in reached.arguments.items() if value is not None}
     except torch.OutOfMemoryError:

@@ -207,7 +207,7 @@ class LoraLayers:
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
-                    chains.setdefault(path, []).append(self._complete(path, link))
+                    chains.setdefault(path, []).append(self.complete(path, link))
             for key in dict.fromkeys(map(projection_of, link.experts)):
                 experts = self._modules[key.rpartition(".")[0]]
                 chains.setdefault(key, []).append(with_biases(experts, key, link.experts))
@@ -248,7 +248,7 @@ class LoraLayers:
         tables = [[(t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in g.tables] for g in groups.values()]
         return tables, places
 
-    def _complete(self, path: str, link: AdapterWeights) -> LoraWeights:
+    def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
         """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
 
         That holds until a weight changes.

@@ -8,12 +8,11 @@ from itertools import count
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from stoker.engine.adapter_slab import Slab, lies_on, pack
 from stoker.engine.adapter_slots import AdapterSlots
 from stoker.engine.device import runtime_for
-from stoker.engine.image_encoder import adapted
+from stoker.engine.image_adapters import ImageAdapter, image_adapter
 from stoker.engine.request import Adapter, Request, Status
 from stoker.kernels.errors import (
     EngineStateError,
@@ -159,10 +158,9 @@ class Adapters:
         shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
 
-    def beside_text(self, adapter: Adapter) -> dict[str, Tensor]:
-        """As ``adapted``: of modules that only images go through."""
-        shell, weights = self._binding.shell, self._weights[adapter.name]
-        return adapted(shell.module, adapter.name, shell.lora.beside(weights))
+    def over_images(self, adapter: Adapter) -> ImageAdapter:
+        """What it does where only images go through."""
+        return image_adapter(self._binding.shell, adapter.name, self._weights[adapter.name])
 
     def give_back(self) -> None:
         """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.

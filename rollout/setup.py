@@ -233,7 +233,7 @@ def core(
         )
     runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
     return EngineCore(
-        scheduler, inputs, runner, place_adapter=adapters.place, adapted=adapters.beside_text, ahead=runtime.ahead
+        scheduler, inputs, runner, place_adapter=adapters.place, image_adapter=adapters.over_images, ahead=runtime.ahead
     )
 
 
