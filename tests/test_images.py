@@ -129,6 +129,17 @@ def test_preempted(kind: str) -> None:
         at_rest(engine)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_an_image_of_one_token_among_larger_ones(kind: str) -> None:
+    """Its rotary positions are those of text."""
+    model = model_of(kind)
+    prompts = [make_prompt(kind, (5, size, 6)) for size in ((1, 1), (2, 3), (1, 1))]
+    with engine_of(model) as engine:
+        batch = engine.generate_batch(prompts, GREEDY)
+        check(model, prompts, batch)
+        assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts]
+
+
 @pytest.mark.parametrize("kind", SOME)
 def test_a_request_does_not_depend_on_its_neighbours(kind: str) -> None:
     model, prompts = model_of(kind), mixed(kind)

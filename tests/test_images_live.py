@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
+import sharded_images
 import torch
 from test_images import EXACT, GREEDY, LAYOUTS, SETTINGS, SOME, TEXT, at_rest, check, engine_of, mixed, model_of, tokens
 from vision import IMAGE, KINDS, Prompt, greedy, logprobs, make_model, make_prompt, token_ids
@@ -106,6 +108,13 @@ def test_in_another_dtype(kind: str) -> None:
             nudge(model, "images")
             nudge(model, "text")
             engine.update_weights()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp2", "mistral3"), ("fsdp1", "llava"), ("ddp", "qwen3_vl")]
+)
+def test_sharded(how: str, kind: str) -> None:
+    ranks.run(sharded_images.follow, 2, how, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -51,7 +51,7 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
             "processing_class": make_processor(of),
             "train_dataset": data,
             "eval_dataset": data.select([0, 1]),
-            "reward_funcs": count_a,
+            **({} if kind == "distillation" else {"reward_funcs": count_a}),
         } | settings.pop("more", {})
         return make(kind, model=make_model(of), more=more, **settings)
 
@@ -221,6 +221,16 @@ def test_training_an_adapter(make_trainer: MakeTrainer, of: str, targets: str) -
     check_sampling(trainer, 3)
     after = policy(trainer)
     assert any(not torch.equal(before[name], after[name]) for name in before)
+    check_greedy(trainer, engine)
+
+
+def test_distillation(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer("distillation", more={"teacher_model": make_model(seed=1)})
+    engine = attach(trainer, config=CONFIG)
+    before = policy(trainer)
+    trainer.train()
+    after = policy(trainer)
+    assert engine.weight_version >= 3 and any(not torch.equal(before[name], after[name]) for name in before)
     check_greedy(trainer, engine)
 
 
