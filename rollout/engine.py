@@ -82,6 +82,7 @@ class RolloutEngine:
             share=self.config.block_size,
             seed=self.config.seed,
             encoder=self.core.encoder,
+            attempt=self._loop.attempt,
         )
         self._binding.fuse()
         self._adapters.refresh()

@@ -21,7 +21,13 @@ from tqdm import tqdm
 
 from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidRequestError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+)
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutOutput
 
@@ -108,6 +114,19 @@ class Loop:
         finally:
             self._wanted.discard(me)
             self._turn_over.set()
+
+    def attempt(self, action: str, change: Callable[[], None]) -> None:
+        """As ``do``, for what may be refused: that goes to the caller, and all requests go on."""
+
+        def refused() -> StokerError | None:
+            try:
+                change()
+            except (InvalidRequestError, UnsupportedModelError) as error:
+                return error
+            return None
+
+        if (error := self.do(action, refused)) is not None:
+            raise error
 
     def _change(self, change: Callable[[], _T]) -> _T:
         self._make_sound()

@@ -79,6 +79,7 @@ class RequestMaker:
     share: int  # sequences to score that begin with the same tokens are a group from this many on
     seed: int
     encoder: Callable[[], Callable[[ImageInputs, Adapter | None], None]]  # as ``EngineCore.encoder``
+    attempt: Callable[[str, Callable[[], None]], None]  # as ``Loop.attempt``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
 
@@ -214,7 +215,8 @@ class RequestMaker:
                 # Of its own: what is made of it with another adapter is other features.
                 images = known.setdefault((images.digest, tuple(images.tokens), adapter), replace(images))
                 try:
-                    ensure(images, adapter)
+                    # Steps of other threads go through the same modules.
+                    self.attempt("read images", partial(ensure, images, adapter))
                 except (InvalidRequestError, UnsupportedModelError) as error:
                     raise type(error)(f"{what} {row}: {error}") from error
             found.append(images)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,21 @@ def test_adapters(kind: str, targets: str) -> None:
                     check(model, [prompt], RolloutBatch([output]))
             assert tokens(batch)[0] != tokens(batch)[1]
             shake(model, seed)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "qwen2_5_vl"])
+def test_images_are_read_between_the_steps_of_other_threads(kind: str) -> None:
+    """Which go through the same modules, some as they are, some in fused layers."""
+    model = model_of(kind)
+    prompts = [make_prompt(kind, LAYOUTS[0], seed) for seed in range(24)]
+    with engine_of(model, enable_prefix_caching=False) as engine, ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda prompt: engine.submit(prompt, GREEDY).result(timeout=60), prompts)
+        check(model, prompts, RolloutBatch(list(found)))
+        with pytest.raises(InvalidRequestError, match="prompt 0"):
+            handle = engine.submit(TEXT, GREEDY)
+            engine.submit(prompts[0] | {"pixel_values": prompts[0]["pixel_values"][:, :-1]}, GREEDY)
+        check(model, [TEXT], RolloutBatch([handle.result()]))  # what is refused ends nobody else's
+        at_rest(engine)
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------------
