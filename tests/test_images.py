@@ -9,7 +9,19 @@ import pytest
 import torch
 import vision
 from transformers import PreTrainedModel
-from vision import IMAGE, KINDS, Prompt, extended, greedy, logprobs, make_model, make_prompt, token_ids
+from vision import (
+    IMAGE,
+    KINDS,
+    VIDEO,
+    Prompt,
+    extended,
+    greedy,
+    logprobs,
+    make_model,
+    make_prompt,
+    make_video_prompt,
+    token_ids,
+)
 
 from stoker.rollout import (
     EngineConfig,
@@ -148,6 +160,22 @@ def test_a_request_does_not_depend_on_its_neighbours(kind: str) -> None:
         together = engine.generate_batch(prompts, params)
         alone = [engine.generate_batch([p], [s])[0] for p, s in zip(prompts, params, strict=True)]
         assert tokens(together) == tokens(RolloutBatch(alone))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_videos(kind: str) -> None:
+    model = model_of(kind)
+    prompts = [make_video_prompt(kind, frames, (2, 3), seed) for frames, seed in ((3, 0), (3, 1), (1, 0))]
+    prompts.append(make_prompt(kind, LAYOUTS[0]))
+    params = SamplingParams(temperature=0, max_tokens=10, suppress_token_ids=[IMAGE, VIDEO])
+    with engine_of(model, max_num_batched_tokens=16) as engine:
+        for _ in range(2):
+            batch = engine.generate_batch(prompts, params)
+            check(model, prompts, batch)
+        assert len({tuple(found) for found in tokens(batch)}) == len(prompts)
+        assert batch[1].cached_tokens > 0
+        for score, output in zip(engine.score(batch), batch, strict=True):
+            torch.testing.assert_close(score.logprobs, torch.tensor(output.completions[0].logprobs), **EXACT)
 
 
 def test_forms_of_one_prompt() -> None:

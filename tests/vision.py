@@ -266,6 +266,26 @@ def make_prompt(kind: str, layout: Layout, seed: int = 0) -> Prompt:
     return inputs
 
 
+def make_video_prompt(kind: str, frames: int, size: tuple[int, int], seed: int = 0) -> Prompt:
+    """Text, a video of so many frames by so many merged patches, and text (Qwen-VL)."""
+    h, w = size
+    generator = torch.Generator().manual_seed(seed)
+    frame = [VIDEO] * (h * w)
+    if kind.startswith("qwen2"):
+        video = [BEGIN, *frame * frames, END]
+    else:  # each frame after its time, in words
+        video = [token for number in range(frames) for token in (5, 10 + number, BEGIN, *frame, END)]
+    ids = torch.tensor([[*text(5, generator), *video, *text(6, generator)]])
+    prompt = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": 2 * (ids == VIDEO).long(),
+        "pixel_values_videos": _noise(generator, 4 * frames * h * w, 3 * 2 * 4 * 4),
+        "video_grid_thw": torch.tensor([[frames, 2 * h, 2 * w]]),
+    }
+    return prompt | ({"second_per_grid_ts": torch.tensor([2.0])} if kind == "qwen2_5_vl" else {})
+
+
 def text(length: int, generator: torch.Generator) -> list[int]:
     return torch.randint(TEXT.start, TEXT.stop, (length,), generator=generator).tolist()
 
