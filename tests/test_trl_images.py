@@ -11,7 +11,7 @@ import pytest
 import torch
 import vision
 from PIL import Image
-from processors import FIRST, make_model, make_processor, picture
+from processors import FIRST, WORDS, make_model, make_processor, picture
 from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, replay, trainers
 
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
@@ -263,3 +263,31 @@ def test_prompts_with_and_without_images(make_trainer: MakeTrainer) -> None:
         torch.testing.assert_close(
             torch.tensor([row[0] for row in rows]).double(), expected, rtol=0, atol=LOGPROB_TOLERANCE
         )
+
+
+def test_a_turn_after_a_tool_has_shown_an_image(make_trainer: MakeTrainer) -> None:
+    """Prompt, completion and the tool's answer with one image more: the trainer hands over all of them together."""
+    trainer = make_trainer()
+    engine = attach(trainer, config=CONFIG)
+    processor = trainer.processing_class
+    ids, images, whole = prompts_of(processor)
+    trainer.vllm_generation.sync_weights()
+    _, said, _, _ = trainer.vllm_generation.generate(ids[:2], images[:2], 1)
+    shown = picture(99, 8, 24)
+    answer = processor(images=[[shown]], text=[f"{WORDS[1]}{WORDS[0]}{WORDS[2]}bad"], return_tensors="pt")
+    turns = [[*ids[0], *said[0], *answer["input_ids"][0].tolist()], [*ids[1], *said[1], 3, 4]]
+    found, completions, logprobs, _ = trainer.vllm_generation.generate(turns, [[*images[0], shown], images[1]], 1)
+    assert found == turns
+    expected = []
+    for turn, first, more in zip(turns, whole[:2], ([answer], []), strict=True):
+        inputs = {
+            name: torch.cat([first[name], *(m[name] for m in more)]) for name in ("pixel_values", "image_grid_thw")
+        }
+        tokens = torch.tensor([turn])
+        expected.append(inputs | {"input_ids": tokens, "mm_token_type_ids": (tokens == FIRST).long()})
+    for prompt, completion, rows in zip(expected, completions, logprobs, strict=True):
+        wanted = vision.logprobs(trainer.model.eval(), prompt, completion)
+        torch.testing.assert_close(
+            torch.tensor([row[0] for row in rows]).double(), wanted, rtol=0, atol=LOGPROB_TOLERANCE
+        )
+    assert engine.stats().prefix_cache_hit_tokens > 0, "the second has no image more"
