@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -253,7 +254,9 @@ class ModelShell:
         if not getattr(self.config, "hidden_size_per_layer_input", 0):
             return None
         text = token_ids.index_fill(0, images, self.config.pad_token_id)
-        by_layer: Tensor = self._text.get_per_layer_inputs(text[None])[0]
+        look_up: Any = self._text.get_per_layer_inputs
+        given = (text[None], self.module.get_input_embeddings()(text)[None])
+        by_layer: Tensor = look_up(*given[: len(signature(look_up).parameters)])[0]  # Gemma 3n wants ids alone
         return by_layer
 
     def _run(self, module: nn.Module, given: dict[str, Any], positions: Tensor, context: Any) -> Any:
