@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, overload
 
@@ -84,7 +84,7 @@ class RolloutOutput:
     completions: list[Completion]
     cached_tokens: int
     prompt_logprobs: TokenLogprobs | None = None
-    prompt_inputs: Mapping[str, torch.Tensor] | None = None
+    prompt_inputs: Mapping[str, torch.Tensor] | None = field(default=None, compare=False, repr=False)
     error: StokerError | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import cache
 from typing import Any
 
@@ -190,6 +192,17 @@ def test_forms_of_one_prompt() -> None:
         for form in (flat, BatchFeature(prompt), flat | {"input_ids": token_ids(prompt)}):
             assert tokens(engine.generate_batch([form], GREEDY)) == expected
             assert tokens(RolloutBatch([engine.submit(form, GREEDY).result()])) == expected
+
+
+def test_outputs_are_copied_compared_and_sent() -> None:
+    kind = "qwen2_5_vl"
+    with engine_of(model_of(kind), enable_prefix_caching=False) as engine:
+        batch, again = (engine.generate_batch([make_prompt(kind, LAYOUTS[0])], GREEDY) for _ in range(2))
+        assert batch == again and "pixel_values" not in repr(batch)
+        for copied in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+            assert copied == batch
+            found, expected = (engine.score(b)[0].logprobs for b in (copied, batch))
+            torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_tensors_to_train_on() -> None:
