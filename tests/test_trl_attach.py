@@ -86,6 +86,7 @@ def test_settings_are_read_at_each_generation(make_trainer: MakeTrainer, monkeyp
         ({"stop_strings": ["ab"]}, {"stop": ("ab",)}),
         ({"stop": "ab"}, {"stop": ("ab",)}),
         ({"do_sample": False}, {"temperature": 0.0, "top_p": 1.0}),
+        ({"suppress_tokens": [5]}, {"suppress_token_ids": (5,)}),
         ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}),
         ({"use_cache": True, "cache_implementation": "static"}, {"temperature": 1.0}),
     ],
