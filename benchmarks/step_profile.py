@@ -21,10 +21,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stoker.benchmarks import ceilings
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, dtype_of
+from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}
+MODELS = {spec.name: spec for spec in (TOY, TOY_HYBRID, SMALL, LLAMA_1B, HYBRID_2B, QWEN_7B)}
 
 # The first kind whose word is in a kernel's or an operation's name takes it.
 KINDS = {
@@ -36,6 +36,7 @@ KINDS = {
         *("attention", "attend", "flash", "sdpa", "decode_kernel", "prefill_kernel"),
         *("work_list", "common_blocks", "units_kernel"),
     ),
+    "states": ("causal_conv", "delta_rule", "delta_gates", "prepare_kernel", "chunks_kernel", "selective_scan"),
     "experts": ("grouped", "_order_kernel", "weighted_sum"),
     "adapters": ("shrink", "expand_", "look_up"),
     "matmul": (
