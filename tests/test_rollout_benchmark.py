@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ import torch
 
 from stoker.benchmarks import outside, overhead, peers, report, rollout, step_profile, sweeps
 from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
-from stoker.benchmarks.workloads import TOY, TOY_HYBRID, Workload
-from stoker.engine.device import HostCopy
-from stoker.rollout import SamplingParams
+from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
+from stoker.engine.device import CpuRuntime, HostCopy
+from stoker.rollout import SamplingParams, engine
 
 TINY = Workload(name="tiny", prompts=2, samples=3, prompt_tokens=(4, 9), median=6, sigma=0.7, cap=12, slots=4)
 
@@ -173,6 +174,23 @@ def test_the_cache_of_a_hybrid_has_room_for_all_slots_and_their_states() -> None
     assert found.kv_cache_bytes == peers.kv_budget(TOY_HYBRID, TINY, torch.float32)
     assert found.num_kv_blocks + 1 == 4 * (-(-TINY.max_len // 16) + 1)  # with that of padding
     peer.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("spec", [TOY, TOY_HYBRID], ids=lambda spec: spec.name)
+def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of before, in which sequences that were through with their prompts went on."""
+    monkeypatch.setattr(engine, "runtime_for", partial(CpuRuntime, ahead=ahead))
+    traces: list[Any] = []
+
+    class Kept(step_profile.profile):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            traces.append(self)
+
+    monkeypatch.setattr(step_profile, "profile", Kept)
+    found = step_profile.measure(spec.name, "cpu", 4, 16, 12)
+    assert found["steps"] == sum(event.name == "aten::embedding" for event in traces[0].events()) >= 12
 
 
 # -- a run and what it says ------------------------------------------------------------------------------------------
