@@ -55,11 +55,12 @@ class Ceiling:
     weight_bytes: int  # of the parameters a decode step reads
     linear_params: int
     kv_bytes: int  # of one token, all layers
+    state_bytes: int  # of one sequence, all layers; read and written by each step
 
     def step_s(self, rows: int, context_tokens: int) -> float:
         """Shortest decode step of ``rows`` sequences that hold ``context_tokens`` keys between them."""
         matmuls = max(self.weight_bytes / self.bandwidth, 2 * self.linear_params * rows / self.flops)
-        return matmuls + context_tokens * self.kv_bytes / self.bandwidth
+        return matmuls + (context_tokens * self.kv_bytes + 2 * rows * self.state_bytes) / self.bandwidth
 
     def rollout_s(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], slots: int) -> float:
         """Shortest rollout: each different prompt computed once, then a full set of slots as long as requests wait."""
@@ -76,16 +77,32 @@ class Ceiling:
 
 
 def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers."""
+    """Bytes of one token's keys and values in all layers that attend."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize)
+    layers = config.num_hidden_layers - _delta_nets(config)
+    return int(2 * layers * config.num_key_value_heads * head_dim * dtype.itemsize)
+
+
+def state_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes that gated delta nets keep of one sequence: a state in fp32, and the last inputs of the convolution."""
+    if not (layers := _delta_nets(config)):
+        return 0
+    key_dim = config.linear_num_key_heads * config.linear_key_head_dim
+    value_dim = config.linear_num_value_heads * config.linear_value_head_dim
+    inputs = (config.linear_conv_kernel_dim - 1) * (2 * key_dim + value_dim)
+    return int(layers * (config.linear_key_head_dim * value_dim * 4 + inputs * dtype.itemsize))
+
+
+def _delta_nets(config: Any) -> int:
+    """How many layers are such, and do not attend."""
+    return int((getattr(config, "layer_types", None) or []).count("linear_attention"))
 
 
 def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens: int) -> Ceiling:
     """Ceilings for a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
 
-    kv_tokens: about how many tokens a full step attends to. On a CPU it decides, with the weights, which cache level
-    the bandwidth is that of.
+    kv_tokens: about how many tokens a full step of the fewest ``rows`` attends to. On a CPU they decide, with the weights,
+    which cache level the bandwidth is that of.
     """
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     weight_bytes = sum(w.numel() * w.element_size() for w in weights)
@@ -104,14 +121,16 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
     matmuls[f"{x.shape[0]} rows of the largest"] = (
         2 * big.numel() * x.shape[0] / best_time(lambda: F.linear(x, big), device)
     )
-    kv_bytes = kv_token_bytes(model.config, weights[0].dtype)
+    kv_bytes, of_states = (count(model.config, weights[0].dtype) for count in (kv_token_bytes, state_bytes))
+    read = weight_bytes + kv_tokens * kv_bytes + min(rows) * of_states
     return Ceiling(
-        bandwidth=copy_bandwidth(2**30 if device == "cuda" else weight_bytes + kv_tokens * kv_bytes, device),
+        bandwidth=copy_bandwidth(2**30 if device == "cuda" else read, device),
         flops=max(matmuls.values()),
         matmuls=matmuls,
         weight_bytes=weight_bytes,
         linear_params=params,
         kv_bytes=kv_bytes,
+        state_bytes=of_states,
     )
 
 

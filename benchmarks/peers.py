@@ -31,9 +31,13 @@ class TooSlowError(Exception):
 
 
 def kv_budget(spec: ModelSpec, workload: Workload, dtype: torch.dtype) -> int:
-    """Bytes of the KV cache of every engine that has a paged one: all slots at full length, as far as memory allows."""
+    """Bytes of the KV cache of every engine that has a paged one: all slots at full length, as far as memory allows.
+
+    In it are states where a model has such: of each slot, and copies for the prompts of groups.
+    """
     pages = workload.slots * (-(-workload.max_len // _PAGE) + 1)
-    return min(pages * _PAGE * ceilings.kv_token_bytes(spec.config, dtype), _MOST_KV_BYTES)
+    states = (workload.slots + max(workload.slots // 4, 8) + 2) * ceilings.state_bytes(spec.config, dtype)
+    return min(states + pages * _PAGE * ceilings.kv_token_bytes(spec.config, dtype), _MOST_KV_BYTES)
 
 
 class Peer(ABC):

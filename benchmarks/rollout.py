@@ -26,7 +26,18 @@ from stoker.benchmarks import ceilings, command, gate, overhead, phases, plots, 
 from stoker.benchmarks.footprint import clear
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of, fifo_steps
+from stoker.benchmarks.workloads import (
+    HYBRID_2B,
+    LLAMA_1B,
+    QWEN_7B,
+    SMALL,
+    TOY,
+    TOY_HYBRID,
+    ModelSpec,
+    Workload,
+    dtype_of,
+    fifo_steps,
+)
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 PEERS: dict[str, type[Peer]] = {
@@ -75,15 +86,18 @@ SCENARIOS = {
         Scenario(spec=TOY, workload=_CPU_FULL, repeats=3, extras=False, budget_s=300, warm_up_tokens=32),
         Scenario(spec=SMALL, workload=_CPU_I, repeats=3),
         Scenario(spec=SMALL, workload=_CPU_FULL, repeats=3, extras=False, budget_s=1500, warm_up_tokens=32),
+        Scenario(spec=TOY_HYBRID, workload=_CPU_I, repeats=3),
     ),
     ("cpu", True): (
         Scenario(spec=TOY, workload=_QUICK, repeats=3),
+        Scenario(spec=TOY_HYBRID, workload=_QUICK, repeats=1),
         Scenario(spec=SMALL, workload=_QUICK, repeats=1),
     ),
     ("cuda", False): (
         Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=30, peer_limit_s=25),
         Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=5, extras=False, budget_s=25, peer_limit_s=20),
         Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=5, extras=False, budget_s=30, peer_limit_s=20),
+        Scenario(spec=HYBRID_2B, workload=_GPU_I, repeats=5, extras=False, budget_s=20, peer_limit_s=20),
     ),
     ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, budget_s=30, peer_limit_s=30),),
 }
@@ -273,7 +287,7 @@ class Part:
 def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limited: bool) -> list[Part]:
     """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
 
-    On CUDA ``needs_s`` adds up to 365 seconds, of which `make gpu` allows 240: what comes after the profiles may be missing
+    On CUDA ``needs_s`` adds up to 425 seconds, of which `make gpu` allows 230: what comes after the profiles may be missing
     there. limited: sweeps take no longer than ``needs_s`` either.
     """
 
@@ -305,7 +319,7 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
             *(part for number in range(len(SCENARIOS[device, quick])) for part in scenario(number)),
             *decode(spec, ((1, 64), (16, 64)) if quick else ((1, 512), (16, 512), (64, 512), (16, 2048)), 60),
             *steps(spec, (16,) if quick else (64,), 128),
-            *([] if quick else steps(SMALL, (64,), 128)),
+            *([] if quick else steps(SMALL, (64,), 128) + steps(TOY_HYBRID, (64,), 128)),
             *start_up(spec),
             host,
         ]
@@ -316,10 +330,12 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         *scenario(1, 70),
         *decode(LLAMA_1B, ((64, 512), (256, 512)), 10, deterministic=True),
         *steps(LLAMA_1B, (64, 256), 512, 15),
+        *steps(HYBRID_2B, (64,), 512, 20),
         *decode(QWEN_7B, ((64, 512), (256, 512), (64, 2048), (1, 512), (256, 2048), (512, 512)), 30),
         *decode(LLAMA_1B, ((64, 2048), (256, 2048), (512, 2048), (16, 512), (64, 8192), (16, 8192), (1, 8192)), 30),
         *steps(LLAMA_1B, (1,), 512, 10),
         host,
+        *scenario(3, 40),
         *scenario(2, 55),
     ]
 

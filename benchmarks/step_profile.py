@@ -21,10 +21,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stoker.benchmarks import ceilings
-from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, dtype_of
+from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-MODELS = {spec.name: spec for spec in (TOY, SMALL, LLAMA_1B, QWEN_7B)}
+MODELS = {spec.name: spec for spec in (TOY, TOY_HYBRID, SMALL, LLAMA_1B, HYBRID_2B, QWEN_7B)}
 
 # The first kind whose word is in a kernel's or an operation's name takes it.
 KINDS = {
@@ -36,6 +36,7 @@ KINDS = {
         *("attention", "attend", "flash", "sdpa", "decode_kernel", "prefill_kernel"),
         *("work_list", "common_blocks", "units_kernel"),
     ),
+    "states": ("causal_conv", "delta_rule", "delta_gates", "prepare_kernel", "chunks_kernel", "selective_scan"),
     "experts": ("grouped", "_order_kernel", "weighted_sum"),
     "adapters": ("shrink", "expand_", "look_up"),
     "matmul": (
@@ -74,26 +75,30 @@ def attribute(spans: Iterable[tuple[str, float, float]]) -> dict[str, float]:
 
 
 def measure(name: str, device: str, batch: int, context: int, steps: int) -> dict[str, Any]:
+    """Of at least so many steps."""
     spec = MODELS[name]
     model = spec.build(device, dtype_of(device))
     rng = random.Random(0)
     prompts = [[rng.randrange(1, spec.config.vocab_size) for _ in range(context)] for _ in range(batch)]
-    params = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
+    most = steps + 2 * EngineConfig().decode_window  # two windows may be under way before the first is read
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with RolloutEngine(model, config=EngineConfig(max_num_seqs=batch, max_model_len=context + steps + 1)) as engine:
+    with RolloutEngine(model, config=EngineConfig(max_num_seqs=batch, max_model_len=context + most)) as engine:
         for _ in range(2):
             engine.generate_batch(prompts, params)  # compiles, captures, fills the prefix cache
         handles = [engine.submit(prompt, params) for prompt in prompts]
         engine.wait(handles, share=0, timeout=0)
         while any(not h._requests[0].num_output for h in handles):
             engine.wait(handles, timeout=0)  # until every prompt is through
+        requests = [handle._requests[0] for handle in handles]
+        before = sum(r.num_output + r.pending for r in requests)  # pending: of steps that were launched
         ceilings.synchronize(device)
         with profile(activities=activities) as trace:
             start = time.perf_counter()
             engine.wait(handles)
             ceilings.synchronize(device)
             wall = time.perf_counter() - start
-        done = sum(len(h.result().completions[0].token_ids) for h in handles) / batch - 1
+        done = (sum(len(h.result().completions[0].token_ids) for h in handles) - before) / batch
         ceiling = ceilings.measure(model, device, rows=(batch,), kv_tokens=batch * context)
         matmuls = engine.stats().matmuls
     if device == "cuda":
@@ -105,7 +110,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
         for event in events:
             parts[kind_of(event.name)] += event.self_cpu_time_total
         parts["host"] = max(0.0, wall * 1e6 - sum(parts.values()))  # Python
-    best = ceiling.step_s(batch, batch * (context + steps // 2))
+    best = ceiling.step_s(batch, int(batch * (context + done / 2)) + before)
     return {
         "model": name,
         "device": device,

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -143,6 +145,28 @@ TOY = ModelSpec(
         eos_token_id=None,
     ),
 )
+# Hybrids: of four layers, three are gated delta nets with a state of their own for each sequence.
+TOY_HYBRID = ModelSpec(
+    name="qwen3.5-toy",
+    model_class=Qwen3_5ForCausalLM,
+    config=Qwen3_5TextConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+)
 SMALL = ModelSpec(
     name="llama-30m",
     model_class=LlamaForCausalLM,
@@ -197,6 +221,28 @@ LLAMA_1B = ModelSpec(
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+)
+HYBRID_2B = ModelSpec(
+    name="qwen3.5-2b",
+    model_class=Qwen3_5ForCausalLM,
+    config=Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
         bos_token_id=None,
         eos_token_id=None,
     ),

@@ -17,6 +17,7 @@ from compile_attention import Recorder, as_on_hopper, build, launches
 from stoker.kernels import (
     causal_conv,
     checksum,
+    gates,
     grouping,
     linear,
     linear_invariant,
@@ -123,9 +124,14 @@ def launch_adapters() -> None:
 
 
 def launch_recurrent() -> None:
-    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, Bamba, Falcon-H1 and Nemotron-H."""
+    """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1 and Nemotron-H."""
+    for heads, dim in ((32, 128), (30, 192)):
+        for weight in (zeros(dim), torch.zeros(dim)):
+            gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
+        gates.delta_gates(zeros(64, heads), zeros(64, heads), torch.zeros(heads), zeros(heads), 2.0)
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
+        causal_conv.causal_conv(zeros(64, 2048), zeros(2048, 3), None, zeros(4, 2, 2048), rows)
         for channels in (8192, 200):
             for bias in (None, zeros(channels)):
                 x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
@@ -156,7 +162,7 @@ if __name__ == "__main__":
         moe,
         lora,
     ]
-    of_layers += [causal_conv, recurrent, recurrent_chunks]
+    of_layers += [causal_conv, gates, recurrent, recurrent_chunks]
     for module in of_layers:
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))

@@ -82,6 +82,19 @@ def delta_case(
     return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim)
 
 
+def keep_from_ties(dt: Tensor, bias: Tensor | None) -> None:
+    """Draw anew those whose steps lie so near the middle of two numbers of their dtype that the last bits of fp32 decide.
+
+    A step is rounded, and states are compared as fp32: who rounds the other way is as right.
+    """
+    while dt.dtype != torch.float32:
+        step = F.softplus((dt if bias is None else dt + bias).double())
+        tied = (step * (1 - 1e-6)).to(dt.dtype) != (step * (1 + 1e-6)).to(dt.dtype)
+        if not tied.any():
+            return
+        dt[tied] = randn(int(tied.sum()), dtype=dt.dtype)
+
+
 def scan_case(
     tokens: int,
     dtype: torch.dtype,
@@ -105,6 +118,7 @@ def scan_case(
         "dt_bias": randn(heads, dtype=dtype) if biases else None,
         "dt_limit": limit,
     }
+    keep_from_ties(by_token["dt"], given["dt_bias"])
     return by_token, given, lambda slots: randn(slots, heads, dim, size)
 
 

@@ -107,7 +107,9 @@ def mixed() -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "bamba"]
+)
 def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dtype) -> None:
     found = []
     for use_graphs in (False, True):

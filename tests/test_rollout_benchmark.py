@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import pytest
 import torch
 
 from stoker.benchmarks import outside, overhead, peers, report, rollout, step_profile, sweeps
-from stoker.benchmarks.ceilings import kv_token_bytes
-from stoker.benchmarks.workloads import TOY, Workload
-from stoker.engine.device import HostCopy
-from stoker.rollout import SamplingParams
+from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
+from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
+from stoker.engine.device import CpuRuntime, HostCopy
+from stoker.rollout import SamplingParams, engine
 
 TINY = Workload(name="tiny", prompts=2, samples=3, prompt_tokens=(4, 9), median=6, sigma=0.7, cap=12, slots=4)
 
@@ -144,6 +145,52 @@ def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytes
     found = sweeps.decode(TOY, "cpu", points, float("inf"))
     assert [(p["batch"], p["context"]) for p in found] == [(2, 16), (8, 16), (1, 32)]
     assert len(sweeps.decode(TOY, "cpu", points, 0.0)) == 1
+
+
+# -- what a machine allows --------------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_and_writes_the_states_of_all_its_rows() -> None:
+    config = TOY_HYBRID.config
+    assert kv_token_bytes(config, torch.bfloat16) == 2 * 2 * 16 * 2  # of the one layer that attends
+    of_state, of_inputs = 4 * 16 * 16 * 4, 3 * (2 * 32 + 64) * 2  # a state a head, in fp32; three inputs a channel
+    assert state_bytes(config, torch.bfloat16) == 3 * (of_state + of_inputs)
+    assert state_bytes(TOY.config, torch.bfloat16) == 0
+
+    ceiling = Ceiling(
+        bandwidth=1e9, flops=1e12, matmuls={}, weight_bytes=10**6, linear_params=10**6, kv_bytes=128, state_bytes=5000
+    )
+    assert ceiling.step_s(8, 300) == pytest.approx(1e-9 * (10**6 + 300 * 128 + 8 * 2 * 5000))
+    # A prompt, then steps of two sequences, of one, and of one.
+    steps = [ceiling.step_s(2, 20), ceiling.step_s(1, 11), ceiling.step_s(1, 12)]
+    assert ceiling.rollout_s([[7] * 10] * 2, [1, 3], 2) == pytest.approx(2 * 10**6 * 10 / 1e12 + sum(steps))
+
+
+def test_the_cache_of_a_hybrid_has_room_for_all_slots_and_their_states() -> None:
+    peer = peers.Stoker(TOY_HYBRID, TINY, "cpu", torch.float32)
+    found = peer.engine.stats()
+    states = state_bytes(TOY_HYBRID.config, torch.float32)
+    assert found.recurrent_state_bytes == (4 + 8 + 2) * states  # of slots, copies, padding and zeros
+    assert found.kv_cache_bytes == peers.kv_budget(TOY_HYBRID, TINY, torch.float32)
+    assert found.num_kv_blocks + 1 == 4 * (-(-TINY.max_len // 16) + 1)  # with that of padding
+    peer.close()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("spec", [TOY, TOY_HYBRID], ids=lambda spec: spec.name)
+def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of before, in which sequences that were through with their prompts went on."""
+    monkeypatch.setattr(engine, "runtime_for", partial(CpuRuntime, ahead=ahead))
+    traces: list[Any] = []
+
+    class Kept(step_profile.profile):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            traces.append(self)
+
+    monkeypatch.setattr(step_profile, "profile", Kept)
+    found = step_profile.measure(spec.name, "cpu", 4, 16, 12)
+    assert found["steps"] == sum(event.name == "aten::embedding" for event in traces[0].events()) >= 12
 
 
 # -- a run and what it says ------------------------------------------------------------------------------------------
@@ -303,6 +350,10 @@ def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
         ("grouping", {"experts"}),
         ("lora_kernels", {"adapters"}),
         ("moe", {"experts"}),
+        ("causal_conv", {"states"}),
+        ("gates", {"states", "norm, rotary, KV write"}),
+        ("recurrent", {"states"}),
+        ("recurrent_chunks", {"states"}),
         ("norm_rotary", {"norm, rotary, KV write", "activation"}),
         ("sampling", {"sampling"}),
         ("truncation", {"sampling"}),
