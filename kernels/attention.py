@@ -302,6 +302,7 @@ class _Launch:
             *self.strides,
             **self.constants,
             TILE_HEADS=heads,
+            SPANS=self.plan.chunks.spans,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             WITH_LSE=lse is not None,

@@ -90,6 +90,19 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
         check(case, plan, feature)
 
 
+# Of MIXED: a prompt's beginning, two side by side, within few queries, a row of two, and to the end of a long chunk.
+SPANS = [(1, 8), (42, 62), (62, 72), (75, 77), (81, 83), (86, 148)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+def test_spans_see_each_other_both_ways(dtype: torch.dtype, deterministic: bool) -> None:
+    case = Paged(NARROW, MIXED, dtype)
+    plan = case.plan(TRITON, spans=SPANS, deterministic=deterministic)
+    for feature in FEATURES:
+        check(case, plan, feature, spans=SPANS)
+
+
 @pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float16, torch.float32))
 def test_chunks_of_real_models(heads: Heads, dtype: torch.dtype) -> None:
     case = Paged(heads, [Row(20, 11), Row(65, 24)], dtype)
