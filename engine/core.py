@@ -63,7 +63,8 @@ class EngineCore:
         if images.features is None or images.made_under != under:
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
                 weights = {} if adapter is None else self.adapted(adapter)
-                images.features = encode(self.runner.model, images, self.inputs.runtime, weights)
+                most = self.scheduler.max_num_batched_tokens
+                images.features = encode(self.runner.model, images, self.inputs.runtime, most, weights)
             images.made_under = under
 
     @property
