@@ -147,7 +147,7 @@ def _features(
     spans = _spans(given.get("attention_mask"), window)
     if unknown or spans is None:
         does = (
-            f"gives its language model {', '.join(unknown)}" if unknown else "lets some of its layers see later tokens"
+            f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens see later ones in its own way"
         )
         raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
     embeddings: Tensor = given["inputs_embeds"][0]
@@ -166,20 +166,19 @@ def _features(
     copies = [runtime.to_host(tensor) for tensor in (embeddings.index_select(0, places), *deep)]
     turns, shift = _turns(given.get("position_ids"), len(plain))
     on_host = [copy.wait() for copy in copies]
-    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, spans)
+    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, *spans)
 
 
-def _spans(masks: Any, window: int | None) -> tuple[tuple[int, int], ...] | None:
-    """Tokens, from and to, that each see all up to the last of them, by the masks of all kinds of layers.
-
-    None where these have tokens see later ones in any other way.
+def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...], bool] | None:
+    """Tokens, from and to, that each see all up to the last of them, by the masks of all kinds of layers, and whether so
+    they do in layers with a window alone. None where these have tokens see later ones in any other way.
     """
     kinds = masks if isinstance(masks, Mapping) else {"full_attention": masks}
     given = {kind: mask for kind, mask in kinds.items() if isinstance(mask, Tensor) and mask.dim() == 4}
     seen = {kind: (mask if mask.dtype == torch.bool else mask >= 0)[0, 0] for kind, mask in given.items()}
     later = next((mask for mask in seen.values() if mask.triu(1).any()), None)
     if later is None:
-        return ()
+        return (), False
     length = len(later)
     last = (length - 1 - later.flip(-1).byte().argmax(-1)).tolist()
     at = torch.arange(length, device=later.device)
@@ -190,13 +189,16 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[int, int], ...] | None
             spans.append((place, end))
             newest[place:end] = end - 1
         place = end
+    both = at <= newest[:, None]
+    causal = at <= at[:, None]
+    local = "sliding_attention" in seen and torch.equal(seen.get("full_attention", causal), causal)
     for kind in kinds:
-        wanted = at <= newest[:, None]
+        wanted = causal if local else both
         if kind == "sliding_attention" and window is not None:
-            wanted &= at > at[:, None] - window
-        if kind not in seen or not torch.equal(seen[kind], wanted):
+            wanted = both & (at > at[:, None] - window)
+        if not torch.equal(seen.get(kind, causal), wanted):
             return None
-    return tuple(spans)
+    return tuple(spans), local
 
 
 def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:

@@ -28,6 +28,7 @@ class ImageFeatures:
     turns: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
     shift: int  # the same of tokens after the prompt
     spans: tuple[tuple[int, int], ...] = ()  # tokens, from and to, in order, that each see all up to the last of them
+    local_spans: bool = False  # so they do in layers with a window alone
 
     def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
         """Of ``count`` tokens from ``start``, int64 [3, count]."""

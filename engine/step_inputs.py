@@ -262,6 +262,7 @@ class StepInputs:
             num_steps=plan.num_steps,
             shared=self._shared,
             spans=() if decode else spans_within(of_images),
+            local_spans=any(features.local_spans for _, _, _, features in of_images),
             workspace=self._workspace,
         )
         return Batch(

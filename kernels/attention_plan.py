@@ -132,29 +132,34 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Rows with several queries. spans: whether some of these see keys after their own."""
+    """Rows with several queries. spans: whether some of these see keys after their own; local: with a window alone."""
 
     segments: tuple[Segment, ...]
     spans: bool
+    local: bool
     device: torch.device
-    _tiles: dict[int, Tensor] = field(default_factory=dict)
+    _tiles: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
-    def tiles(self, queries: int) -> Tensor:
+    def has_spans(self, visibility: Visibility) -> bool:
+        return self.spans and not (self.local and visibility.window is None)
+
+    def tiles(self, queries: int, spans: bool) -> Tensor:
         """int32 [n, 4], pieces of at most so many queries: row, first token, queries, position of the first.
 
         With spans [n, 5]: the end of the keys that all of them see, 0 where there is none.
         """
-        if queries not in self._tiles:
+        if (queries, spans) not in self._tiles:
             pieces = [
                 (row, token + done, min(queries, count - done), keys - count + done, keys if whole else 0)
                 for row, token, count, keys, whole in self.segments
                 for done in range(0, count, queries)
             ]
             pieces.sort(key=lambda piece: -max(piece[3:]))  # what takes longest first
-            if not self.spans:
+            if not spans:
                 pieces = [piece[:4] for piece in pieces]
-            self._tiles[queries] = to_device(torch.tensor(pieces, dtype=torch.int32, device="cpu"), self.device)
-        return self._tiles[queries]
+            tiles = torch.tensor(pieces, dtype=torch.int32, device="cpu")
+            self._tiles[queries, spans] = to_device(tiles, self.device)
+        return self._tiles[queries, spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +216,7 @@ def plan_attention(
     shared: bool = True,
     deterministic: bool = False,
     spans: Sequence[tuple[int, int]] = (),
+    local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
@@ -262,5 +268,5 @@ def plan_attention(
         for begin in range(0, len(single), buffers.rows):
             tokens, rows, lengths = where[:, begin : begin + buffers.rows]
             lanes.append(Lanes(buffers, lengths, tokens, rows, False, {}))
-    chunks = Chunks(tuple(several), bool(spans), device) if several else None
+    chunks = Chunks(tuple(several), bool(spans), local_spans, device) if several else None
     return AttentionPlan(block_tables, block_size, tuple(lanes), chunks)

@@ -145,7 +145,9 @@ def test_spans_see_each_other_both_ways(
     history, new = map(list, zip(*LAYOUTS[layout], strict=True))
     rows = Rows(SHAPES[1], history, new, num_steps=1, padded_rows=2)
     spans = SPANS[layout]
-    plan = rows.plan(ops=ops, spans=spans)
-    for feature in FEATURES:
-        padding = rows.check(plan, 0, 3, ops, spans, **options_of(feature, SHAPES[1]))
-        assert not padding.any()
+    for local in (False, True):
+        plan = rows.plan(ops=ops, spans=spans, local_spans=local)
+        for feature in FEATURES:
+            options = options_of(feature, SHAPES[1])
+            seen = () if local and options["visibility"].window is None else spans
+            assert not rows.check(plan, 0, 3, ops, seen, **options).any()

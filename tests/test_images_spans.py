@@ -1,6 +1,6 @@
-"""Images whose tokens see each other both ways, as Gemma 3's do, against transformers' own forward and generate.
+"""Images whose tokens see each other both ways, against transformers' own forward and generate.
 
-A prompt is a list of token ids with None for an image, of ``size`` tokens.
+A prompt is a list of token ids with None for an image.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingPa
 from stoker.rollout import engine as engine_module
 
 IMAGE = 3  # the placeholder
-SIZES = [4, 16]  # tokens of an image: fewer than the window is wide, and more
+# Tokens of an image: fewer than the window is wide, and more. In Gemma 4 they see each other in layers with a window alone.
+SIZES = {"gemma3": 4, "gemma3-wide": 16, "gemma4": 4}
+KINDS = list(SIZES)
 Parts = list[int | None]
 
 
 @cache
-def model_of(size: int) -> PreTrainedModel:
-    config = make_config("gemma3+images")
-    config.vision_config.patch_size, config.mm_tokens_per_image = int(28 / size**0.5), size
+def model_of(kind: str) -> PreTrainedModel:
+    if kind == "gemma4":
+        own = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+        config = make_config("gemma4+images", **own)
+    else:
+        config = make_config("gemma3+images")
+        config.vision_config.patch_size, config.mm_tokens_per_image = int(28 / SIZES[kind] ** 0.5), SIZES[kind]
     config.image_token_id = IMAGE
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -40,32 +46,40 @@ def model_of(size: int) -> PreTrainedModel:
     return model
 
 
-def given(size: int, parts: Parts, seed: int = 0) -> dict[str, torch.Tensor]:
+def types_of(kind: str) -> str:
+    """What says which tokens are an image's."""
+    return "mm_token_type_ids" if kind == "gemma4" else "token_type_ids"
+
+
+def given(kind: str, parts: Parts, seed: int = 0) -> dict[str, torch.Tensor]:
     """What a processor makes of a prompt."""
-    ids = [token for part in parts for token in ([IMAGE] * size if part is None else [part])]
-    images = torch.randn(parts.count(None), 3, 28, 28, generator=torch.Generator().manual_seed(seed))
-    types = torch.tensor([ids]).eq(IMAGE).long()
-    inputs = {"pixel_values": images, "token_type_ids": types}
-    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long), **inputs}
+    row = [token for part in parts for token in ([IMAGE] * SIZES[kind] if part is None else [part])]
+    ids, count, generator = torch.tensor([row]), parts.count(None), torch.Generator().manual_seed(seed)
+    if kind == "gemma4":  # 36 patches, nine of which are a token
+        places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(count, -1, -1)
+        images = {"pixel_values": torch.rand(count, 36, 588, generator=generator), "image_position_ids": places}
+    else:
+        images = {"pixel_values": torch.randn(count, 3, 28, 28, generator=generator)}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), types_of(kind): ids.eq(IMAGE).long(), **images}
 
 
 @torch.no_grad()
-def expected(size: int, prompt: dict[str, torch.Tensor], completion: list[int]) -> torch.Tensor:
+def expected(kind: str, prompt: dict[str, torch.Tensor], completion: list[int]) -> torch.Tensor:
     """Log-probability of each token but the first, float64."""
     after = torch.tensor([completion], dtype=torch.long)
     inputs = dict(prompt)
-    for name, value in (("input_ids", after), ("token_type_ids", torch.zeros_like(after))):
+    for name, value in (("input_ids", after), (types_of(kind), torch.zeros_like(after))):
         inputs[name] = torch.cat((inputs[name], value), 1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    logprobs = model_of(size)(**inputs).logits[0].double().log_softmax(-1)
+    logprobs = model_of(kind)(**inputs).logits[0].double().log_softmax(-1)
     return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
 
 
-def check(size: int, prompts: list[dict[str, torch.Tensor]], batch: RolloutBatch) -> None:
+def check(kind: str, prompts: list[dict[str, torch.Tensor]], batch: RolloutBatch) -> None:
     for prompt, output in zip(prompts, batch, strict=True):
         assert output.error is None
         for completion in output.completions:
-            wanted = expected(size, prompt, completion.token_ids)[-len(completion.token_ids) :]
+            wanted = expected(kind, prompt, completion.token_ids)[-len(completion.token_ids) :]
             found = torch.tensor(completion.logprobs, dtype=torch.float64)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
@@ -74,9 +88,9 @@ def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 6, "suppress_token_ids": [IMAGE]} | fields))
 
 
-def engine_of(size: int, **fields: Any) -> RolloutEngine:
+def engine_of(kind: str, **fields: Any) -> RolloutEngine:
     settings = {"kv_cache_memory": "4MiB", "max_model_len": 128, "block_size": 4}
-    return RolloutEngine(model_of(size), config=EngineConfig(**(settings | fields)))
+    return RolloutEngine(model_of(kind), config=EngineConfig(**(settings | fields)))
 
 
 TEXT = [(7 * i) % (VOCAB - 8) + 8 for i in range(40)]
@@ -90,103 +104,104 @@ PROMPTS: dict[str, Parts] = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_as_generate_whole_and_in_pieces(size: int) -> None:
-    prompts = [given(size, parts, seed) for seed, parts in enumerate(PROMPTS.values())]
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_generate_whole_and_in_pieces(kind: str) -> None:
+    prompts = [given(kind, parts, seed) for seed, parts in enumerate(PROMPTS.values())]
     # As few as two images side by side need, and a little more.
-    pieces: list[dict[str, Any]] = [{"max_num_batched_tokens": 2 * size + more} for more in (0, 3)]
+    pieces: list[dict[str, Any]] = [{"max_num_batched_tokens": 2 * SIZES[kind] + more} for more in (0, 3)]
     for fields in ({}, *pieces, pieces[1] | {"max_num_seqs": 2, "enable_prefix_caching": False}):
-        with engine_of(size, **fields) as engine:
+        with engine_of(kind, **fields) as engine:
             batch = engine.generate_batch(prompts, params(temperature=0))
-            check(size, prompts, batch)
+            check(kind, prompts, batch)
             for prompt, output in zip(prompts, batch, strict=True):
-                wanted = model_of(size).generate(**prompt, do_sample=False, max_new_tokens=6, suppress_tokens=[IMAGE])
+                wanted = model_of(kind).generate(**prompt, do_sample=False, max_new_tokens=6, suppress_tokens=[IMAGE])
                 assert output.completions[0].token_ids == wanted[0, len(output.prompt_token_ids) :].tolist()
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_oracle_tells_both_ways_from_one(size: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_oracle_tells_both_ways_from_one(kind: str) -> None:
     """Else nothing here would show that tokens are seen which come later."""
-    prompt = given(size, PROMPTS["in the middle"])
-    causal = prompt | {"token_type_ids": torch.zeros_like(prompt["token_type_ids"])}
-    difference = expected(size, prompt, [8]) - expected(size, causal, [8])
+    prompt = given(kind, PROMPTS["in the middle"])
+    causal = prompt | {types_of(kind): torch.zeros_like(prompt[types_of(kind)])}
+    difference = expected(kind, prompt, [8]) - expected(kind, causal, [8])
     assert difference[-1].abs() > 1e-2
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [1, 9])
 @pytest.mark.parametrize("parts", ["in the middle", "at the end"])
-def test_groups(parts: str, max_tokens: int, size: int) -> None:
+def test_groups(parts: str, max_tokens: int, kind: str) -> None:
     """Samples of a prompt share what is computed of it, or compute the rest of what they cut; those of one token too."""
-    prompts = [given(size, PROMPTS[parts], 1), given(size, PROMPTS[parts], 2)]
+    prompts = [given(kind, PROMPTS[parts], 1), given(kind, PROMPTS[parts], 2)]
     for fields in ({}, {"max_num_seqs": 2}, {"enable_prefix_caching": False}):
-        with engine_of(size, **fields) as engine:
+        with engine_of(kind, **fields) as engine:
             batch = engine.generate_batch(prompts, params(n=4, max_tokens=max_tokens))
-            check(size, prompts, batch)
+            check(kind, prompts, batch)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_hits_that_end_within_an_image(size: int) -> None:
-    prompts = [given(size, [5, 6, None, *end]) for end in ([8, 9, 10], [8, 9, 10], [20, 21], [])]
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_that_end_within_an_image(kind: str) -> None:
+    prompts = [given(kind, [5, 6, None, *end]) for end in ([8, 9, 10], [8, 9, 10], [20, 21], [])]
     hits = []
-    with engine_of(size) as engine:
+    with engine_of(kind) as engine:
         for prompt in prompts:
             batch = engine.generate_batch([prompt], params())
-            check(size, [prompt], batch)
+            check(kind, [prompt], batch)
             hits.append(batch[0].cached_tokens)
     length = len(prompts[0]["input_ids"][0])
-    whole, image = (length - 1) // 4 * 4, (2 + size) // 4 * 4
-    assert hits == [0, whole, image, image] and 2 < image < 2 + size
+    whole, image = (length - 1) // 4 * 4, (2 + SIZES[kind]) // 4 * 4
+    assert hits == [0, whole, image, image] and 2 < image < 2 + SIZES[kind]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_requests_that_are_preempted_compute_images_again(size: int) -> None:
-    prompts = [given(size, PROMPTS["two"], seed) for seed in range(5)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_that_are_preempted_compute_images_again(kind: str) -> None:
+    prompts = [given(kind, PROMPTS["two"], seed) for seed in range(5)]
     length = len(prompts[0]["input_ids"][0])
-    token = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, dimensions, bytes
-    with engine_of(size, max_num_batched_tokens=length, kv_cache_memory=(2 * length + 20) * token) as engine:
+    # Dimensions of all layers; keys and values, heads, bytes.
+    token = sum([16, 16, 24, 24] if kind == "gemma4" else [16, 16, 16]) * 2 * 2 * 4
+    with engine_of(kind, max_num_batched_tokens=length, kv_cache_memory=(2 * length + 20) * token) as engine:
         batch = engine.generate_batch(prompts, params(max_tokens=20))
-        check(size, prompts, batch)
+        check(kind, prompts, batch)
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_scores(size: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores(kind: str) -> None:
     """Of rollouts, of prompts themselves and with them, also where a prompt's last token sees the ones before it."""
-    prompts = [given(size, parts, seed) for seed, parts in enumerate(PROMPTS.values())]
-    with engine_of(size, max_num_batched_tokens=64) as engine:
+    prompts = [given(kind, parts, seed) for seed, parts in enumerate(PROMPTS.values())]
+    with engine_of(kind, max_num_batched_tokens=64) as engine:
         batch = engine.generate_batch(prompts, params(n=2, prompt_logprobs=0))
-        check(size, prompts, batch)
+        check(kind, prompts, batch)
         scores = iter(engine.score(batch))
         for prompt, output in zip(prompts, batch, strict=True):
             assert output.prompt_logprobs is not None
-            wanted = expected(size, prompt, [])
+            wanted = expected(kind, prompt, [])
             torch.testing.assert_close(output.prompt_logprobs.logprobs.double(), wanted, rtol=0, atol=1e-4)
             for completion in output.completions:
-                wanted = expected(size, prompt, completion.token_ids)[-len(completion.token_ids) :]
+                wanted = expected(kind, prompt, completion.token_ids)[-len(completion.token_ids) :]
                 torch.testing.assert_close(next(scores).logprobs.double(), wanted, rtol=0, atol=1e-4)
     for start in (1, 4):
-        with engine_of(size, max_num_batched_tokens=64) as engine:
+        with engine_of(kind, max_num_batched_tokens=64) as engine:
             for prompt, score in zip(prompts * 2, engine.score(prompts * 2, start=start), strict=True):
-                wanted = expected(size, prompt, [])[start - 1 :]
+                wanted = expected(kind, prompt, [])[start - 1 :]
                 torch.testing.assert_close(score.logprobs.double(), wanted, rtol=0, atol=1e-4)
 
 
 def test_new_weights_find_the_images_as_they_were() -> None:
-    prompts = [given(4, PROMPTS["two"])]
-    model = model_of(4)
-    with engine_of(4, max_num_batched_tokens=5) as engine:
-        check(4, prompts, engine.generate_batch(prompts, params()))
+    prompts = [given("gemma3", PROMPTS["two"])]
+    model = model_of("gemma3")
+    with engine_of("gemma3", max_num_batched_tokens=5) as engine:
+        check("gemma3", prompts, engine.generate_batch(prompts, params()))
         with torch.no_grad():
             model.model.multi_modal_projector.mm_input_projection_weight.mul_(1.3)
         engine.update_weights()
-        check(4, prompts, engine.generate_batch(prompts, params()))
+        check("gemma3", prompts, engine.generate_batch(prompts, params()))
 
 
 def test_more_tokens_that_see_each_other_than_a_step_computes_are_refused() -> None:
-    with engine_of(4, max_num_batched_tokens=7) as engine:
-        prompts = [given(4, PROMPTS[name]) for name in ("two", "side by side")]
-        check(4, prompts[:1], engine.generate_batch(prompts[:1], params()))
+    with engine_of("gemma3", max_num_batched_tokens=7) as engine:
+        prompts = [given("gemma3", PROMPTS[name]) for name in ("two", "side by side")]
+        check("gemma3", prompts[:1], engine.generate_batch(prompts[:1], params()))
         with pytest.raises(InvalidRequestError, match="prompt 1: 8 tokens see each other.*max_num_batched_tokens"):
             engine.generate_batch(prompts, params())
 
@@ -197,9 +212,9 @@ def test_on_a_device(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are launched ahead, decode steps replayed, and chunks with images among them go through the tile kernel."""
     monkeypatch.setattr(engine_module, "runtime_for", PretendDevice)
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: ops)
-    prompts = [given(16, PROMPTS[name]) for name in ("at the end", "far beyond the window")]
-    with engine_of(16, max_num_batched_tokens=24, decode_window=2) as engine:
-        check(16, prompts, engine.generate_batch(prompts, params(n=2, max_tokens=4)))
+    prompts = [given("gemma3-wide", PROMPTS[name]) for name in ("at the end", "far beyond the window")]
+    with engine_of("gemma3-wide", max_num_batched_tokens=24, decode_window=2) as engine:
+        check("gemma3-wide", prompts, engine.generate_batch(prompts, params(n=2, max_tokens=4)))
 
 
 def test_a_step_with_a_token_of_an_image_is_alone_in_its_window() -> None:
@@ -227,15 +242,17 @@ def test_masks_that_say_anything_else_are_not_taken_for_spans() -> None:
     within = torch.zeros_like(both)
     within[3:9, 3:9] = True
 
-    def found(full: torch.Tensor | None, sliding: torch.Tensor | None) -> tuple[tuple[int, int], ...] | None:
+    def found(full: torch.Tensor | None, sliding: torch.Tensor | None) -> Any:
         masks = {"full_attention": full, "sliding_attention": sliding}
         return _spans({kind: None if mask is None else mask[None, None] for kind, mask in masks.items()}, window)
 
-    assert found(both, both & near) == _spans(both[None, None], window) == ((3, 9), (9, 11))
+    spans = ((3, 9), (9, 11))
+    assert found(both, both & near) == _spans(both[None, None], window) == (spans, False)
+    assert found(causal, both & near) == found(None, both & near) == (spans, True)
     added = torch.zeros(both.shape).masked_fill(~both, torch.finfo(torch.float32).min)[None, None]
-    assert _spans(added, window) == ((3, 9), (9, 11))
-    assert found(causal, causal & near) == found(None, None) == _spans(None, window) == ()
-    others = [(causal, both & near), (both, causal & near), (both, None), (None, both & near), (both, both)]
+    assert _spans(added, window) == (spans, False)
+    assert found(causal, causal & near) == found(None, None) == _spans(None, window) == ((), False)
+    others = [(causal, both), (both, causal & near), (both, None), (both, both), (causal & near, both & near)]
     others += [(hole, hole & near), (beyond, beyond & near), (both, both & near | within)]
     assert all(found(*masks) is None for masks in others)
 

@@ -94,13 +94,13 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
 SPANS = [(1, 8), (42, 62), (62, 72), (75, 77), (81, 83), (86, 148)]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("local", "deterministic"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
-def test_spans_see_each_other_both_ways(dtype: torch.dtype, deterministic: bool) -> None:
+def test_spans_see_each_other_both_ways(dtype: torch.dtype, local: bool, deterministic: bool) -> None:
     case = Paged(NARROW, MIXED, dtype)
-    plan = case.plan(TRITON, spans=SPANS, deterministic=deterministic)
-    for feature in FEATURES:
-        check(case, plan, feature, spans=SPANS)
+    plan = case.plan(TRITON, spans=SPANS, local_spans=local, deterministic=deterministic)
+    for feature in FEATURES[:3] if local else FEATURES:
+        check(case, plan, feature, spans=() if local and feature["visibility"].window is None else SPANS)
 
 
 @pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float16, torch.float32))

@@ -88,6 +88,7 @@ class AttentionPlan:
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
     gather: Gather
+    local_spans: bool = False
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
@@ -178,6 +179,7 @@ def plan_attention(
     shared: bool = True,
     deterministic: bool = False,
     spans: Sequence[tuple[int, int]] = (),
+    local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """Group the rows of a step.
@@ -188,7 +190,7 @@ def plan_attention(
     keeps of a token; shared: whether neighbouring rows may begin with so many keys in common that it pays to read those
     together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
     products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that each see all keys
-    which the last of them sees, but those before their window: two at least, of one row; workspace: where an implementation leaves to the plans after this one
+    which the last of them sees, but those before their window: two at least, of one row; local_spans: so they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one
     what they use again (this one leaves nothing). Who clears it gives that memory back.
     """
     most = max(1, _GATHER_BYTES // token_bytes)
@@ -226,7 +228,7 @@ def plan_attention(
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
-    return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys)
+    return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys, local_spans)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -304,13 +306,13 @@ def paged_attention(
 
         def chunk_bias(c: _Chunk = c) -> Tensor | None:
             plain = visibility == Visibility() and softcap is None and sinks is None
-            if c.length == c.num_queries and plain and not c.whole:
+            whole = c.whole and not (plan.local_spans and visibility.window is None)
+            if c.length == c.num_queries and plain and not whole:
                 return None  # plain causal: no mask to hold
             at = torch.arange(c.length, device=query.device)
             queries = at[c.position : c.position + c.num_queries, None]
-            return _as_bias(
-                visibility.hidden(queries, at, at[-1:].expand_as(queries) if c.whole else None), query.dtype
-            )
+            newest = at[-1:].expand_as(queries) if whole else None
+            return _as_bias(visibility.hidden(queries, at, newest), query.dtype)
 
         mask = plan.once(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
         if group > 1:
