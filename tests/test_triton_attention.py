@@ -90,8 +90,8 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
         check(case, plan, feature)
 
 
-# Of MIXED: a prompt's beginning, two side by side, within few queries, a row of two, and to the end of a long chunk.
-SPANS = [(1, 8), (42, 62), (62, 72), (75, 77), (81, 83), (86, 148)]
+# Of MIXED: in a prompt, side by side around the border of a tile of keys, within few queries, a row of two, a long one.
+SPANS = [(1, 8), (42, 46), (46, 62), (64, 72), (75, 77), (81, 83), (86, 148)]
 
 
 @pytest.mark.parametrize(("local", "deterministic"), [(False, False), (False, True), (True, False)])
