@@ -111,7 +111,7 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
     spans = _spans(given.get("attention_mask"), window)
     if unknown or spans is None:
         does = (
-            f"gives its language model {', '.join(unknown)}" if unknown else "lets some of its layers see later tokens"
+            f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens see later ones in its own way"
         )
         raise UnsupportedModelError(_WHY.format(name=name, does=does))
     embeddings: Tensor = given["inputs_embeds"][0]
@@ -130,7 +130,7 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
     turns, shift = _turns(given.get("position_ids"), len(plain))
     # Not in pinned memory, which torch keeps: for a large batch these are gigabytes, as the processor's tensors are.
     on_host = [tensor.cpu() for tensor in (embeddings.index_select(0, places), *deep)]
-    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, spans)
+    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, *spans)
 
 
 def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...], bool] | None:
