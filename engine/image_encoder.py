@@ -24,9 +24,9 @@ from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
+_KNOWN |= {"per_layer_inputs"}  # of Gemma 4, which makes them of the tokens alone, in every step
 _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
-_WHY = "{name} {does}, which the engine does not do: use model.generate for its images"
 
 
 def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter, most: int) -> ImageFeatures:
@@ -46,14 +46,7 @@ def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter, most: 
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         given = _handed_over(shell, {"input_ids": tokens, **inputs}, adapter)
         plain = shell.module.get_input_embeddings()(tokens)[0]
-        by_layer = given.pop("per_layer_inputs", None)
         features = _features(name, given, plain, getattr(shell.config, "sliding_window", None))
-        if by_layer is not None:
-            ours = shell.by_layer(tokens[0], torch.from_numpy(features.places).to(device))
-            if ours is None or not torch.equal(ours, by_layer[0]):
-                raise UnsupportedModelError(
-                    _WHY.format(name=name, does="gives its language model per_layer_inputs of images")
-                )
     longest = max((end - begin for begin, end in features.spans), default=0)
     if longest > most:
         raise InvalidRequestError(
@@ -113,7 +106,7 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
         does = (
             f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens see later ones in its own way"
         )
-        raise UnsupportedModelError(_WHY.format(name=name, does=does))
+        raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
     embeddings: Tensor = given["inputs_embeds"][0]
     changed = (embeddings != plain).any(-1)
     visual = given.get("visual_pos_masks")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import torch
@@ -220,44 +219,41 @@ class ModelShell:
 
     def _module_hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """What ``logits`` takes, for every token. token_ids, positions: int64 [T]. Returns [T, D]."""
-        if context.images is None and context.rotary is None:
-            out = self._run(
-                self._base, {"input_ids": token_ids[None], "position_ids": positions[None]}, positions, context
-            )
-            self._given.output_type = type(out)
-        else:
-            out = self._run(self._text, self._of_images(token_ids, positions, context), positions, context)
+        given = {"input_ids": token_ids[None], "position_ids": positions[None]}
+        with self._placing(context):
+            out = self._run(self._base, given, positions, context)
+        self._given.output_type = type(out)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
-    def _of_images(self, token_ids: Tensor, positions: Tensor, context: Any) -> dict[str, Any]:
-        """What a model that takes images gives its language model, in a step that has some or comes after them."""
-        embeddings, images = self.module.get_input_embeddings()(token_ids), context.images
-        rotary = positions if context.rotary is None else context.rotary
-        given = {"position_ids": rotary[None] if rotary.dim() == 1 else rotary[:, None]}
-        if images is None:
-            return given | {"inputs_embeds": embeddings[None]}
-        if (by_layer := self.by_layer(token_ids, images.at)) is not None:
-            given["per_layer_inputs"] = by_layer[None]
-        embeddings = embeddings.index_copy(0, images.at, images.embeddings.to(embeddings.dtype))
-        given["inputs_embeds"] = embeddings[None]
-        if images.deep:
-            visual = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, images.at, True)
-            given |= {"visual_pos_masks": visual[None], "deepstack_visual_embeds": images.deep}
-        return given
+    @contextmanager
+    def _placing(self, context: Any) -> Iterator[None]:
+        """Within, a language model is called with what images make of its inputs, in place of that of their placeholders."""
+        images, rotary = context.images, context.rotary
+        if images is None and rotary is None:
+            yield
+            return
 
-    def by_layer(self, token_ids: Tensor, images: Tensor) -> Tensor | None:
-        """Embeddings of tokens for each layer, [T, layers, D], where a model has them (Gemma 4): to these an image is padding.
+        def place(_: nn.Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if rotary is not None:
+                given["position_ids"] = rotary[None] if rotary.dim() == 1 else rotary[:, None]
+            if images is not None:
+                ids, embeddings = given.pop("input_ids", None), given.get("inputs_embeds")
+                if embeddings is None:
+                    embeddings = self.module.get_input_embeddings()(ids)
+                given["inputs_embeds"] = embeddings.index_copy(
+                    1, images.at, images.embeddings[None].to(embeddings.dtype)
+                )
+                if images.deep:
+                    visual = embeddings.new_zeros(embeddings.shape[:2], dtype=torch.bool).index_fill(1, images.at, True)
+                    given |= {"visual_pos_masks": visual, "deepstack_visual_embeds": images.deep}
+            return args, given
 
-        token_ids: int64 [T]; images: int64 [n], the placeholders among them.
-        """
-        if not getattr(self.config, "hidden_size_per_layer_input", 0):
-            return None
-        text = token_ids.index_fill(0, images, self.config.pad_token_id)
-        look_up: Any = self._text.get_per_layer_inputs
-        given = (text[None], self.module.get_input_embeddings()(text)[None])
-        by_layer: Tensor = look_up(*given[: len(signature(look_up).parameters)])[0]  # Gemma 3n wants ids alone
-        return by_layer
+        hook = self._text.register_forward_pre_hook(place, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _run(self, module: nn.Module, given: dict[str, Any], positions: Tensor, context: Any) -> Any:
         with self.recurrent.within(context):

@@ -12,6 +12,7 @@ import torch
 import vision
 from transformers import PreTrainedModel
 from vision import (
+    BREAK,
     IMAGE,
     KINDS,
     VIDEO,
@@ -152,6 +153,15 @@ def test_an_image_of_one_token_among_larger_ones(kind: str) -> None:
         batch = engine.generate_batch(prompts, GREEDY)
         check(model, prompts, batch)
         assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts]
+
+
+def test_placeholders_of_other_kinds_are_what_they_are_without_neighbours() -> None:
+    """Gemma 4 takes each for padding, whether a step has images or not."""
+    model = model_of("gemma4")
+    text, image = [7, VIDEO, 9, BREAK, 81, IMAGE, 16, 5], make_prompt("gemma4", LAYOUTS[0])
+    with engine_of(model, enable_prefix_caching=False) as engine:
+        for prompts in ([text], [text, image], [image, text]):
+            check(model, prompts, engine.generate_batch(prompts, GREEDY))
 
 
 @pytest.mark.parametrize("kind", SOME)
