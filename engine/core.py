@@ -60,6 +60,7 @@ class EngineCore:
         It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of them.
         """
         known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
+        most = self.scheduler.max_num_batched_tokens
 
         def ensure(images: ImageInputs, adapter: Adapter | None) -> None:
             under = self.scheduler.weight_version, adapter and adapter.key
@@ -67,7 +68,7 @@ class EngineCore:
                 with self.inputs.runtime.chosen(), torch.inference_mode(False):
                     if adapter is not None and adapter not in known:
                         known[adapter] = self.image_adapter(adapter)
-                    images.features = encode(self.runner.model, images, known[adapter])
+                    images.features = encode(self.runner.model, images, known[adapter], most)
                 images.made_under = under
 
         return ensure

@@ -29,8 +29,8 @@ _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", 
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
 
 
-def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter) -> ImageFeatures:
-    """Run the model, with an adapter, on a prompt as far as its language model.
+def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter, most: int) -> ImageFeatures:
+    """Run the model, with an adapter, on a prompt as far as its language model. most: tokens that a step computes.
 
     Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
     more than the engine knows of.
@@ -46,7 +46,14 @@ def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter) -> Ima
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         given = _handed_over(shell, {"input_ids": tokens, **inputs}, adapter)
         plain = shell.module.get_input_embeddings()(tokens)[0]
-        return _features(name, given, plain)
+        features = _features(name, given, plain, getattr(shell.config, "sliding_window", None))
+    longest = max((end - begin for begin, end in features.spans), default=0)
+    if longest > most:
+        raise InvalidRequestError(
+            f"{longest} tokens see each other, so that one step has to compute them all, and max_num_batched_tokens is "
+            f"{most}: raise EngineConfig.max_num_batched_tokens"
+        )
+    return features
 
 
 class _HandedOver(Exception):
@@ -89,13 +96,16 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAda
     raise UnsupportedModelError(f"{name} does not run its language model on images: use model.generate for them")
 
 
-def _features(name: str, given: Mapping[str, Any], plain: Tensor) -> ImageFeatures:
-    """given: what the language model was called with; plain: embeddings of the tokens, [L, D]."""
+def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | None) -> ImageFeatures:
+    """given: what the language model was called with; plain: embeddings of the tokens, [L, D]; window: of layers with one."""
     unknown = sorted(
         key for key, value in given.items() if key not in _KNOWN | _OF_NO_MATTER and not isinstance(value, bool)
     )
-    if unknown or _sees_later(given.get("attention_mask")):
-        does = f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens of an image see later ones"
+    spans = _spans(given.get("attention_mask"), window)
+    if unknown or spans is None:
+        does = (
+            f"gives its language model {', '.join(unknown)}" if unknown else "lets some of its layers see later tokens"
+        )
         raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
     embeddings: Tensor = given["inputs_embeds"][0]
     changed = (embeddings != plain).any(-1)
@@ -113,17 +123,39 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor) -> ImageFeatur
     turns, shift = _turns(given.get("position_ids"), len(plain))
     # Not in pinned memory, which torch keeps: for a large batch these are gigabytes, as the processor's tensors are.
     on_host = [tensor.cpu() for tensor in (embeddings.index_select(0, places), *deep)]
-    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift)
+    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, *spans)
 
 
-def _sees_later(masks: Any) -> bool:
-    """Whether a mask, or one of several by kind of layer, lets a token see what comes after it."""
-    if isinstance(masks, Mapping):
-        return any(map(_sees_later, masks.values()))
-    if not isinstance(masks, Tensor) or masks.dim() < 4:
-        return False
-    seen = masks if masks.dtype == torch.bool else masks >= 0
-    return bool(seen.triu(1).any())
+def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...], bool] | None:
+    """Tokens, from and to, that each see all up to the last of them, by the masks of all kinds of layers, and whether so
+    they do in layers with a window alone. None where these have tokens see later ones in any other way.
+    """
+    kinds = masks if isinstance(masks, Mapping) else {"full_attention": masks}
+    given = {kind: mask for kind, mask in kinds.items() if isinstance(mask, Tensor) and mask.dim() == 4}
+    seen = {kind: (mask if mask.dtype == torch.bool else mask >= 0)[0, 0] for kind, mask in given.items()}
+    later = next((mask for mask in seen.values() if mask.triu(1).any()), None)
+    if later is None:
+        return (), False
+    length = len(later)
+    last = (length - 1 - later.flip(-1).byte().argmax(-1)).tolist()
+    at = torch.arange(length, device=later.device)
+    newest, spans, place = at.clone(), [], 0
+    while place < length:
+        end = max(place, last[place]) + 1
+        if end > place + 1:
+            spans.append((place, end))
+            newest[place:end] = end - 1
+        place = end
+    both = at <= newest[:, None]
+    causal = at <= at[:, None]
+    local = "sliding_attention" in seen and torch.equal(seen.get("full_attention", causal), causal)
+    for kind in kinds:
+        wanted = causal if local else both
+        if kind == "sliding_attention" and window is not None:
+            wanted = both & (at > at[:, None] - window)
+        if not torch.equal(seen.get(kind, causal), wanted):
+            return None
+    return tuple(spans), local
 
 
 def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:

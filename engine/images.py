@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -26,6 +27,8 @@ class ImageFeatures:
     deep: tuple[Tensor, ...]  # added there after each of the first layers, [n, D] each
     turns: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
     shift: int  # the same of tokens after the prompt
+    spans: tuple[tuple[int, int], ...] = ()  # tokens, from and to, in order, that each see all up to the last of them
+    local_spans: bool = False  # so they do in layers with a window alone
 
     def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
         """Of ``count`` tokens from ``start``, int64 [3, count]."""
@@ -69,10 +72,28 @@ class ImageInputs:
 
     @property
     def salt(self) -> tuple[int, bytes]:
-        """The first token whose KV depends on more than tokens, and what else that depends on."""
+        """The first token whose KV depends on more than the tokens before it, and what else that depends on."""
         assert self.features is not None
-        first, turns = int(self.features.places[0]), self.features.turns
-        return first if turns is None else min(first, int(turns.any(axis=0).argmax())), self.digest
+        first, turns, spans = int(self.features.places[0]), self.features.turns, self.features.spans
+        if turns is not None:
+            first = min(first, int(turns.any(axis=0).argmax()))
+        if not spans:
+            return first, self.digest
+        seen = array("q", self.tokens[: spans[-1][1]]).tobytes()
+        return min(first, spans[0][0]), self.digest + blake2b(seen, digest_size=16).digest()
+
+    def around(self, place: int) -> tuple[int, int]:
+        """The span that a sequence would be cut in at a place; from there to there where there is none."""
+        assert self.features is not None
+        found = (span for span in self.features.spans if span[0] < place < span[1])
+        return next(found, (place, place))
+
+    def fitting(self, start: int, count: int, budget: int) -> int:
+        """How many tokens to compute from ``start`` on, about ``count``, so that no span is cut: 0 where none fit."""
+        _, end = self.around(start + count)
+        if end - start > budget:
+            end, _ = self.around(start + budget)
+        return max(0, end - start)
 
 
 def is_by_token(tensor: Tensor, length: int) -> bool:
@@ -99,3 +120,13 @@ def image_rows(parts: Sequence[ImagePart], device: torch.device) -> ImageRows | 
         return None
     embeddings, *deep = (torch.cat(tensors) for tensors in zip(*found, strict=True))
     return ImageRows(torch.from_numpy(np.concatenate(at)).to(device, non_blocking=True), embeddings, tuple(deep))
+
+
+def spans_within(parts: Sequence[ImagePart]) -> tuple[tuple[int, int], ...]:
+    """Those of a step's tokens, from and to, that each see all up to the last of them, in order."""
+    return tuple(
+        (where + max(begin - start, 0), where + end - start)
+        for where, start, count, features in parts
+        for begin, end in features.spans
+        if start < end - 1 and begin < start + count
+    )

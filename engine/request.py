@@ -132,6 +132,11 @@ class Request:
         return self.spec.max_tokens == 1 and self.scoring is None
 
     @property
+    def within_images(self) -> bool:
+        """Whether tokens of images are left to compute, so that the next step is unlike those after it."""
+        return self.images is not None and self.computed < self.images.end
+
+    @property
     def launched(self) -> bool:
         """Nothing is left to compute: what it waits for is on its way from the device."""
         return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)

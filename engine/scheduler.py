@@ -75,7 +75,8 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not Status.RUNNING or budget == 0 or request.launched:
                 continue  # preempted for an earlier one, no budget left, or its last token is being sampled
-            num_new = min(self._left(request), budget)
+            if not (num_new := self._next(request, budget)):
+                continue  # a budget for less than it has to compute at once
             while not self._reserve(request, num_new, copies):
                 self._preempt(self.running[-1])
                 preempted = True
@@ -100,13 +101,18 @@ class Scheduler:
         if not work:
             return None
         num_steps = 1
-        if all(r.computed + n == r.total and n == 1 for r, n in work):
+        if all(r.computed + n == r.total and n == 1 and not r.within_images for r, n in work):
             num_steps = self._reserve_window([r for r, _ in work])
         pairs = [(source, target) for target, source in copies.items()]
         requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
         states = self.states.take()
         return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs, *states)
+
+    def _next(self, request: Request, budget: int) -> int:
+        """Tokens the request computes now."""
+        left, images = self._left(request), request.images
+        return min(left, budget) if images is None else images.fitting(request.computed, left, budget)
 
     def _left(self, request: Request) -> int:
         """Tokens the request could compute now."""
@@ -258,11 +264,11 @@ class Scheduler:
         for block in shared:
             self.pool.share(block)
         request.block_ids, request.computed = shared, computed
-        num_new = min(self._left(request), budget)
+        num_new = self._next(request, budget)
         # Each running request may still take a block: do not admit what would be preempted at once.
         fits = not self.running or self.pool.num_free >= len(self.running) + -(-num_new // self.block_size)
         copied = len(copies)
-        if not fits or not self._reserve(request, num_new, copies):
+        if not num_new or not fits or not self._reserve(request, num_new, copies):
             assert len(copies) == copied
             self.pool.free(reversed(shared))
             request.block_ids, request.computed = [], 0

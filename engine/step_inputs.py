@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.device import Runtime
-from stoker.engine.images import ImagePart, image_rows
+from stoker.engine.images import ImagePart, image_rows, spans_within
 from stoker.engine.packed_inputs import PackedInputs, Spec
 from stoker.engine.plan import Plan
 from stoker.engine.request import Request
@@ -261,6 +261,8 @@ class StepInputs:
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
             shared=self._shared,
+            spans=() if decode else spans_within(of_images),
+            local_spans=any(features.local_spans for _, _, _, features in of_images),
             workspace=self._workspace,
         )
         return Batch(

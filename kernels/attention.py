@@ -292,7 +292,8 @@ class _Launch:
         assert self.plan.chunks is not None
         config = self.config(0, prefill=True)
         heads = min(self.group, config.block_m)
-        tiles = self.plan.chunks.tiles(config.block_m // heads)
+        spans = self.plan.chunks.has_spans(self.visibility)
+        tiles = self.plan.chunks.tiles(config.block_m // heads, spans)
         prefill_kernel[(len(tiles), self.kv_heads * -(-self.group // heads))](
             *self.tensors,
             tiles,
@@ -302,6 +303,7 @@ class _Launch:
             *self.strides,
             **self.constants,
             TILE_HEADS=heads,
+            SPANS=spans,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             WITH_LSE=lse is not None,

@@ -232,14 +232,18 @@ def prefill_kernel(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    SPANS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     VALUE_IS_KEY: tl.constexpr,
     WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a tile of one row's queries, key head, and TILE_HEADS of the heads that share it."""
-    entry = tiles + tl.program_id(0) * 4
+    """One program a tile of one row's queries, key head, and TILE_HEADS of the heads that share it.
+
+    SPANS: a tile has the end of the keys that all its queries see, be they after their own.
+    """
+    entry = tiles + tl.program_id(0) * (5 if SPANS else 4)
     row = tl.load(entry)
     first_token = tl.load(entry + 1)
     queries = tl.load(entry + 2)
@@ -266,6 +270,13 @@ def prefill_kernel(
         oldest = tl.maximum(oldest, newest // CHUNK * CHUNK)
         first_seen = tl.maximum(first_seen, start // CHUNK * CHUNK)
         last_seen = tl.maximum(last_seen, last // CHUNK * CHUNK)
+    end = last + 1  # of the keys that some query sees, and of those that all see
+    all_end = start + 1
+    if SPANS:
+        until = tl.load(entry + 4)
+        newest = tl.maximum(newest, until - 1)
+        end = tl.maximum(end, until)
+        all_end = tl.maximum(all_end, until)
 
     offsets = token.to(tl.int64) * query_token + head * query_head
     query1, query2 = load_query(query, offsets, real, D1, D2, KEY_DIM)
@@ -275,14 +286,14 @@ def prefill_kernel(
     # Only tiles at the edges, where some queries see what others do not, need a mask.
     begin = first_seen // BLOCK_N * BLOCK_N
     all_see = tl.cdiv(last_seen, BLOCK_N) * BLOCK_N
-    all_saw = tl.maximum((start + 1) // BLOCK_N * BLOCK_N, all_see)
+    all_saw = tl.maximum(all_end // BLOCK_N * BLOCK_N, all_see)
     for phase in tl.static_range(3):
         if phase == 0:
-            low, high = begin, tl.minimum(all_see, last + 1)
+            low, high = begin, tl.minimum(all_see, end)
         elif phase == 1:
             low, high = all_see, all_saw
         else:
-            low, high = all_saw, last + 1
+            low, high = all_saw, end
         if (phase != 0) or (WINDOW > 0) or (CHUNK > 0):
             top, total, acc = walk(
                 top,

@@ -23,7 +23,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.host_memory import to_device
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention import Segment, Visibility, segments
 
 UNIT_ROWS = 16  # rows of a unit at most
 LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again
@@ -132,23 +132,34 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Rows with several queries. spans: (row, first token, queries, keys the first of them sees)."""
+    """Rows with several queries. spans: whether some of these see keys after their own; local: with a window alone."""
 
-    spans: tuple[tuple[int, int, int, int], ...]
+    segments: tuple[Segment, ...]
+    spans: bool
+    local: bool
     device: torch.device
-    _tiles: dict[int, Tensor] = field(default_factory=dict)
+    _tiles: dict[tuple[int, bool], Tensor] = field(default_factory=dict)
 
-    def tiles(self, queries: int) -> Tensor:
-        """int32 [n, 4], pieces of at most so many queries: row, first token, queries, position of the first."""
-        if queries not in self._tiles:
+    def has_spans(self, visibility: Visibility) -> bool:
+        return self.spans and not (self.local and visibility.window is None)
+
+    def tiles(self, queries: int, spans: bool) -> Tensor:
+        """int32 [n, 4], pieces of at most so many queries: row, first token, queries, position of the first.
+
+        With spans [n, 5]: the end of the keys that all of them see, 0 where there is none.
+        """
+        if (queries, spans) not in self._tiles:
             pieces = [
-                (row, token + done, min(queries, count - done), seen - 1 + done)
-                for row, token, count, seen in self.spans
+                (row, token + done, min(queries, count - done), keys - count + done, keys if whole else 0)
+                for row, token, count, keys, whole in self.segments
                 for done in range(0, count, queries)
             ]
-            pieces.sort(key=lambda piece: -piece[3])  # what takes longest first
-            self._tiles[queries] = to_device(torch.tensor(pieces, dtype=torch.int32, device="cpu"), self.device)
-        return self._tiles[queries]
+            pieces.sort(key=lambda piece: -max(piece[3:]))  # what takes longest first
+            if not spans:
+                pieces = [piece[:4] for piece in pieces]
+            tiles = torch.tensor(pieces, dtype=torch.int32, device="cpu")
+            self._tiles[queries, spans] = to_device(tiles, self.device)
+        return self._tiles[queries, spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +215,8 @@ def plan_attention(
     num_steps: int = 1,
     shared: bool = True,
     deterministic: bool = False,
+    spans: Sequence[tuple[int, int]] = (),
+    local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
@@ -211,7 +224,8 @@ def plan_attention(
 
     deterministic: a query's numbers depend on its own keys alone. Shared beginnings, which depend on the neighbours, are
     left out, and each query of a chunk is worked on as the decode row it would have been: a prompt's keys are read
-    once a query, mostly from cache.
+    once a query, mostly from cache. Spans are no decode rows and always tiles, whose queries have no part in each other's
+    numbers.
 
     workspace: belongs to one static table; no step that was captured with it may run once it is cleared.
     """
@@ -241,18 +255,18 @@ def plan_attention(
         return AttentionPlan(block_tables, block_size, (every,), None)
 
     single: list[tuple[int, int, int]] = []  # token, row, keys it sees
-    spans: list[tuple[int, int, int, int]] = []
-    token = 0
-    for row, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
-        if deterministic or queries <= _FEW_QUERIES:
+    several: list[Segment] = []
+    for segment in segments(query_lens, key_lens, spans):
+        row, token, queries, keys, whole = segment
+        if not whole and (deterministic or queries <= _FEW_QUERIES):
             single += [(token + i, row, keys - queries + 1 + i) for i in range(queries)]
         else:
-            spans.append((row, token, queries, keys - queries + 1))
-        token += queries
+            several.append(segment)
     lanes: list[Lanes] = []
     if single:  # one copy for all; a list holds as many lanes as there are rows
         where = to_device(torch.tensor(tuple(zip(*single, strict=True)), device="cpu"), device)
         for begin in range(0, len(single), buffers.rows):
             tokens, rows, lengths = where[:, begin : begin + buffers.rows]
             lanes.append(Lanes(buffers, lengths, tokens, rows, False, {}))
-    return AttentionPlan(block_tables, block_size, tuple(lanes), Chunks(tuple(spans), device) if spans else None)
+    chunks = Chunks(tuple(several), bool(spans), local_spans, device) if several else None
+    return AttentionPlan(block_tables, block_size, tuple(lanes), chunks)

@@ -158,6 +158,8 @@ def plan_attention(
     num_steps: int = 1,
     shared: bool = True,
     deterministic: bool = False,
+    spans: Sequence[tuple[int, int]] = (),
+    local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> CpuPlan:
     """As the reference's, and with the rows' common beginnings found out, unless ``deterministic`` or not ``shared``.
@@ -173,6 +175,8 @@ def plan_attention(
         token_bytes=token_bytes,
         num_steps=num_steps,
         deterministic=deterministic,
+        spans=spans,
+        local_spans=local_spans,
     )
     room: _Room | None = None
     if num_steps > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,16 +132,23 @@ class Paged:
         heads = self.heads.kv_heads * self.heads.group
         return torch.randn(heads, tokens, self.heads.key_dim, dtype=self.dtype).to(DEVICE).transpose(0, 1)
 
-    def dense(self, query: Tensor, step: int = 0, **options: Any) -> tuple[Tensor, Tensor]:
+    def dense(
+        self, query: Tensor, step: int = 0, spans: Sequence[tuple[int, int]] = (), **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of every real token, float64 [T, Hq, Dv] and [T, Hq], by a softmax over all it sees."""
+        places = [
+            (number, position)
+            for number, row in enumerate(self.rows)
+            for position in range(row.keys + step - row.queries, row.keys + step)
+        ]
+        newest = [position for _, position in places]
+        for begin, end in spans:
+            newest[begin:end] = newest[end - 1 : end] * (end - begin)
         outs, sums = [], []
-        token = 0
-        for number, row in enumerate(self.rows):
-            for position in range(row.keys + step - row.queries, row.keys + step):
-                out, total = self._one(query[token].cpu().double(), number, position, **options)
-                outs.append(out)
-                sums.append(total)
-                token += 1
+        for token, (place, last) in enumerate(zip(places, newest, strict=True)):
+            out, total = self._one(query[token].cpu().double(), *place, last, **options)
+            outs.append(out)
+            sums.append(total)
         return torch.stack(outs), torch.stack(sums)
 
     def _one(
@@ -148,6 +156,7 @@ class Paged:
         query: Tensor,
         row: int,
         position: int,
+        newest: int,
         *,
         scale: float,
         visibility: Visibility,
@@ -159,7 +168,7 @@ class Paged:
             first = max(first, position + 1 - visibility.window)
         if visibility.chunk is not None:
             first = max(first, position - position % visibility.chunk)
-        key, value = (t[row][first : position + 1].double() for t in (self.keys, self.values))
+        key, value = (t[row][first : newest + 1].double() for t in (self.keys, self.values))
         query = query.view(self.heads.kv_heads, self.heads.group, -1)
         scores = torch.einsum("hgd,nhd->hgn", query, key) * scale
         if softcap is not None:
@@ -184,11 +193,13 @@ def options_of(case: Paged, feature: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def check(case: Paged, plan: Any, feature: dict[str, Any], step: int = 0) -> Tensor:
+def check(
+    case: Paged, plan: Any, feature: dict[str, Any], step: int = 0, spans: Sequence[tuple[int, int]] = ()
+) -> Tensor:
     """Output and log-sum-exp of all real tokens; the padded ones are finite. Returns the output."""
     query, options = case.query(), options_of(case, feature)
     out, lse = attend(query, case.key_cache, case.value_cache, plan, with_lse=True, **options)
-    wanted, wanted_lse = case.dense(query, step, **options)
+    wanted, wanted_lse = case.dense(query, step, spans, **options)
     count = len(wanted)
     assert out.shape == (*query.shape[:2], case.heads.value_dim) and out.dtype == case.dtype and out.isfinite().all()
     atol = TOLERANCE[case.dtype]

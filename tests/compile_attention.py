@@ -119,7 +119,7 @@ def variants(queries: list[list[int]]) -> dict[str, int]:
 
 
 def launch(heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool) -> None:
-    """A decode step and a chunk, which launch every kernel."""
+    """A decode step and chunks without spans and with one, which launch every kernel."""
 
     def make(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16)
@@ -127,9 +127,11 @@ def launch(heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool
     key_cache = make(4, 16, kv_heads, key_dim)
     value_cache = key_cache[..., :value_dim] if latent else make(4, 16, kv_heads, value_dim)
     table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
-    for queries in (1, 64):
+    for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)])):
         rows = 64 if queries == 1 else 1
-        plan = attention.plan_attention([queries] * rows, [2000] * rows, table, lens, block_size=16, token_bytes=1)
+        plan = attention.plan_attention(
+            [queries] * rows, [2000] * rows, table, lens, block_size=16, token_bytes=1, spans=spans
+        )
         query = make(rows * queries, heads, key_dim)
         attention.paged_attention(query, key_cache, value_cache, plan, scale=0.1, visibility=Visibility())
     new = make(64, kv_heads, key_dim), make(64, kv_heads, value_dim)

@@ -2,7 +2,7 @@
 
 In place of a KV cache there is a memory of marks. A token's mark is a hash of its own and of the mark that the block
 table names for the token before it, so a mark is right only if the whole sequence before it was, under the present
-weights. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results. Where the scheduler
+weights. Where tokens see each other both ways, a token is to its mark what all of these are together. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results. Where the scheduler
 keeps states, a state is the mark of the last token, and the one before a token has to be both.
 """
 
@@ -17,13 +17,18 @@ from functools import reduce
 from itertools import accumulate, repeat
 from typing import Any
 
+import numpy as np
+import torch
+
 from stoker.engine.adapter_slots import AdapterSlots
+from stoker.engine.images import ImageFeatures, ImageInputs
 from stoker.engine.plan import Plan, Sampled
 from stoker.engine.request import Adapter, Request, SamplingSpec, Status
 from stoker.engine.scheduler import Scheduler
 
 VOCAB = 5  # few, so that prompts share prefixes and samples meet again
 FAULTY = 99
+SPANS = (((1, 3),), ((2, 6), (6, 9)), ((0, 3), (5, 10)), ((3, 16),))  # of images
 
 
 def root(version: int, adapter: Adapter | None) -> int:
@@ -32,6 +37,30 @@ def root(version: int, adapter: Adapter | None) -> int:
 
 def mark(before: int, token: int) -> int:
     return hash((before, token))
+
+
+def content(request: Request, position: int, token: int) -> int:
+    """What a token is to its mark: among tokens that see each other both ways, images and all of those."""
+    for begin, end in _spans(request.images) if request.images else ():
+        if begin <= position < end:
+            assert request.images is not None
+            return hash((token, request.images.digest, *request.prompt[begin:end]))
+    return token
+
+
+def contents(request: Request, tokens: Sequence[int]) -> list[int]:
+    return [content(request, position, token) for position, token in enumerate(tokens)]
+
+
+def _spans(images: ImageInputs) -> tuple[tuple[int, int], ...]:
+    assert images.features is not None
+    return images.features.spans
+
+
+def make_images(prompt: list[int], digest: bytes, spans: tuple[tuple[int, int], ...]) -> ImageInputs:
+    """Images that are ``digest``, whose tokens see each other both ways in ``spans``."""
+    places = np.array([place for span in spans for place in range(*span)])
+    return ImageInputs(prompt, {}, digest, ImageFeatures(places, torch.empty(0), (), None, 0, spans))
 
 
 def draw(last: int, spec: SamplingSpec, sample_index: int) -> tuple[int, float]:
@@ -97,7 +126,9 @@ def expected(request: Request, version: int) -> tuple[list[int], list[float], st
     versions = [*request.weight_versions, *repeat(version, spec.max_tokens)]
     for count in range(1, spec.max_tokens + 1):
         token, logprob = draw(
-            reduce(mark, tokens, root(versions[count - 1], request.adapter)), spec, request.sample_index
+            reduce(mark, contents(request, tokens), root(versions[count - 1], request.adapter)),
+            spec,
+            request.sample_index,
         )
         if math.isnan(logprob):
             return tokens[request.num_prompt :], logprobs, "error"
@@ -245,8 +276,8 @@ class Machine:
         assert before is not None, "reads what nobody wrote"
         if self.layout:
             assert self.states[request.slot] == (before if position else None), "the state of another place"
-            self.states[request.slot] = mark(before, token)
-        new, at = mark(before, token), self._at(request, position)
+            self.states[request.slot] = mark(before, content(request, position, token))
+        new, at = mark(before, content(request, position, token)), self._at(request, position)
         block = at // self.size
         if self.scheduler.pool.refs(block) > 1 and self.memory[at] != new:
             # Who was admitted behind it by this very plan reads what it writes.
@@ -266,6 +297,8 @@ class Machine:
             assert r.computed == start + n + max(samples - 1, 0) < r.total + (not samples)
             assert samples <= min(plan.num_steps, r.pending) and r.pending <= r.remaining
             assert samples or r.computed < r.total
+            assert r.images is None or r.images.around(start + n) == (start + n, start + n), "a span is cut"
+            assert r.images is None or plan.num_steps == 1 or start >= r.images.end
         if plan.num_steps > 1:
             assert set(plan.num_new) == {1}
             assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
@@ -287,7 +320,7 @@ class Machine:
         for r in self.scheduler.running:
             start = root(self.scheduler.weight_version, r.adapter)
             known = min(r.computed, len(r.tokens))  # the rest is not known here yet
-            right = list(accumulate(r.tokens[:known], mark, initial=start))[1:]
+            right = list(accumulate(contents(r, r.tokens[:known]), mark, initial=start))[1:]
             assert [self.memory[self._at(r, p)] for p in range(known)] == right
 
     def _check_result(self, r: Request) -> None:
@@ -301,11 +334,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Random batches of prompts that often begin alike, some of them consecutive and equal."""
+    """Random batches of prompts that often begin alike, some of them consecutive and equal.
+
+    longest: tokens that may see each other both ways; below 2 there are no images.
+    """
 
     rng: random.Random
     room: int  # tokens a request may grow to
     adapters: Sequence[Adapter | None] = (None,)
+    longest: int = 0
 
     def batch(self, first_id: int) -> list[Request]:
         requests: list[Request] = []
@@ -313,9 +350,9 @@ class Traffic:
             prompt = self._prompt()
             specs = [spec for _ in range(self.rng.randint(1, 2)) for spec in self._samples(len(prompt))]
             group = make_group(first_id + len(requests), prompt, specs)
-            adapter = self.rng.choice(self.adapters)
+            adapter, images = self.rng.choice(self.adapters), self._images(prompt)
             for request in group:
-                request.adapter = adapter
+                request.adapter, request.images = adapter, images
             requests += group
         for request in requests:
             request.sample_index = self.rng.randrange(3)
@@ -327,6 +364,13 @@ class Traffic:
         begin = [(i * i + rng.choice((0, 0, 1))) % VOCAB for i in range(self.room)]
         own = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
         return (begin[: rng.randint(0, self.room - 4)] + own)[: self.room - 1] or [0]
+
+    def _images(self, prompt: list[int]) -> ImageInputs | None:
+        fits = [s for s in SPANS if s[-1][1] <= len(prompt) and all(end - begin <= self.longest for begin, end in s)]
+        if not fits or self.rng.random() < 0.3:
+            return None
+        spans = self.rng.choice(fits)
+        return make_images(prompt, repr((spans, self.rng.randrange(2))).encode(), spans)
 
     def _samples(self, num_prompt: int) -> list[SamplingSpec]:
         rng = self.rng

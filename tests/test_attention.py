@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,14 +34,18 @@ def naive(
     visibility: Visibility,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    newest: int | None = None,
 ) -> Tensor:
-    """One token. query: [Hq, Dk]; keys: [L, Hkv, Dk]; values: [L, Hkv, Dv]; returns float64 [Hq, Dv]."""
+    """One token. query: [Hq, Dk]; keys: [L, Hkv, Dk]; values: [L, Hkv, Dv]; returns float64 [Hq, Dv].
+
+    newest: the last key it sees, if that is not its own.
+    """
     group = query.shape[0] // keys.shape[1]
     seen = [
         p
-        for p in range(position + 1)
+        for p in range((position if newest is None else newest) + 1)
         if (visibility.window is None or position - p < visibility.window)
-        and (visibility.chunk is None or position // visibility.chunk == p // visibility.chunk)
+        and (visibility.chunk is None or position // visibility.chunk <= p // visibility.chunk)
     ]
     keys, values = (t[seen].double().repeat_interleave(group, dim=1).transpose(0, 1) for t in (keys, values))
     scores = torch.stack([k @ q for k, q in zip(keys, query.double(), strict=True)]) * scale  # [Hq, seen]
@@ -110,7 +115,15 @@ class Rows:
             **options,
         )
 
-    def check(self, plan: Any, step: int, padded_tokens: int, ops: Ops = REFERENCE, **options: Any) -> Tensor:
+    def check(
+        self,
+        plan: Any,
+        step: int,
+        padded_tokens: int,
+        ops: Ops = REFERENCE,
+        spans: Sequence[tuple[int, int]] = (),
+        **options: Any,
+    ) -> Tensor:
         """Compare every query of a step; returns what the padded tokens got."""
         shape, count = self.shape, sum(self.new)
         heads = shape.kv_heads * shape.group
@@ -123,8 +136,14 @@ class Rows:
             for row, (history, n) in enumerate(zip(self.history, self.new, strict=True))
             for position in range(history + step, history + step + n)
         ]
+        newest = [p for _, p in places]
+        for begin, end in spans:
+            newest[begin:end] = newest[end - 1 : end] * (end - begin)
         wanted = torch.stack(
-            [naive(q, self.keys[r], self.values[r], p, **options) for q, (r, p) in zip(query, places, strict=False)]
+            [
+                naive(q, self.keys[r], self.values[r], p, newest=last, **options)
+                for q, (r, p), last in zip(query, places, newest, strict=False)
+            ]
         )
         torch.testing.assert_close(out[:count].double(), wanted, rtol=0, atol=TOLERANCE[shape.dtype])
         return out[count:]

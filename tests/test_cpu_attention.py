@@ -7,9 +7,11 @@ import weakref
 
 import pytest
 import torch
+from test_attention import FEATURES, LAYOUTS, SHAPES, Rows, options_of
 
 from stoker.kernels import cpu_attention
-from stoker.kernels.ops import CPU, REFERENCE
+from stoker.kernels.ops import CPU, REFERENCE, Ops
+from stoker.kernels.reference import attention
 from stoker.kernels.reference.attention import Visibility
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -120,3 +122,32 @@ def test_the_next_window_gathers_into_the_memory_of_the_last(monkeypatch):
     del plan
     workspace.clear()
     assert room() is None
+
+
+# Tokens of a step that see each other both ways, by the layout of its rows: whole rows, at their ends and within, side by side
+# with and without queries between, one with the rest of its tokens in the cache, longer than the windows and than a piece.
+SPANS = {
+    "prompts": [(0, 9), (9, 11), (14, 23), (23, 30)],
+    "one prompt": [(2, 15)],
+    "chunks": [(0, 3), (7, 14), (14, 16)],
+    "mixed": [(1, 3), (4, 13), (16, 20), (22, 24)],
+}
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("small_pieces", [False, True])
+@pytest.mark.parametrize("layout", SPANS)
+def test_spans_see_each_other_both_ways(
+    layout: str, small_pieces: bool, ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_pieces:
+        monkeypatch.setattr(attention, "_MAX_QUERIES", 4)
+    history, new = map(list, zip(*LAYOUTS[layout], strict=True))
+    rows = Rows(SHAPES[1], history, new, num_steps=1, padded_rows=2)
+    spans = SPANS[layout]
+    for local in (False, True):
+        plan = rows.plan(ops=ops, spans=spans, local_spans=local)
+        for feature in FEATURES:
+            options = options_of(feature, SHAPES[1])
+            seen = () if local and options["visibility"].window is None else spans
+            assert not rows.check(plan, 0, 3, ops, seen, **options).any()

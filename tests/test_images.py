@@ -362,20 +362,6 @@ def test_equal_neighbours_are_computed_once(kind: str) -> None:
 # -- what is refused -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "fields"), [("gemma3", {}), ("gemma4", {"use_bidirectional_attention": "vision"})])
-def test_images_whose_tokens_see_what_comes_later(kind: str, fields: dict[str, Any]) -> None:
-    model = make_model(kind, **fields)
-    prompt = make_prompt(kind, LAYOUTS[1])
-    with engine_of(model) as engine:
-        with pytest.raises(
-            UnsupportedModelError, match=r"^prompt 1: Gemma\dForCond.*use model.generate for its images$"
-        ):
-            engine.generate_batch([TEXT, prompt], GREEDY)
-        at_rest(engine)
-        batch = engine.generate_batch([TEXT], GREEDY)
-        assert tokens(batch) == [greedy(model, TEXT, 10)]
-
-
 def test_a_model_that_reads_whole_prompts_both_ways() -> None:
     with pytest.raises(UnsupportedModelError, match="^PaliGemma.*use model.generate for it"):
         engine_of(make_model("paligemma"))

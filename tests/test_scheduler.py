@@ -49,7 +49,7 @@ ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)
     ],
 )
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize(("seed", "num_kept"), [(0, None), (1, None), (0, 1), (1, 5)])  # copies of states
+@pytest.mark.parametrize(("seed", "num_kept"), [(0, None), (1, None), (2, None), (0, 1), (1, 5), (2, 5)])
 def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     block_size: int,
     num_blocks: int,
@@ -61,6 +61,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     num_kept: int | None,
     ahead: int,
 ) -> None:
+    """num_kept: copies of states. With adapters from the second seed on, and with images from the third."""
     rng = random.Random(seed)
     layout = None if num_kept is None else StateLayout(num_slots=max_num_seqs, num_kept=num_kept)
     scheduler = make_scheduler(
@@ -74,7 +75,9 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     )
     machine = Machine(scheduler, ahead)
     adapters = [None, *(Adapter(f"a{serial}", serial) for serial in range(3))]  # and two slots
-    traffic = Traffic(rng, min(32, (num_blocks - 1) * block_size), adapters if seed else (None,))
+    traffic = Traffic(
+        rng, min(32, (num_blocks - 1) * block_size), adapters if seed else (None,), budget if seed > 1 else 0
+    )
     arrived: list[Request] = []
     finished: list[Request] = []
     for _ in range(1500):

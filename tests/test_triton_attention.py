@@ -90,6 +90,19 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
         check(case, plan, feature)
 
 
+# Of MIXED: in a prompt, side by side around the border of a tile of keys, within few queries, a row of two, a long one.
+SPANS = [(1, 8), (42, 46), (46, 62), (64, 72), (75, 77), (81, 83), (86, 148)]
+
+
+@pytest.mark.parametrize(("local", "deterministic"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+def test_spans_see_each_other_both_ways(dtype: torch.dtype, local: bool, deterministic: bool) -> None:
+    case = Paged(NARROW, MIXED, dtype)
+    plan = case.plan(TRITON, spans=SPANS, local_spans=local, deterministic=deterministic)
+    for feature in FEATURES[:3] if local else FEATURES:
+        check(case, plan, feature, spans=() if local and feature["visibility"].window is None else SPANS)
+
+
 @pytest.mark.parametrize(("heads", "dtype"), each_model(torch.float16, torch.float32))
 def test_chunks_of_real_models(heads: Heads, dtype: torch.dtype) -> None:
     case = Paged(heads, [Row(20, 11), Row(65, 24)], dtype)

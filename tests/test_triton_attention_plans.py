@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +185,24 @@ def test_a_deterministic_query_gets_the_same_bits_in_a_chunk_as_in_a_decode_step
         one = TRITON.plan_attention([1], [1], table, lens, block_size=16, token_bytes=1, deterministic=True)
         alone, _ = attend(query[token : token + 1], case.key_cache, case.value_cache, one, **options)
         assert torch.equal(alone[0], together[token])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+def test_the_rest_of_a_span_gets_the_bits_that_it_has_in_the_whole(dtype: torch.dtype) -> None:
+    """Its beginning is in the cache; so it is in deterministic mode, where a span is worked on in tiles too."""
+    case = Paged(NARROW, [Row(150, 30)], dtype, padded=0)
+    query = case.query()
+
+    def found(count: int, feature: dict[str, Any]) -> torch.Tensor:
+        plan = TRITON.plan_attention(
+            *([count], [150], case.table, case.seq_lens),
+            block_size=16,
+            token_bytes=1,
+            spans=[(0, count)],
+            deterministic=True,
+        )
+        options = options_of(case, feature)
+        return attend(query[30 - count : 30], case.key_cache, case.value_cache, plan, **options)[0]
+
+    for feature in (PLAIN, {"visibility": Visibility(window=17)}):
+        assert torch.equal(found(30, feature)[20:], found(10, feature))

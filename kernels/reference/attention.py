@@ -7,9 +7,10 @@ what is gathered is still in cache when it is read. Rows with several queries (p
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +36,16 @@ class Visibility:
     window: int | None = None
     chunk: int | None = None
 
-    def hidden(self, query: Tensor, key: Tensor) -> Tensor:
-        """True where the key may not be seen; ``query`` and ``key`` are positions that broadcast."""
-        hidden = key > query
+    def hidden(self, query: Tensor, key: Tensor, newest: Tensor | None = None) -> Tensor:
+        """True where the key may not be seen; ``query`` and ``key`` are positions that broadcast.
+
+        newest: the last key that each query may see, as ``query`` is, where that is not its own.
+        """
+        hidden = key > (query if newest is None else newest)
         if self.window is not None:
             hidden |= key <= query - self.window
         if self.chunk is not None:
-            hidden |= torch.div(key, self.chunk, rounding_mode="floor") != torch.div(
-                query, self.chunk, rounding_mode="floor"
-            )
+            hidden |= key < query - query % self.chunk
         return hidden
 
 
@@ -57,11 +59,16 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Several queries of one row: tokens ``start`` to ``start + num_queries``; table: [n] block ids."""
+    """Several queries of one row: tokens ``start`` to ``start + num_queries``; table: [n] block ids.
+
+    position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees.
+    """
 
     start: int
     num_queries: int
+    position: int
     length: int
+    whole: bool
     table: Tensor
 
 
@@ -81,6 +88,7 @@ class AttentionPlan:
     seq_lens: Tensor  # int64 [R]: keys each row's last query sees, its own included
     block_size: int
     gather: Gather
+    local_spans: bool = False
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
@@ -129,6 +137,36 @@ def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache
     return gather(key_cache), gather(value_cache)
 
 
+class Segment(NamedTuple):
+    """Queries of one row, the first of them at ``token`` in the step. keys: that the last one sees; whole: so does each."""
+
+    row: int
+    token: int
+    queries: int
+    keys: int
+    whole: bool
+
+
+def segments(
+    query_lens: Sequence[int], key_lens: Sequence[int], spans: Sequence[tuple[int, int]] = ()
+) -> list[Segment]:
+    """The rows of a step, cut where spans begin and end. Arguments as those of ``plan_attention``."""
+    found: list[Segment] = []
+    first, rest = 0, deque(spans)
+    for row, (queries, keys) in enumerate(zip(query_lens, key_lens, strict=True)):
+        end = first + queries
+        while first < end:
+            begin, until = rest[0] if rest else (end, end)
+            whole = begin == first
+            assert not whole or until <= end, "a span is of one row"
+            if whole:
+                rest.popleft()
+            stop = until if whole else min(begin, end)
+            found.append(Segment(row, first, stop - first, keys - (end - stop), whole))
+            first = stop
+    return found
+
+
 def plan_attention(
     query_lens: Sequence[int],
     key_lens: Sequence[int],
@@ -140,6 +178,8 @@ def plan_attention(
     num_steps: int = 1,
     shared: bool = True,
     deterministic: bool = False,
+    spans: Sequence[tuple[int, int]] = (),
+    local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
 ) -> AttentionPlan:
     """Group the rows of a step.
@@ -149,7 +189,8 @@ def plan_attention(
     [R, M]; seq_lens: int64 [R], the same on the device (both may hold padded rows at the end); token_bytes: what one layer
     keeps of a token; shared: whether neighbouring rows may begin with so many keys in common that it pays to read those
     together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
-    products of torch, of which nothing is promised); workspace: where an implementation leaves to the plans after this one
+    products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that each see all keys
+    which the last of them sees, but those before their window: two at least, of one row; local_spans: so they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one
     what they use again (this one leaves nothing). Who clears it gives that memory back.
     """
     most = max(1, _GATHER_BYTES // token_bytes)
@@ -173,20 +214,21 @@ def plan_attention(
         decodes.append(Decode(rows, block_tables.index_select(0, rows)[:, :num_blocks]))
         begin = end
     chunks = []
-    for row, n in enumerate(query_lens):
-        if n > 1:
+    for row, token, n, keys, whole in segments(query_lens, key_lens, spans):
+        if query_lens[row] > 1:
             for done in range(0, n, _MAX_QUERIES):
                 count = min(n - done, _MAX_QUERIES)
-                length = max_lens[row] - n + done + count
+                position = keys - n + done
+                length = keys if whole else position + count
                 table = block_tables[row, : -(-length // block_size)].contiguous()
-                chunks.append(_Chunk(starts[row] + done, count, length, table))
+                chunks.append(_Chunk(token + done, count, position, length, whole, table))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
         decodes = [Decode(index[d.rows], d.table) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
-    return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys)
+    return AttentionPlan(decodes, chunks, seq_lens, block_size, gather_keys, local_spans)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -263,10 +305,14 @@ def paged_attention(
         q = query[tokens].transpose(0, 1)[None]
 
         def chunk_bias(c: _Chunk = c) -> Tensor | None:
-            if c.length == c.num_queries and visibility == Visibility() and softcap is None and sinks is None:
+            plain = visibility == Visibility() and softcap is None and sinks is None
+            whole = c.whole and not (plan.local_spans and visibility.window is None)
+            if c.length == c.num_queries and plain and not whole:
                 return None  # plain causal: no mask to hold
             at = torch.arange(c.length, device=query.device)
-            return _as_bias(visibility.hidden(at[c.length - c.num_queries :, None], at), query.dtype)
+            queries = at[c.position : c.position + c.num_queries, None]
+            newest = at[-1:].expand_as(queries) if whole else None
+            return _as_bias(visibility.hidden(queries, at, newest), query.dtype)
 
         mask = plan.once(("chunk", number, visibility, softcap is None and sinks is None, query.dtype), chunk_bias)
         if group > 1:
