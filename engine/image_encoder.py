@@ -104,7 +104,7 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
     spans = _spans(given.get("attention_mask"), window)
     if unknown or spans is None:
         does = (
-            f"gives its language model {', '.join(unknown)}" if unknown else "lets some of its layers see later tokens"
+            f"gives its language model {', '.join(unknown)}" if unknown else "lets tokens see later ones in its own way"
         )
         raise UnsupportedModelError(f"{name} {does}, which the engine does not do: use model.generate for its images")
     embeddings: Tensor = given["inputs_embeds"][0]
