@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, make_model
+from families import FAMILIES, HYBRIDS, make_model, randomise
 from trl_setup import EOS, LOGPROB_TOLERANCE, PROMPTS, MakeTrainer, make_tokenizer, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -123,3 +123,34 @@ def test_training_on_text_with_a_processor(make_trainer: MakeTrainer, kind: str)
         (completion,) = output.completions
         expected = oracle.logprobs(model.eval(), output.prompt_token_ids, completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_sound_in_a_prompt() -> None:
+    """Goes the way of images: the model's own forward says what stands at its placeholders."""
+    from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+
+    audio, sound = {"num_mel_bins": 8, "max_source_positions": 32, "num_hidden_layers": 1}, 100
+    audio |= {"hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 4}
+    text = FAMILIES["llama"] | {"model_type": "llama", "vocab_size": 128, "hidden_size": 48, "intermediate_size": 64}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = VoxtralConfig(text_config=text, audio_config=audio, audio_token_id=sound)
+    torch.manual_seed(0)
+    model = VoxtralForConditionalGeneration._from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    prompt = {"input_ids": torch.tensor([[5, 6, *[sound] * 8, 7, 8]]), "input_features": torch.randn(1, 8, 64)}
+    params = SamplingParams(temperature=0, max_tokens=8, suppress_token_ids=[sound], ignore_eos=True)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        (c,) = engine.generate_batch([[3, 4], prompt], params)[1].completions
+    said = torch.tensor([c.token_ids])
+    with torch.no_grad():
+        whole = torch.cat([prompt["input_ids"], said], 1)
+        expected, deaf = (
+            model(input_ids=whole, input_features=heard)
+            .logits[0, 11:-1]
+            .double()
+            .log_softmax(-1)
+            .gather(1, said.T)[:, 0]
+            for heard in (prompt["input_features"], 0 * prompt["input_features"])
+        )
+    torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+    assert (expected - deaf).abs().max() > 1e-2
