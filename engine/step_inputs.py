@@ -234,10 +234,9 @@ class StepInputs:
             # Padding is like the last token, so that it does not part a batch that has one adapter.
             put("adapter_slots", adapter_of, adapter_of[-1])
         sent = send()
-        places = new.cumsum() - new
         of_images = [
-            (int(at), start, count, request.images.features)
-            for at, start, count, request in zip(places, plan.starts, num_new, requests, strict=True)
+            (int(new[:row].sum()), plan.starts[row], num_new[row], request.images.features)
+            for row, request in enumerate(requests)
             if request.images is not None and request.images.features is not None
         ]
 
