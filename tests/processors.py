@@ -18,6 +18,7 @@ IDS = {
     "vision_end_token_id": FIRST + 2,
     "video_token_id": FIRST + 3,
 }
+IDS_OF_GEMMA = {"image_token_index": FIRST, "boi_token_index": FIRST + 1, "eoi_token_index": FIRST + 2}
 TEMPLATE = (
     "{% for m in messages %}{% for part in m.content if m.content is not string %}{% if part.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
@@ -27,7 +28,14 @@ TEMPLATE = (
 
 def make_processor(kind: str = "qwen2_5_vl") -> Any:
     """The kind's own, without its videos: those need torchvision."""
-    from transformers import CLIPImageProcessorPil, LlavaProcessor, Qwen2_5_VLProcessor, Qwen2VLImageProcessorPil
+    from transformers import (
+        CLIPImageProcessorPil,
+        Gemma3ImageProcessorPil,
+        Gemma3Processor,
+        LlavaProcessor,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessorPil,
+    )
 
     class Processor(Qwen2_5_VLProcessor):  # type: ignore[misc]
         def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
@@ -45,14 +53,20 @@ def make_processor(kind: str = "qwen2_5_vl") -> Any:
             image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE, image_token=WORDS[0], patch_size=4,
             vision_feature_select_strategy="default", num_additional_image_tokens=1,
         )  # fmt: skip
+    if kind == "gemma3":
+        tokenizer.image_token, tokenizer.boi_token, tokenizer.eoi_token = WORDS[:3]
+        tokenizer.image_token_id, tokenizer.boi_token_id, tokenizer.eoi_token_id = range(FIRST, FIRST + 3)
+        template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>")
+        images = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+        return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
     images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=1024)
     return Processor(images, tokenizer, TEMPLATE)
 
 
 def make_model(kind: str = "qwen2_5_vl", **overrides: Any) -> PreTrainedModel:
-    ids = {"image_token_index": FIRST} if kind == "llava" else IDS
+    ids = {"llava": {"image_token_index": FIRST}, "gemma3": IDS_OF_GEMMA}.get(kind, IDS)
     settings = {"vocab_size": FIRST + 4, "pad_token_id": PAD, "eos_token_id": EOS, "num_hidden_layers": 2} | overrides
-    if kind == "qwen3_vl":
+    if kind in ("qwen3_vl", "gemma3"):
         settings["num_hidden_layers"] = 3
     model = vision.make_model(kind, ids=ids, **settings)
     model.generation_config.eos_token_id = EOS
