@@ -133,6 +133,7 @@ class PackedPositions:
     """
 
     is_compileable = False
+    is_initialized = True
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

@@ -74,9 +74,10 @@ def sampling_params(trainer: Any) -> SamplingParams:
 def _placeholders(trainer: Any) -> list[int]:
     """What stands for an image, which TRL has nobody sample: in the trainer's forward it would stand for one too many."""
     model = live_model(trainer)
-    placeholder = getattr(model.config, "image_token_id", None)
-    of_images = hasattr(trainer.processing_class, "image_processor") and placeholder is not None
-    return [placeholder] if of_images and placeholder < model.config.get_text_config().vocab_size else []
+    placeholder: int | None = getattr(model.config, "image_token_id", None)
+    if placeholder is None or not hasattr(trainer.processing_class, "image_processor"):
+        return []
+    return [placeholder] if placeholder < model.config.get_text_config().vocab_size else []
 
 
 def _setting(trainer: Any, name: str) -> Any:

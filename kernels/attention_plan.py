@@ -155,9 +155,7 @@ class Chunks:
                 for done in range(0, count, queries)
             ]
             pieces.sort(key=lambda piece: -max(piece[3:]))  # what takes longest first
-            if not spans:
-                pieces = [piece[:4] for piece in pieces]
-            tiles = torch.tensor(pieces, dtype=torch.int32, device="cpu")
+            tiles = torch.tensor([piece if spans else piece[:4] for piece in pieces], dtype=torch.int32, device="cpu")
             self._tiles[queries, spans] = to_device(tiles, self.device)
         return self._tiles[queries, spans]
 

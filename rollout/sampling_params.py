@@ -94,7 +94,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(strings))
         for name in ("stop_token_ids", "suppress_token_ids"):
             given = getattr(self, name)
-            ids = list(map(as_int, given)) if isinstance(given, Sequence) else [None]
+            ids: list[Any] = list(map(as_int, given)) if isinstance(given, Sequence) else [None]
             if any(not _is_whole(t) or t < 0 for t in ids):
                 raise InvalidRequestError(
                     f"{name}={shown(given)}: give a sequence of token ids, integers of at least 0"
