@@ -9,7 +9,6 @@ from typing import Any
 import oracle
 import torch
 import torch.distributed as dist
-import vision
 from families import VOCAB, make_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,23 +168,3 @@ def follow_training(rank: int, wrap: Any, family: str, gather_memory: int) -> di
     train(twin, theirs, 9)
     train(model, ours, 9)
     return {"moved": moved, "mirror": stats.mirror_bytes, "weights": sum(p.nbytes for p in twin.parameters())}
-
-
-def see_images(rank: int, kind: str) -> list[float]:
-    """Prompts with images on a trainer by FSDP2 whose vision tower trains, too; the same of a twin after every step."""
-    twin, model = vision.make_model(kind), by_fsdp2(vision.make_model(kind))
-    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (twin, model))
-    seen, trained = vision.make_prompt(kind, (3, (2, 3), 2), rank), vision.make_prompt(kind, (4, (1, 2), 3), 7)
-    params = SamplingParams(temperature=0, max_tokens=6, suppress_token_ids=[vision.IMAGE, vision.VIDEO])
-    errors = []
-    with RolloutEngine(model, config=CONFIG) as engine:
-        for _ in range(3):
-            (c,) = engine.generate_batch([seen], params)[0].completions
-            errors.append(float((torch.tensor(c.logprobs) - vision.logprobs(twin, seen, c.token_ids)).abs().max()))
-            for whole, optimizer in ((twin, theirs), (model, ours)):
-                whole(**trained, use_cache=False).logits.square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            engine.update_weights()
-            assert engine.verify_weights().ok
-    return errors

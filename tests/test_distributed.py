@@ -24,12 +24,6 @@ def test_the_engine_follows_a_sharded_trainer(world_size):
                 assert result["moved"] == result["weights"] <= result["mirror"] < 1.2 * result["weights"], name
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
-def test_prompts_with_images_of_a_sharded_trainer(kind):
-    for errors in ranks.run(sharded.see_images, 2, kind):
-        assert max(errors) < 1e-4, errors
-
-
 def test_fsdp2_under_accelerate():
     for rank, found in enumerate(ranks.run(accelerated.follow, 2, "fsdp2")):
         assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": rank}

@@ -43,6 +43,8 @@ TEXT = [7, 30, 9, 9, 81, 16, 5]
 LAYOUTS = [(5, (2, 3), 4, (1, 2), 6), ((2, 2), 7), (3, (1, 3)), (9, (3, 4), 2)]
 # Positions of one dimension and of three, features for several layers, states, and a window.
 SOME = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3"]
+# And layers of their own: embeddings for each layer, a language model with a head, images in a batch.
+MORE = [*SOME, "gemma4", "llama4", "idefics3"]
 
 
 @cache
@@ -103,7 +105,7 @@ def test_greedy_tokens_and_logprobs(kind: str) -> None:
         at_rest(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MORE)
 def test_sampled_groups(kind: str) -> None:
     model, prompts = model_of(kind), mixed(kind)
     params = SamplingParams(n=4, temperature=0.7, max_tokens=8, seed=3, min_tokens=4)
@@ -228,7 +230,7 @@ def test_tensors_to_train_on() -> None:
 # -- scoring -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MORE)
 def test_what_was_sampled_scores_as_it_was_sampled(kind: str) -> None:
     model, prompts = model_of(kind), mixed(kind)
     params = SamplingParams(n=2, max_tokens=6, seed=5, prompt_logprobs=2)
@@ -276,7 +278,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(kind: str) -> None:
 # -- what is shared ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MORE)
 def test_the_same_text_with_another_image_is_another_prompt(kind: str) -> None:
     model, layout = model_of(kind), (9, (2, 3), 8)
     prompts = [make_prompt(kind, layout, seed) for seed in (0, 1, 0)]
