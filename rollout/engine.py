@@ -40,7 +40,8 @@ class RolloutEngine:
     wrap it. Where this rank holds all of its parameters, in the engine's dtype, the engine borrows them and copies
     none; the only change to the model is then where q, k, v and gate, up weights lie (side by side, so that they are
     one matmul each), and ``close`` undoes that. Of shards, and for another dtype, the engine keeps a copy of the
-    weights. config: the engine's settings. tokenizer: for text and chat prompts, ``text`` and stop strings.
+    weights. config: the engine's settings. tokenizer: for text and chat prompts, ``text`` and stop strings;
+    a multimodal model's processor, for chats with images too.
 
     Raises ``UnsupportedModelError`` or ``InvalidConfigError``; the model is then as it was.
     """
@@ -115,11 +116,12 @@ class RolloutEngine:
         """Sample completions of every prompt.
 
         prompts: list of str, of token-id lists, of chats, or int64 [B, T] with ``attention_mask`` [B, T] (all tokens
-        count without one); arrays and integers of numpy and torch count as lists and integers. sampling_params: one for
-        all, or one per prompt. adapter: ``LIVE`` for the model as the trainer would run it now, None for the bare base,
-        or the name of an adapter; one for all, or one per prompt. progress_bar: of finished sequences, on stderr.
-        Consecutive equal prompts are computed once. Weights that were changed or moved since the last call are noticed,
-        as by ``update_weights``; those of a sharded model are not.
+        count without one); arrays and integers of numpy and torch count as lists and integers. A prompt with images is a
+        chat, or a mapping of what the model's processor makes of it (``input_ids`` [1, T], ``pixel_values`` and so on, as
+        the model's ``forward`` takes them). sampling_params: one for all, or one per prompt. adapter: ``LIVE`` for the
+        model as the trainer would run it now, None for the bare base, or the name of an adapter; one for all, or one per
+        prompt. progress_bar: of finished sequences, on stderr. Consecutive equal prompts are computed once. Weights that
+        were changed or moved since the last call are noticed, as by ``update_weights``; those of a sharded model are not.
 
         Returns outputs in the order of the prompts. Raises before any work starts: ``InvalidRequestError`` naming the
         prompt, ``EngineStateError`` while asleep, closed or paused. A request that fails while running (NaN logits)
@@ -161,7 +163,7 @@ class RolloutEngine:
         """Log-probability of each given token from ``start`` on, under ``softmax(logits / temperature)``.
 
         sequences: list of str, of token-id lists, int64 [B, T] with ``attention_mask`` [B, T] (prompt and completion
-        side by side, padded anywhere), or a ``RolloutBatch``, whose completions are scored one after the other, each
+        side by side, padded anywhere), of a processor's mappings where they have images, or a ``RolloutBatch``, whose completions are scored one after the other, each
         from its first token (one that was aborted before it has no scores). start: the first token scored, counted
         without padding; one for all or one per sequence (``prompt_mask.sum(1)``, say). The first token of a sequence
         has no log-probability. top_k: how many of the most likely tokens to give at each position; entropy: of the

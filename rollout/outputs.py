@@ -135,6 +135,8 @@ class RolloutBatch(Sequence[RolloutOutput]):
     def to_tensors(self, pad_token_id: int, *, device: str | torch.device = "cpu") -> RolloutTensors:
         """Padded tensors for a training step, on ``device``. pad_token_id: what rows are filled up with.
 
+        Images are not among them: a forward takes them from the outputs' ``prompt_inputs``.
+
         Raises the error of a failed request, and ``InvalidRequestError`` for an empty batch or a padding id that is
         no integer.
         """

@@ -207,18 +207,23 @@ class RequestMaker:
         return made
 
     def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
-        """The images of each prompt, encoded; prompts that are the same in all have one."""
-        ensure, known = self.encoder(), dict[object, ImageInputs]()
+        """The images of each prompt, encoded; prompts that are the same as far as their last image have one."""
+        ensure, known = self.encoder(), dict[object, list[ImageInputs]]()
         found: list[ImageInputs | None] = []
-        for row, ((_, images), adapter) in enumerate(zip(read, adapters, strict=True)):
-            if images is not None:
-                # Of its own: what is made of it with another adapter is other features.
-                images = known.setdefault((images.digest, tuple(images.tokens), adapter), replace(images))
+        for row, ((_, given), adapter) in enumerate(zip(read, adapters, strict=True)):
+            if given is None:
+                found.append(None)
+                continue
+            alike = known.setdefault((given.digest, adapter), [])
+            images = next((one for one in alike if one.tokens[: one.end] == given.tokens[: one.end]), None)
+            if images is None:
+                images = replace(given)  # what is made of it with another adapter is other features
                 try:
                     # Steps of other threads go through the same modules.
                     self.attempt("read images", partial(ensure, images, adapter))
                 except (InvalidRequestError, UnsupportedModelError) as error:
                     raise type(error)(f"{what} {row}: {error}") from error
+                alike.append(images)
             found.append(images)
         return found
 

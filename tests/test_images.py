@@ -26,6 +26,8 @@ from vision import (
     token_ids,
 )
 
+from stoker.engine import core
+from stoker.engine.image_encoder import encode
 from stoker.rollout import (
     EngineConfig,
     RolloutBatch,
@@ -257,6 +259,22 @@ def test_given_sequences(kind: str) -> None:
             for prompt, score in zip(prompts, engine.score(whole, start=starts), strict=True):
                 torch.testing.assert_close(score.logprobs.double(), logprobs(model, prompt, completion), **EXACT)
         assert engine.stats().prefix_cache_hit_tokens > 0
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_images_of_a_group_to_score_are_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = model_of(kind), [make_prompt(kind, LAYOUTS[0], seed) for seed in range(2)]
+    completions = [[8, 9, 60, 8, 3], [7, 11], [3, 4, 5, 6, 7, 8, 9]]
+    whole = [extended(prompt, completion) for prompt in prompts for completion in completions]
+    read = []
+    monkeypatch.setattr(core, "encode", lambda *given: (read.append(given[1]), encode(*given))[1])
+    with engine_of(model, max_num_batched_tokens=16) as engine:
+        scores = iter(engine.score(whole, start=len(token_ids(prompts[0]))))
+        assert len(read) == len(prompts)
+    for prompt in prompts:
+        for completion in completions:
+            expected = logprobs(model, prompt, completion)
+            torch.testing.assert_close(next(scores).logprobs.double(), expected, **EXACT)
 
 
 @pytest.mark.parametrize("kind", SOME)
