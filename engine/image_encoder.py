@@ -159,7 +159,10 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
 
 
 def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:
-    """Rotary positions relative to places, and those of what follows. positions: [.., L], with or without (text,) time, height, width."""
+    """Rotary positions relative to places, and those of what follows.
+
+    positions: [.., L], of one row, of three (time, height, width), or of text and these three.
+    """
     if positions is None:
         return None, 0
     rows = positions.reshape(-1, length)[-3:].cpu().numpy()

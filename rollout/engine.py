@@ -163,11 +163,12 @@ class RolloutEngine:
         """Log-probability of each given token from ``start`` on, under ``softmax(logits / temperature)``.
 
         sequences: list of str, of token-id lists, int64 [B, T] with ``attention_mask`` [B, T] (prompt and completion
-        side by side, padded anywhere), of a processor's mappings where they have images, or a ``RolloutBatch``, whose completions are scored one after the other, each
-        from its first token (one that was aborted before it has no scores). start: the first token scored, counted
-        without padding; one for all or one per sequence (``prompt_mask.sum(1)``, say). The first token of a sequence
-        has no log-probability. top_k: how many of the most likely tokens to give at each position; entropy: of the
-        distribution at each position. adapter: as for ``generate_batch``, and progress_bar too.
+        side by side, padded anywhere), of a processor's mappings where they have images, or a ``RolloutBatch``, whose
+        completions are scored one after the other, each from its first token (one that was aborted before it has no
+        scores). start: the first token scored, counted without padding; one for all or one per sequence
+        (``prompt_mask.sum(1)``, say). The first token of a sequence has no log-probability. top_k: how many of the most
+        likely tokens to give at each position; entropy: of the distribution at each position. adapter: as for
+        ``generate_batch``, and progress_bar too.
 
         Consecutive sequences with the same tokens before ``start`` compute them once; with the prefix cache, so do any
         sequences with what they begin with, scores included. Tensors are on the host, in the order of the sequences;

@@ -123,9 +123,9 @@ class SamplingParams:
         """Translate ``config``, a ``transformers.GenerationConfig`` or a mapping of its fields.
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
-        ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences`` ``n``. ``eos_token_id`` ends completions as
-        it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments
-        win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
+        ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences``
+        ``n``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
+        is 50 as it is there. Keyword arguments win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
         does not do (beam search, constraints, ...), and for a key of a mapping that is a field of this class and not of
         a ``GenerationConfig`` (``max_tokens``, ...), instead of dropping it silently.
         """

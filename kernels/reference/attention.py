@@ -188,10 +188,11 @@ def plan_attention(
     first of ``num_steps`` steps (in the later ones at most one more each, as far as its table reaches); block_tables: int64
     [R, M]; seq_lens: int64 [R], the same on the device (both may hold padded rows at the end); token_bytes: what one layer
     keeps of a token; shared: whether neighbouring rows may begin with so many keys in common that it pays to read those
-    together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing does but the
-    products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that each see all keys
-    which the last of them sees, but those before their window: two at least, of one row; local_spans: so they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one
-    what they use again (this one leaves nothing). Who clears it gives that memory back.
+    together (here none are); deterministic: leave out what makes a row's numbers depend on its neighbours (here nothing
+    does but the products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that
+    each see all keys which the last of them sees, but those before their window: two at least, of one row; local_spans: so
+    they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one what they
+    use again (this one leaves nothing). Who clears it gives that memory back.
     """
     most = max(1, _GATHER_BYTES // token_bytes)
     max_lens = [n + num_steps - 1 for n in key_lens]
