@@ -29,7 +29,7 @@ def _tokens_of(
     if SLOTS > 0:
         slot, first, end = group_of_tile(starts_ptr + 1, num_slots, tile, SLOTS, BLOCK_T)
         places = first + tl.arange(0, BLOCK_T)
-        real = (places < end) & (slot < num_slots)
+        real = places < end  # which is 0 for a tile beyond all groups
         rows = tl.load(order_ptr + places, mask=real, other=0)
         slots = tl.where(real, slot + 1, 0)
     else:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -73,3 +74,16 @@ def _seeded() -> None:
     """Random tensors are the same whether a test runs alone or after others."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _sanitized(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where kernels are interpreted they are looked at for what would go wrong on a GPU only."""
+    if HAS_CUDA or not request.path.name.startswith(("test_triton_", "test_interpreted_")):
+        yield
+        return
+    from sanitizer import sanitized
+
+    with sanitized() as found:
+        yield
+    assert not found

@@ -1,0 +1,215 @@
+"""What compute-sanitizer looks for on a GPU, in kernels that Triton interprets.
+
+The interpreter runs programs one after another and the lanes of each all at once, fills with zeros what a load masks, and
+reads on behind the end of a tensor: none of the following ever shows in its results.
+
+- An access outside of what the launch was given (or of any tensor, where addresses come out of a table of them).
+- Two accesses to one address, one of them a store, that nothing orders: of two programs, neither having waited for the
+  other by an atomic; or of two lanes of one program, with no barrier between.
+- Lanes masked out of a load without ``other``, which hold anything on a GPU: here NaN, and large integers.
+- ``tl.multiple_of`` of a number that is not.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.runtime import interpreter
+
+LOAD, STORE, ATOMIC = range(3)
+DOES = ("loads", "stores", "updates")
+# What is known of an access to an address, beside it.
+PROGRAM, TIME, KIND, BARRIERS, LANE = range(5)
+# Rows of padding all have one slot, and nobody reads what they leave there: where slots are, and what has a row for each.
+SLOTS = {
+    "_advance_kernel": ("kept_slots_ptr", ["newest_ptr"]),
+    "write_kernel": ("slots", ["key_cache", "value_cache"]),
+    "_qk_norm_rotary_write_kernel": ("slots_ptr", ["key_cache_ptr", "value_cache_ptr"]),
+    "_causal_conv_kernel": ("slots_ptr", ["state_ptr"]),
+    "_gated_delta_rule_kernel": ("slots_ptr", ["state_ptr"]),
+    "_selective_scan_kernel": ("slots_ptr", ["state_ptr"]),
+}
+
+# Kernels that are given addresses of tensors.
+BY_ADDRESS = {"_checksums_kernel", "look_up_kernel", "shrink_kernel", "expand_kernel", "expand_gated_kernel"}
+
+
+class Launch:
+    """What the programs of one launch access, in the order in which they are run."""
+
+    def __init__(self, kernel: str, arguments: dict[str, Any]) -> None:
+        self.kernel, self.faults = kernel, set[str]()
+        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+        self._allowed = _extents(tensors)
+        slots, by_slot = SLOTS.get(kernel, (None, []))
+        rows = [] if slots is None else _shared(arguments[slots])
+        self._padding = _extents(_row(name, arguments[name], slot) for name in by_slot for slot in rows)
+        self._program, self._time, self._barriers = -1, 0, 0
+        self._seen: dict[int, int] = {}  # of programs, up to which time this one comes behind them
+        self._released: dict[int, dict[int, int]] = defaultdict(dict)  # by address of an atomic
+        self._waits: dict[int, list[tuple[int, dict[int, int]]]] = defaultdict(list)  # by program: when, and then seen
+        self._accesses: list[tuple[NDArray[Any], NDArray[np.int64]]] = []
+
+    def begin_program(self) -> None:
+        self._program += 1
+        self._time = self._barriers = 0
+        self._seen = {}
+
+    def barrier(self) -> None:
+        self._barriers += 1
+
+    def access(self, kind: int, pointers: Any, mask: NDArray[np.bool_]) -> None:
+        lanes = np.flatnonzero(np.broadcast_to(mask, pointers.data.shape))
+        if lanes.size == 0:
+            return
+        self._time += 1
+        addresses = pointers.data.reshape(-1)[lanes].astype(np.int64)
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        if not _within(addresses, width, self._allowed).all():
+            if self.kernel in BY_ADDRESS:
+                self._allowed = _extents(each for each in gc.get_objects() if issubclass(type(each), Tensor))
+            if not _within(addresses, width, self._allowed).all():
+                raise IndexError(f"{self.kernel} {DOES[kind]} outside of every tensor")  # before it harms this process
+        about = np.empty((lanes.size, 5), np.int64)
+        about[:, :LANE] = self._program, self._time, kind, self._barriers
+        about[:, LANE] = lanes
+        self._accesses.append((addresses, about))
+
+    def wait(self, address: int) -> None:
+        """One atomic that both acquires and releases."""
+        for program, time in self._released[address].items():
+            self._seen[program] = max(time, self._seen.get(program, 0))
+        self._released[address] |= self._seen | {self._program: self._time}
+        self._waits[self._program].append((self._time, dict(self._seen)))
+        self._barriers += 1  # for its result goes from one thread to all
+
+    def end(self) -> None:
+        if self._accesses:
+            addresses, about = (np.concatenate(each) for each in zip(*self._accesses, strict=True))
+            order = np.argsort(addresses, kind="stable")
+            addresses, about = addresses[order], about[order]
+            firsts = np.flatnonzero(np.diff(addresses, prepend=-1))
+            counts = np.diff(firsts, append=len(addresses))
+            stored = np.maximum.reduceat(about[:, KIND] == STORE, firsts)
+            for first in np.flatnonzero(stored & (counts > 1) & ~_within(addresses[firsts], 1, self._padding)):
+                self._compare(about[firsts[first] : firsts[first] + counts[first]])
+        self._accesses.clear()
+
+    def _compare(self, about: NDArray[np.int64]) -> None:
+        """All accesses to one address, in their order."""
+        stores = np.flatnonzero(about[:, KIND] == STORE)
+        for a, b in {(min(i, j), max(i, j)) for i in stores for j in range(len(about)) if i != j}:
+            one, two = about[a].tolist(), about[b].tolist()
+            if one[PROGRAM] == two[PROGRAM]:
+                if one[LANE] != two[LANE] and one[BARRIERS] == two[BARRIERS]:
+                    self.faults.add(
+                        f"{DOES[one[KIND]]}, then {DOES[two[KIND]]} in another lane, with no barrier between"
+                    )
+            elif self._seen_by(two).get(one[PROGRAM], 0) < one[TIME]:
+                self.faults.add(f"one program {DOES[one[KIND]]} what another {DOES[two[KIND]]}, and neither waits")
+
+    def _seen_by(self, access: list[int]) -> dict[int, int]:
+        return next((seen for time, seen in reversed(self._waits[access[PROGRAM]]) if time < access[TIME]), {})
+
+
+@contextmanager
+def sanitized() -> Iterator[set[str]]:
+    """Kernels interpreted within are looked at; gives what was found, filled until the end."""
+    found: set[str] = set()
+    running: list[Launch] = []
+
+    def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        running.append(Launch(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        try:
+            run(self, *args, **kwargs)
+            running[-1].end()
+        finally:
+            launch = running.pop()
+            found.update(f"{launch.kernel} {fault}" for fault in launch.faults)
+
+    def begin_program(run: Callable[..., None], self: Any, *at: int) -> None:
+        running[-1].begin_program()
+        run(self, *at)
+
+    def barrier(run: Callable[..., None], self: Any) -> None:
+        running[-1].barrier()
+        run(self)
+
+    def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, other: Any, *more: Any) -> Any:
+        running[-1].access(LOAD, pointers, mask.data)
+        loaded = run(self, pointers, mask, other, *more)
+        if other is None:
+            data = np.array(loaded.data)
+            anything = {"f": np.nan, "b": True}.get(data.dtype.kind) or np.iinfo(data.dtype).max // 3
+            loaded.data = np.where(np.broadcast_to(mask.data, data.shape), data, anything).astype(data.dtype)
+        return loaded
+
+    def store(run: Callable[..., Any], self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        running[-1].access(STORE, pointers, mask.data)
+        return run(self, pointers, value, mask, *more)
+
+    def atomic(
+        run: Callable[..., Any], self: Any, what: Any, pointers: Any, value: Any, mask: Any, order: Any, scope: Any
+    ) -> Any:
+        running[-1].access(ATOMIC, pointers, mask.data)
+        if pointers.data.size == 1 and "ACQUIRE_RELEASE" in str(order) and mask.data.all():
+            running[-1].wait(int(pointers.data.item()))
+        return run(self, what, pointers, value, mask, order, scope)
+
+    def hint(run: Callable[..., Any], self: Any, name: str, values: Any) -> Any:
+        if name == "tt.divisibility" and self.data.ndim <= 1 and (self.data % values[0]).any():
+            running[-1].faults.add(f"calls a number a multiple of {values[0]} that is none")
+        return run(self, name, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+
+        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            run = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **kwargs: around(run, *args, **kwargs))
+
+        wrap(interpreter.GridExecutor, "__call__", call)
+        builder = interpreter.InterpreterBuilder
+        wrap(builder, "set_grid_idx", begin_program)
+        wrap(builder, "create_barrier", barrier)
+        wrap(builder, "create_masked_load", load)
+        wrap(builder, "create_masked_store", store)
+        wrap(builder, "create_atomic_rmw", atomic)
+        wrap(interpreter.TensorHandle, "set_attr", hint)
+        yield found
+
+
+def _extents(tensors: Iterable[Tensor]) -> NDArray[np.int64]:
+    """Where each begins and ends, in the order of their beginnings; an end is that of all before it too."""
+    found = {(-1, -1)}
+    for each in tensors:
+        if each.device.type == "cpu" and each.layout == torch.strided and each.numel():
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            found.add((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
+    extents = np.array(sorted(found), np.int64)
+    extents[:, 1] = np.maximum.accumulate(extents[:, 1])
+    return extents
+
+
+def _within(addresses: NDArray[np.int64], width: int, extents: NDArray[np.int64]) -> NDArray[np.bool_]:
+    at = np.searchsorted(extents[:, 0], addresses, side="right") - 1
+    return np.asarray(addresses + width <= extents[at, 1])
+
+
+def _shared(slots: Tensor) -> list[int]:
+    values, counts = slots.unique(return_counts=True)
+    return [int(slot) for slot in values[counts > 1]]
+
+
+def _row(name: str, tensor: Tensor, slot: int) -> Tensor:
+    if "cache" in name:  # [blocks, block size, heads, dim]
+        return tensor[slot // tensor.shape[1], slot % tensor.shape[1]]
+    return tensor[slot]
