@@ -109,7 +109,11 @@ def needle_alone() -> RolloutBatch:
 
 def in_another_process(code: str, **environment: str) -> str:
     """What the code prints. It finds the tests' modules."""
-    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__))} | environment
+    env = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
+        | environment
+    )
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

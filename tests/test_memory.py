@@ -215,7 +215,10 @@ print(json.dumps({
 
 
 def in_another_process(code: str, *arguments: str) -> dict:
-    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=300
     )

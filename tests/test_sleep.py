@@ -255,5 +255,8 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_update_wake_and_rollout_leave_nothing_behind():
-    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
     subprocess.run([sys.executable, "-P", "-c", _CYCLES], check=True, env=env, timeout=300)
