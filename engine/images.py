@@ -32,10 +32,11 @@ class ImageFeatures:
 
     def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
         """Of ``count`` tokens from ``start``, int64 [3, count]."""
-        if self.turns is None:
-            return np.zeros((3, count), dtype=np.int64)
-        known = self.turns[:, start : start + count]
-        return np.pad(known, ((0, 0), (0, count - known.shape[1])), constant_values=self.shift)
+        found = np.full((3, count), self.shift, dtype=np.int64)
+        if self.turns is not None and start < self.turns.shape[1]:
+            known = self.turns[:, start : start + count]
+            found[:, : known.shape[1]] = known
+        return found
 
 
 @dataclass(eq=False, slots=True)
