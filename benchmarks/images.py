@@ -26,7 +26,7 @@ from stoker.benchmarks import ceilings, command, gate, overhead
 from stoker.benchmarks.peers import Generate, Peer, Stoker
 from stoker.benchmarks.rollout import timed
 from stoker.benchmarks.workloads import ModelSpec, Workload, dtype_of
-from stoker.engine import core
+from stoker.engine import image_reader
 from stoker.rollout import RolloutBatch, RolloutEngine
 
 Prompt = dict[str, torch.Tensor]  # what a processor returns for it
@@ -203,7 +203,7 @@ class GenerateWithImages(Generate):
 def timed_encoding(engine: RolloutEngine) -> Iterator[list[float]]:
     """Seconds of every run of the vision tower within, and of what joins it to the text."""
     seconds: list[float] = []
-    original = core.encode
+    original = image_reader.encode
 
     def encode(*args: Any) -> Any:
         start = time.perf_counter()
@@ -212,7 +212,7 @@ def timed_encoding(engine: RolloutEngine) -> Iterator[list[float]]:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    with patch.object(core, "encode", encode):
+    with patch.object(image_reader, "encode", encode):
         yield seconds
 
 

@@ -71,6 +71,17 @@ class ImageInputs:
         assert self.features is not None
         return int(self.features.places[-1]) + 1
 
+    def serves(self, tokens: list[int]) -> bool:
+        """Whether its features are those of another prompt with the same digest.
+
+        They are where no token up to the last image is another, and none after it stands for an image.
+        """
+        assert self.features is not None
+        if tokens is self.tokens:
+            return True
+        images = {self.tokens[place] for place in self.features.places.tolist()}
+        return self.tokens[: self.end] == tokens[: self.end] and images.isdisjoint(tokens[self.end :])
+
     @property
     def salt(self) -> tuple[int, bytes]:
         """The first token whose KV depends on more than the tokens before it, and what else that depends on."""

@@ -1,0 +1,101 @@
+"""Has the model's features of images: reads each once for all prompts that share it, as long as the weights stay."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from stoker.engine.image_adapters import ImageAdapter
+from stoker.engine.image_batches import batches
+from stoker.engine.image_encoder import encode
+from stoker.engine.images import ImageFeatures, ImageInputs
+from stoker.engine.model import ModelShell
+from stoker.engine.request import Adapter
+from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
+
+_MOST_BYTES = 2**29  # of features that no request holds
+
+
+class ImageReader:
+    """What was read last is kept on the host, for a next turn, or for scores of what was sampled."""
+
+    def __init__(self, image_adapter: Callable[[Adapter], ImageAdapter], most: int, *, alone: bool) -> None:
+        """image_adapter: what an adapter does where only images go through. most: tokens that a step computes.
+
+        alone: no prompt is read together with others, so that its features are the same to the last bit.
+        """
+        self._image_adapter, self._most, self._alone = image_adapter, most, alone
+        self._weights = 0  # counts those there have been
+        self._kept: OrderedDict[tuple[bytes, str | None], ImageInputs] = OrderedDict()  # those used last at the end
+        self._bytes = 0
+
+    def forget(self) -> None:
+        """Keep nothing of what was read. Requests hold what they have."""
+        self._kept.clear()
+        self._bytes = 0
+
+    def renew(self) -> None:
+        """Weights may be others now: nothing that was read is of use, to requests either."""
+        self._weights += 1
+        self.forget()
+
+    def begin(self, shell: ModelShell) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
+        """What has the features of images, under the weights there are now and with an adapter. For one use.
+
+        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of some; the others
+        may have theirs.
+        """
+        known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
+
+        def ensure(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
+            key = adapter and adapter.key
+            under = self._weights, key
+            missing = []
+            for images in prompts:
+                if images.features is not None and images.made_under == under:
+                    continue
+                found = self._find(images, key)
+                if found is None:
+                    missing.append(images)
+                else:
+                    images.features, images.made_under = found.features, under
+            if missing and adapter is not None and adapter not in known:
+                known[adapter] = self._image_adapter(adapter)
+            for batch in batches(missing, 0 if self._alone else self._most):
+                for images, features in zip(batch, self._read(shell, batch, known[adapter]), strict=True):
+                    images.features, images.made_under = features, under
+                    self._keep(images, key)
+
+        return ensure
+
+    def _read(self, shell: ModelShell, batch: list[ImageInputs], adapter: ImageAdapter) -> list[ImageFeatures]:
+        try:
+            return encode(shell, batch, adapter, self._most)
+        except (InvalidRequestError, UnsupportedModelError, torch.OutOfMemoryError):
+            if len(batch) == 1:
+                raise
+        return [features for images in batch for features in encode(shell, [images], adapter, self._most)]
+
+    def _find(self, images: ImageInputs, adapter: str | None) -> ImageInputs | None:
+        found = self._kept.get((images.digest, adapter))
+        if found is None or not found.serves(images.tokens):
+            return None
+        self._kept.move_to_end((images.digest, adapter))
+        return found
+
+    def _keep(self, images: ImageInputs, adapter: str | None) -> None:
+        key = images.digest, adapter
+        if key in self._kept:
+            self._bytes -= _bytes_of(self._kept.pop(key))
+        self._kept[key] = replace(images, inputs={})
+        self._bytes += _bytes_of(images)
+        while self._bytes > _MOST_BYTES:
+            self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+
+
+def _bytes_of(images: ImageInputs) -> int:
+    assert images.features is not None
+    return sum(tensor.nbytes for tensor in (images.features.embeddings, *images.features.deep))
