@@ -65,8 +65,8 @@ def encode(shell: ModelShell, batch: Sequence[ImageInputs], adapter: ImageAdapte
 
 def _token_of_text(shell: ModelShell) -> int:
     """One that stands for no image: the configuration names those that do."""
-    settings = shell.module.config.to_dict()
-    named = {value for name, value in settings.items() if "token_i" in name and isinstance(value, int)}
+    settings = vars(shell.module.config).items()
+    named = {value for name, value in settings if "token_i" in name and isinstance(value, int)}
     return next(token for token in range(shell.vocab) if token not in named)
 
 
