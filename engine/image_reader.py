@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,31 +53,48 @@ class ImageReader:
         def ensure(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
             key = adapter and adapter.key
             under = self._weights, key
-            missing = []
+            missing: dict[ImageInputs, _Part] = {}  # by what of them is left to read
             for images in prompts:
                 if images.features is not None and images.made_under == under:
                     continue
-                found = self._find(images, key)
-                if found is None:
-                    missing.append(images)
-                else:
+                if (found := self._find(images, key)) is not None:
                     images.features, images.made_under = found.features, under
+                else:
+                    part = _Part(images) if self._alone else self._beyond(images, key)
+                    missing[part.rest or images] = part
             if missing and adapter is not None and adapter not in known:
                 known[adapter] = self._image_adapter(adapter)
-            for batch in batches(missing, 0 if self._alone else self._most):
-                for images, features in zip(batch, self._read(shell, batch, known[adapter]), strict=True):
-                    images.features, images.made_under = features, under
-                    self._keep(images, key)
+            for batch in batches(list(missing), 0 if self._alone else self._most):
+                parts = [missing[images] for images in batch]
+                for part, features in zip(parts, self._read(shell, parts, known[adapter]), strict=True):
+                    part.images.features, part.images.made_under = features, under
+                    self._keep(part.images, key)
 
         return ensure
 
-    def _read(self, shell: ModelShell, batch: list[ImageInputs], adapter: ImageAdapter) -> list[ImageFeatures]:
+    def _read(self, shell: ModelShell, parts: list[_Part], adapter: ImageAdapter) -> list[ImageFeatures]:
         try:
-            return encode(shell, batch, adapter, self._most)
+            read = encode(shell, [part.rest or part.images for part in parts], adapter, self._most)
         except (InvalidRequestError, UnsupportedModelError, torch.OutOfMemoryError):
-            if len(batch) == 1:
+            if len(parts) == 1 and parts[0].rest is None:
                 raise
-        return [features for images in batch for features in encode(shell, [images], adapter, self._most)]
+        else:
+            return [part.whole(features) for part, features in zip(parts, read, strict=True)]
+        return [features for part in parts for features in encode(shell, [part.images], adapter, self._most)]
+
+    def _beyond(self, images: ImageInputs, adapter: str | None) -> _Part:
+        """What goes beyond the last of those kept that a prompt goes on from, as a next turn does."""
+        digests: dict[object, bytes] = {}  # by how far: of many with like images each has to be found out once
+        for (digest, under), known in reversed(self._kept.items()):
+            if under != adapter or (parts := images.beyond(known)) is None:
+                continue
+            begin, rest = parts
+            size = tuple(tensor.shape for tensor in begin.values())
+            if size not in digests:
+                digests[size] = ImageInputs.of(images.tokens[: known.end], begin).digest
+            if digests[size] == digest:
+                return _Part(images, rest, known)
+        return _Part(images)
 
     def _find(self, images: ImageInputs, adapter: str | None) -> ImageInputs | None:
         found = self._kept.get((images.digest, adapter))
@@ -90,10 +107,26 @@ class ImageReader:
         key = images.digest, adapter
         if key in self._kept:
             self._bytes -= _bytes_of(self._kept.pop(key))
-        self._kept[key] = replace(images, inputs={})
+        self._kept[key] = replace(images, inputs={name: t.to("meta") for name, t in images.inputs.items()})
         self._bytes += _bytes_of(images)
         while self._bytes > _MOST_BYTES:
             self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """rest: of a prompt, what is left to read beyond another one that is known; None where that is all of it."""
+
+    images: ImageInputs
+    rest: ImageInputs | None = None
+    known: ImageInputs | None = None
+
+    def whole(self, read: ImageFeatures) -> ImageFeatures:
+        """Features of the prompt, of what was read."""
+        if self.known is None:
+            return read
+        assert self.known.features is not None
+        return self.known.features.followed_by(read, self.known.end)
 
 
 def _bytes_of(images: ImageInputs) -> int:

@@ -38,6 +38,23 @@ class ImageFeatures:
             found[:, : known.shape[1]] = known
         return found
 
+    def followed_by(self, rest: ImageFeatures, start: int) -> ImageFeatures:
+        """Of a prompt whose tokens from ``start`` on, behind all of these and text, have others."""
+        assert len(self.deep) == len(rest.deep)
+        shift, turns = self.shift + rest.shift, None
+        if self.turns is not None or rest.turns is not None:
+            count = 0 if rest.turns is None else rest.turns.shape[1]
+            turns = np.concatenate([self.turns_of(0, start), self.shift + rest.turns_of(0, count)], axis=1)
+        return ImageFeatures(
+            np.concatenate([self.places, start + rest.places]),
+            torch.cat([self.embeddings, rest.embeddings]),
+            tuple(map(torch.cat, zip(self.deep, rest.deep, strict=True))),
+            turns,
+            shift,
+            (*self.spans, *((start + begin, start + end) for begin, end in rest.spans)),
+            self.local_spans or rest.local_spans,
+        )
+
 
 @dataclass(eq=False, slots=True)
 class ImageInputs:
@@ -81,6 +98,30 @@ class ImageInputs:
             return True
         images = {self.tokens[place] for place in self.features.places.tolist()}
         return self.tokens[: self.end] == tokens[: self.end] and images.isdisjoint(tokens[self.end :])
+
+    def beyond(self, known: ImageInputs) -> tuple[dict[str, Tensor], ImageInputs] | None:
+        """Where it may go on from another prompt with more images: its inputs as far as that one's, and what is beyond.
+
+        Whether these have the other one's digest is left to ask. known: its tensors need no content.
+        """
+        end = known.end
+        if self.inputs.keys() != known.inputs.keys() or end == len(
+            known.tokens
+        ):  # text behind it tells where others begin
+            return None
+        begin: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
+        for name, tensor in self.inputs.items():
+            before = known.inputs[name]
+            if is_by_token(tensor, len(self.tokens)):
+                begin[name], rest[name] = tensor[:, :end], tensor[:, end:]
+            elif (
+                tensor.dim() == before.dim() > 0 and tensor.shape[1:] == before.shape[1:] and len(tensor) > len(before)
+            ):
+                begin[name], rest[name] = tensor[: len(before)], tensor[len(before) :]
+            else:
+                return None
+        return (begin, ImageInputs(self.tokens[end:], rest, b"")) if self.tokens[:end] == known.tokens[:end] else None
 
     @property
     def salt(self) -> tuple[int, bytes]:

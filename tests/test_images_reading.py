@@ -134,6 +134,80 @@ def test_scores_and_next_turns_find_images_read(kind: str, read: list[int]) -> N
         torch.testing.assert_close(score.logprobs.double(), expected, **EXACT)
 
 
+def next_turn(prompt: Prompt, said: list[int], more: Prompt) -> Prompt:
+    """What was said to a prompt, and what a next one adds to it."""
+    length = prompt["input_ids"].shape
+
+    def joined(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name == "input_ids":
+            tensor = torch.cat([tensor, torch.tensor([said])], 1)
+        elif tensor.shape == length:
+            tensor = torch.nn.functional.pad(tensor, (0, len(said)), value=int(name == "attention_mask"))
+        return torch.cat([tensor, more[name]], int(prompt[name].shape == length))
+
+    return {name: joined(name, tensor) for name, tensor in prompt.items()}
+
+
+LATER = [
+    kind for kind in [*KINDS, "gemma3"] if kind not in ("idefics3", "smolvlm")
+]  # all images of these are in one row
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_a_next_turn_with_more_images_has_these_alone_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two conversations that differ in their images; what is said is as if all had been read."""
+    model, read = model_of(kind), []
+    monkeypatch.setattr(image_reader, "encode", lambda shell, batch, *rest: (
+        read.append([len(images.tokens) for images in batch]), encode(shell, batch, *rest))[1])  # fmt: skip
+    turns = [make_prompt(kind, (5, (2, 3), 4, (1, 2), 6), seed) for seed in range(2)]
+    with engine_of(model, max_model_len=192) as engine:
+        said = tokens(engine.generate_batch(turns, GREEDY))
+        for seed in (7, 8):
+            more = make_prompt(kind, (3, (2, 3), 5), seed)
+            read_before = [len(ids) - ids[::-1].index(IMAGE) for ids in map(token_ids, turns)]
+            turns = [next_turn(turn, words, more) for turn, words in zip(turns, said, strict=True)]
+            batch = engine.generate_batch(turns, SamplingParams(temperature=0, max_tokens=4))
+            check(model, turns, batch)
+            said = tokens(batch)
+            assert read[-1] == [len(token_ids(turn)) - end for turn, end in zip(turns, read_before, strict=True)]
+        assert len(read) == 3
+        for images in images_of(turns):
+            (whole,) = encode(engine.core.runner.model, [images], ImageAdapter(), 512)
+            found = engine.core.images._kept[images.digest, None].features
+            assert found is not None
+            assert (found.spans, found.shift) == (whole.spans, whole.shift)
+            assert found.places.tolist() == whole.places.tolist()
+            assert found.turns_of(0, 128).tolist() == whole.turns_of(0, 128).tolist()
+            for a, b in zip((found.embeddings, *found.deep), (whole.embeddings, *whole.deep), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("why", ["refused alone", "another image", "another text", "new weights", "bits"])
+def test_a_next_turn_that_has_to_be_read_whole(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def counted(shell: Any, batch: Sequence[ImageInputs], *rest: Any) -> list[ImageFeatures]:
+        read.extend(len(images.tokens) for images in batch)
+        if why == "refused alone" and len(read) == 2:
+            raise InvalidRequestError("text has to come first")
+        return encode(shell, batch, *rest)
+
+    kind = "qwen2_5_vl"
+    model, prompt = make_model(kind), make_prompt(kind, LAYOUTS[0])
+    monkeypatch.setattr(image_reader, "encode", counted)
+    with engine_of(model) as engine:
+        engine.core.images._alone = why == "bits"
+        engine.generate_batch([prompt], GREEDY)
+        first = make_prompt(kind, LAYOUTS[0], seed=int(why == "another image"))
+        if why == "another text":
+            first["input_ids"][0, 0] += 1
+        if why == "new weights":
+            nudge(model, "images")
+        turn = next_turn(first, [40, 41], make_prompt(kind, (3, (2, 2), 5)))
+        check(model, [turn], engine.generate_batch([turn], GREEDY))
+        assert read[-1] == len(token_ids(turn))
+
+
 def test_other_text_before_images_has_them_read_again(read: list[int]) -> None:
     """Embeddings would be the same; which tokens they are of, and which see each other, would not."""
     kind = "qwen2_5_vl"
@@ -227,7 +301,7 @@ def test_what_was_read_is_forgotten(how: str) -> None:
     engine = engine_of(model_of("qwen2_5_vl"))
     engine.generate_batch([prompt], GREEDY)
     (kept,) = engine.core.images._kept.values()
-    assert kept.features is not None and not kept.inputs, "pixels are held as long as requests are"
+    assert kept.features is not None and all(t.is_meta for t in kept.inputs.values()), "requests hold pixels"
     embeddings = weakref.ref(kept.features.embeddings)
     del kept
     getattr(engine, how)()
