@@ -107,7 +107,8 @@ class ImageReader:
         key = images.digest, adapter
         if key in self._kept:
             self._bytes -= _bytes_of(self._kept.pop(key))
-        self._kept[key] = replace(images, inputs={name: t.to("meta") for name, t in images.inputs.items()})
+        tokens = images.tokens[: images.end + 1]  # as far as they matter; the list itself is the user's, too
+        self._kept[key] = replace(images, tokens=tokens, inputs={n: t.to("meta") for n, t in images.inputs.items()})
         self._bytes += _bytes_of(images)
         while self._bytes > _MOST_BYTES:
             self._bytes -= _bytes_of(self._kept.popitem(last=False)[1])
