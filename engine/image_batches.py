@@ -47,19 +47,19 @@ def _values(images: ImageInputs) -> int:
 
 
 def joined(batch: Sequence[ImageInputs], text: int) -> dict[str, Tensor]:
-    """Inputs of one forward. text: a token that stands for no image, which shorter prompts are padded with on the right."""
-    lengths = [len(images.tokens) for images in batch]
-    width = max(lengths)
+    """Inputs of one forward. text: a token that stands for no image, which shorter prompts are padded with on the right.
+
+    There it needs no mask: nothing comes after it.
+    """
+    width = max(len(images.tokens) for images in batch)
 
     def rows(values: Sequence[Tensor], padding: int) -> Tensor:
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]), value=padding) for t in values])
 
     inputs = {"input_ids": rows([torch.tensor([images.tokens]) for images in batch], text)}
-    if min(lengths) < width:
-        inputs["attention_mask"] = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     for name, first in batch[0].inputs.items():
         parts = [images.inputs[name] for images in batch]
-        inputs[name] = rows(parts, 0) if is_by_token(first, lengths[0]) else torch.cat(parts)
+        inputs[name] = rows(parts, 0) if is_by_token(first, len(batch[0].tokens)) else torch.cat(parts)
     return inputs
 
 
