@@ -77,7 +77,8 @@ class Ceiling:
 
 
 def kv_token_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys and values in all layers that attend."""
+    """Bytes of one token's keys and values in all layers that attend. config: of a model of images, too."""
+    config = config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = config.num_hidden_layers - _delta_nets(config)
     return int(2 * layers * config.num_key_value_heads * head_dim * dtype.itemsize)
@@ -99,12 +100,13 @@ def _delta_nets(config: Any) -> int:
 
 
 def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens: int) -> Ceiling:
-    """Ceilings for a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
+    """Ceilings for the text part of a model: matmuls of its shapes with ``rows`` rows, and copies of what a step reads.
 
     kv_tokens: about how many tokens a full step of the fewest ``rows`` attends to. On a CPU they decide, with the weights,
     which cache level the bandwidth is that of.
     """
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    modules: list[nn.Module] = [*model.get_decoder().modules(), model.get_output_embeddings()]
+    weights = [m.weight for m in modules if isinstance(m, nn.Linear)]
     weight_bytes = sum(w.numel() * w.element_size() for w in weights)
     # All layers in turn, so that no cache serves one weight again and again.
     params = sum(w.numel() for w in weights)

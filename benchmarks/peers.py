@@ -138,18 +138,24 @@ class Generate(Peer):
         end = time.perf_counter() + limit_s
         for first in range(0, len(prompts), self.slots):
             rows, wanted = prompts[first : first + self.slots], lengths[first : first + self.slots]
-            width = max(map(len, rows))
-            ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=self.model.device)
-            mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self.model.device)
+            inputs = self.inputs(rows)
+            width = inputs["input_ids"].shape[1]
             left = None if limit_s == float("inf") else max(0.0, end - time.perf_counter())
             config = _generation_config(max(wanted), cache_implementation=self.cache, max_time=left)
-            tokens = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+            tokens = self.model.generate(**inputs, generation_config=config)[:, width:].tolist()
             if time.perf_counter() > end:
                 raise TooSlowError(
                     f"{len(prompts) - first} of {len(prompts)} requests were unfinished after {limit_s:.0f} s"
                 )
             out += [row[:n] for row, n in zip(tokens, wanted, strict=True)]
         return out
+
+    def inputs(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        """Prompts as the model takes them."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self.model.device)
+        return {"input_ids": ids, "attention_mask": mask}
 
 
 class GenerateBatchAsCalled(Peer):

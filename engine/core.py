@@ -8,12 +8,11 @@ next is never used by both at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from stoker.engine.image_adapters import ImageAdapter
-from stoker.engine.image_encoder import encode
+from stoker.engine.image_reader import ImageReader
 from stoker.engine.images import ImageInputs
 from stoker.engine.plan import Plan
 from stoker.engine.request import Adapter, Request
@@ -33,19 +32,18 @@ class EngineCore:
         runner: Runner,
         *,
         place_adapter: Callable[[Adapter], None],
-        image_adapter: Callable[[Adapter], ImageAdapter],
+        images: ImageReader,
         ahead: int = 0,
     ) -> None:
         """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
 
-        image_adapter: what an adapter does where only images go through.
         ahead: plans that may be launched before the oldest one's results are read.
         """
         self.scheduler = scheduler
         self.inputs = inputs
         self.runner = runner
         self.place_adapter = place_adapter
-        self.image_adapter = image_adapter
+        self.images = images
         self.ahead = ahead
         self._launched: deque[tuple[Plan, Pending]] = deque()
         self._steps = 0
@@ -54,24 +52,20 @@ class EngineCore:
         """Queue them. Images have been encoded."""
         self.scheduler.add(requests)
 
-    def encoder(self) -> Callable[[ImageInputs, Adapter | None], None]:
-        """What has the model's features of images, under the weights there are now and with an adapter. For one use.
+    def encoder(self) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
+        """What has the model's features of images, as ``ImageReader.begin``. For one use, between two steps."""
+        ensure = self.images.begin(self.runner.model)
 
-        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of them.
-        """
-        known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
-        most = self.scheduler.max_num_batched_tokens
+        def between_steps(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
+            with self.inputs.runtime.chosen(), torch.inference_mode(False):
+                ensure(prompts, adapter)
 
-        def ensure(images: ImageInputs, adapter: Adapter | None) -> None:
-            under = self.scheduler.weight_version, adapter and adapter.key
-            if images.features is None or images.made_under != under:
-                with self.inputs.runtime.chosen(), torch.inference_mode(False):
-                    if adapter is not None and adapter not in known:
-                        known[adapter] = self.image_adapter(adapter)
-                    images.features = encode(self.runner.model, images, known[adapter], most)
-                images.made_under = under
+        return between_steps
 
-        return ensure
+    def set_weight_version(self, version: int) -> None:
+        """New weights: nothing that was computed before serves a prompt. Nothing may be pending."""
+        self.scheduler.set_weight_version(version)
+        self.images.renew()
 
     @property
     def under_way(self) -> list[Request]:
@@ -114,10 +108,10 @@ class EngineCore:
         try:
             # Whatever mode the caller is in: what is made here in inference mode could not be written to outside of it.
             with self.inputs.runtime.chosen(), torch.inference_mode(False):
-                ensure = self.encoder()
+                ensure = self.images.begin(self.runner.model)
                 for request, start in zip(plan.requests, plan.starts, strict=True):
                     if request.images is not None and request.images.end > start:
-                        ensure(request.images, request.adapter)
+                        ensure([request.images], request.adapter)
                 for request in plan.admitted:
                     if request.adapter is not None:
                         self.place_adapter(request.adapter)

@@ -1,4 +1,4 @@
-"""Runs a model on a prompt with images, as far as its language model.
+"""Runs a model on prompts with images, as far as its language model.
 
 The forward is the model's own. What it hands over there (embeddings in place of those of the placeholders, rotary
 positions, features for the first layers) is all that images do, and is kept on the host: steps that compute a placeholder
@@ -7,7 +7,7 @@ take from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from stoker.engine.image_adapters import ImageAdapter
+from stoker.engine.image_batches import joined, row_of
 from stoker.engine.images import ImageFeatures, ImageInputs
 from stoker.engine.model import ModelShell, route_text
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
@@ -29,8 +30,10 @@ _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", 
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
 
 
-def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter, most: int) -> ImageFeatures:
-    """Run the model, with an adapter, on a prompt as far as its language model. most: tokens that a step computes.
+def encode(shell: ModelShell, batch: Sequence[ImageInputs], adapter: ImageAdapter, most: int) -> list[ImageFeatures]:
+    """Run the model, with an adapter, on prompts as far as its language model. most: tokens that a step computes.
+
+    batch: one of ``batches``.
 
     Raises ``InvalidRequestError`` for inputs that it does not take, ``UnsupportedModelError`` for a model whose images do
     more than the engine knows of.
@@ -38,22 +41,33 @@ def encode(shell: ModelShell, images: ImageInputs, adapter: ImageAdapter, most: 
     device, name = shell.device, type(shell.module).__name__
     if shell.decoder is shell.module.base_model:
         raise UnsupportedModelError(f"{name} takes no images: give token ids alone, or another model")
-    tokens = torch.tensor([images.tokens], device=device)
-    inputs = {key: t.to(device, non_blocking=True) for key, t in images.inputs.items()}
+    inputs = joined(batch, _token_of_text(shell))
+    inputs = {key: t.to(device, non_blocking=True) for key, t in inputs.items()}
     dtype = shell.module.dtype
     inputs = {key: t.to(dtype) if key.startswith("pixel_values") else t for key, t in inputs.items()}
     shell.lora.rows = None
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-        given = _handed_over(shell, {"input_ids": tokens, **inputs}, adapter)
-        plain = shell.module.get_input_embeddings()(tokens)[0]
-        features = _features(name, given, plain, getattr(shell.config, "sliding_window", None))
-    longest = max((end - begin for begin, end in features.spans), default=0)
+        given = _handed_over(shell, inputs, adapter)
+        plain = shell.module.get_input_embeddings()(inputs["input_ids"])
+        window = getattr(shell.config, "sliding_window", None)
+        found = [
+            _features(name, row_of(given, row, len(batch), length), plain[row, :length], window)
+            for row, length in enumerate(len(images.tokens) for images in batch)
+        ]
+    longest = max((end - begin for features in found for begin, end in features.spans), default=0)
     if longest > most:
         raise InvalidRequestError(
             f"{longest} tokens see each other, so that one step has to compute them all, and max_num_batched_tokens is "
             f"{most}: raise EngineConfig.max_num_batched_tokens"
         )
-    return features
+    return found
+
+
+def _token_of_text(shell: ModelShell) -> int:
+    """One that stands for no image: the configuration names those that do."""
+    settings = vars(shell.module.config).items()
+    named = {value for name, value in settings if "token_i" in name and isinstance(value, int)}
+    return next(token for token in range(shell.vocab) if token not in named)
 
 
 class _HandedOver(Exception):
@@ -86,7 +100,11 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAda
     name = type(shell.module).__name__
     try:
         with _intercepted(shell), adapter.over(shell.module):
-            functional_call(shell.module, dict(adapter.states), (), {**inputs, "use_cache": False})
+            given = {**inputs, "use_cache": False}
+            if adapter.states:
+                functional_call(shell.module, dict(adapter.states), (), given)
+            else:  # which looks at every parameter there is
+                shell.module(**given)
     except _HandedOver as reached:
         return {key: value for key, value in reached.arguments.items() if value is not None}
     except torch.OutOfMemoryError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 import numpy as np
 import torch
@@ -32,10 +32,28 @@ class ImageFeatures:
 
     def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
         """Of ``count`` tokens from ``start``, int64 [3, count]."""
-        if self.turns is None:
-            return np.zeros((3, count), dtype=np.int64)
-        known = self.turns[:, start : start + count]
-        return np.pad(known, ((0, 0), (0, count - known.shape[1])), constant_values=self.shift)
+        found = np.full((3, count), self.shift, dtype=np.int64)
+        if self.turns is not None and start < self.turns.shape[1]:
+            known = self.turns[:, start : start + count]
+            found[:, : known.shape[1]] = known
+        return found
+
+    def followed_by(self, rest: ImageFeatures, start: int) -> ImageFeatures:
+        """Of a prompt whose tokens from ``start`` on, behind all of these and text, have others."""
+        assert len(self.deep) == len(rest.deep)
+        shift, turns = self.shift + rest.shift, None
+        if self.turns is not None or rest.turns is not None:
+            count = 0 if rest.turns is None else rest.turns.shape[1]
+            turns = np.concatenate([self.turns_of(0, start), self.shift + rest.turns_of(0, count)], axis=1)
+        return ImageFeatures(
+            np.concatenate([self.places, start + rest.places]),
+            torch.cat([self.embeddings, rest.embeddings]),
+            tuple(map(torch.cat, zip(self.deep, rest.deep, strict=True))),
+            turns,
+            shift,
+            (*self.spans, *((start + begin, start + end) for begin, end in rest.spans)),
+            self.local_spans or rest.local_spans,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -54,14 +72,14 @@ class ImageInputs:
 
     @classmethod
     def of(cls, tokens: list[int], inputs: Mapping[str, Tensor]) -> ImageInputs:
-        digest = blake2b(digest_size=16)
+        digest = sha256()  # which processors have instructions for: pixels are megabytes
         for name, tensor in sorted(inputs.items()):
             plain = tensor.detach().cpu().contiguous().flatten()
             size = tuple(tensor.shape)
             if is_by_token(tensor, len(tokens)):  # 0 at tokens of text
                 plain, size = plain[: int(plain.nonzero().max()) + 1 if plain.any() else 0], ()
             digest.update(f"{name} {tensor.dtype} {size} ".encode())
-            digest.update(plain.view(torch.uint8).numpy().tobytes())
+            digest.update(plain.view(torch.uint8).numpy())
         return cls(tokens, inputs, digest.digest())
 
     @property
@@ -69,6 +87,41 @@ class ImageInputs:
         """From this token on a sequence has no images."""
         assert self.features is not None
         return int(self.features.places[-1]) + 1
+
+    def serves(self, tokens: list[int]) -> bool:
+        """Whether its features are those of another prompt with the same digest.
+
+        They are where no token up to the last image is another, and none after it stands for an image.
+        """
+        assert self.features is not None
+        if tokens is self.tokens:
+            return True
+        images = {self.tokens[place] for place in self.features.places.tolist()}
+        return self.tokens[: self.end] == tokens[: self.end] and images.isdisjoint(tokens[self.end :])
+
+    def beyond(self, known: ImageInputs) -> tuple[dict[str, Tensor], ImageInputs] | None:
+        """Where it may go on from another prompt with more images: its inputs as far as that one's, and what is beyond.
+
+        Whether these have the other one's digest is left to ask. known: its tensors need no content.
+        """
+        end = known.end
+        if self.inputs.keys() != known.inputs.keys() or end == len(
+            known.tokens
+        ):  # text behind it tells where others begin
+            return None
+        begin: dict[str, Tensor] = {}
+        rest: dict[str, Tensor] = {}
+        for name, tensor in self.inputs.items():
+            before = known.inputs[name]
+            if is_by_token(tensor, len(self.tokens)):
+                begin[name], rest[name] = tensor[:, :end], tensor[:, end:]
+            elif (
+                tensor.dim() == before.dim() > 0 and tensor.shape[1:] == before.shape[1:] and len(tensor) > len(before)
+            ):
+                begin[name], rest[name] = tensor[: len(before)], tensor[len(before) :]
+            else:
+                return None
+        return (begin, ImageInputs(self.tokens[end:], rest, b"")) if self.tokens[:end] == known.tokens[:end] else None
 
     @property
     def salt(self) -> tuple[int, bytes]:

@@ -49,7 +49,7 @@ A run that was killed goes on where it stopped when the same command is run agai
 # Programs of their own, with flags of their own: a default, and all by name.
 _BENCHMARKS = {
     name: f"stoker.benchmarks.{name}"
-    for name in ("rollout", "scoring", "lora", "weights", "memory", "grpo", "partial", "step_profile")
+    for name in ("rollout", "images", "scoring", "lora", "weights", "memory", "grpo", "partial", "step_profile")
 }
 _PROGRAMS = {
     "bench": ("rollout", _BENCHMARKS),

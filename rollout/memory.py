@@ -55,6 +55,7 @@ class EngineMemory:
         tags = set(tags)
         runner = self.core.runner
         self.core.drain()  # a plan of requests that have ended may still run
+        self.core.images.forget()
         lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
         if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
             runner.release_graphs()

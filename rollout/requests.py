@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -78,7 +79,7 @@ class RequestMaker:
     token_bytes: int  # what one of them takes there
     share: int  # sequences to score that begin with the same tokens are a group from this many on
     seed: int
-    encoder: Callable[[], Callable[[ImageInputs, Adapter | None], None]]  # as ``EngineCore.encoder``
+    encoder: Callable[[], Callable[[Sequence[ImageInputs], Adapter | None], None]]  # as ``EngineCore.encoder``
     attempt: Callable[[str, Callable[[], None]], None]  # as ``Loop.attempt``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
@@ -209,21 +210,30 @@ class RequestMaker:
     def _encoded(self, what: str, read: list[Read], adapters: list[Adapter | None]) -> list[ImageInputs | None]:
         """The images of each prompt, encoded; prompts that are the same as far as their last image have one."""
         ensure, known = self.encoder(), dict[object, list[ImageInputs]]()
+        together: dict[Adapter | None, list[ImageInputs]] = {}
+        for (_, given), adapter in zip(read, adapters, strict=True):
+            if given is not None and (given.digest, adapter) not in known:
+                images = replace(given)  # what is made of it with another adapter is other features
+                known[given.digest, adapter] = [images]
+                together.setdefault(adapter, []).append(images)
+        for adapter, several in together.items():  # between steps of other threads, which go through the same modules
+            with suppress(InvalidRequestError, UnsupportedModelError):  # which are to name the prompt, below
+                self.attempt("read images", partial(ensure, several, adapter))
         found: list[ImageInputs | None] = []
         for row, ((_, given), adapter) in enumerate(zip(read, adapters, strict=True)):
             if given is None:
                 found.append(None)
                 continue
-            alike = known.setdefault((given.digest, adapter), [])
-            images = next((one for one in alike if one.tokens[: one.end] == given.tokens[: one.end]), None)
+            alike = known[given.digest, adapter]
+            images = next((one for one in alike if one.features is None or one.serves(given.tokens)), None)
             if images is None:
-                images = replace(given)  # what is made of it with another adapter is other features
+                images = replace(given)
+                alike.append(images)
+            if images.features is None:
                 try:
-                    # Steps of other threads go through the same modules.
-                    self.attempt("read images", partial(ensure, images, adapter))
+                    self.attempt("read images", partial(ensure, [images], adapter))
                 except (InvalidRequestError, UnsupportedModelError) as error:
                     raise type(error)(f"{what} {row}: {error}") from error
-                alike.append(images)
             found.append(images)
         return found
 

@@ -13,6 +13,7 @@ from torch import nn
 from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
 from stoker.engine.graphs import GraphStep
+from stoker.engine.image_reader import ImageReader
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import decoder_of
 from stoker.engine.quantised import finds_outliers
@@ -232,9 +233,8 @@ def core(
             "(llm_int8_threshold above 0), and waits for the device to find them. 4 bits have none"
         )
     runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
-    return EngineCore(
-        scheduler, inputs, runner, place_adapter=adapters.place, image_adapter=adapters.over_images, ahead=runtime.ahead
-    )
+    images = ImageReader(adapters.over_images, config.max_num_batched_tokens, alone=config.deterministic)
+    return EngineCore(scheduler, inputs, runner, place_adapter=adapters.place, images=images, ahead=runtime.ahead)
 
 
 def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:

@@ -113,6 +113,8 @@ class WeightUpdates:
         def take(changed: bool) -> None:
             if changed:
                 self._take(self.version if self._told else self.version + 1, recompute=recompute)
+            elif self._told:
+                self._core.images.renew()  # which another thread may have had read, before what the update did not see
             self._behind = self._told = False
             self._binding.shell.lora.stacks.forget()
 
@@ -159,5 +161,5 @@ class WeightUpdates:
             if not self._adapters.knows(request.adapter):
                 request.error = deleted(request)
                 core.abort([request])
-        core.scheduler.set_weight_version(version)
+        core.set_weight_version(version)
         self._behind = False

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from stoker.benchmarks import command
+from stoker.benchmarks import command, images
 from stoker.benchmarks.scoring import SCENARIOS
 from stoker.integrations.cli import main
 
@@ -70,6 +72,31 @@ def test_grpo_steps_by_who_samples(tmp_path: Path, capsys: pytest.CaptureFixture
         assert len(way["step_seconds"]) == len(way["rollout_seconds"]) == found["workload"]["steps"]
         assert 0 < way["rollout_share"] < 1 and 1 <= way["mean_length"] <= found["workload"]["cap"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["grpo"][0]["x_generate"] > 0
+
+
+def test_rollouts_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = run(tmp_path, "images")["images"]
+    assert found["gate"]["max_abs_diff"] < found["gate"]["limit"]
+    assert set(found["engines"]) == {"stoker", "generate"}
+    assert all(0 < engine["of_ceiling"] < 1 for engine in found["engines"].values())
+    assert all(found["parts"][f"{part}_s"] > 0 for part in ("read", "encode", "prefill", "decode", "score"))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["images"][0]["x_generate"] > 0
+
+
+@torch.inference_mode()
+def test_generate_gets_the_images_the_engine_gets() -> None:
+    """Padded on the left, one for each sample."""
+    work = replace(images.SCENARIOS["cpu", True][0].workload, samples=2)
+    rows = work.with_images(images.TOY.config, 0)
+    peer = images.GenerateWithImages(images.TOY, work, "cpu", torch.float32)
+    model = peer.model
+    together = model(**peer.inputs(rows)).logits[:, -1]
+    for row, prompt in enumerate(rows):
+        torch.testing.assert_close(together[row], model(**prompt).logits[0, -1], rtol=0, atol=1e-5)
+    assert rows[0] is rows[1] and len({id(prompt) for prompt in rows}) == work.prompts
+    other = work.with_images(images.TOY.config, 1)[0]
+    assert other["input_ids"].shape == rows[0]["input_ids"].shape
+    assert not torch.equal(other["pixel_values"], rows[0]["pixel_values"])
 
 
 def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

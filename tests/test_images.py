@@ -26,7 +26,7 @@ from vision import (
     token_ids,
 )
 
-from stoker.engine import core
+from stoker.engine import image_reader
 from stoker.engine.image_encoder import encode
 from stoker.rollout import (
     EngineConfig,
@@ -267,7 +267,7 @@ def test_images_of_a_group_to_score_are_read_once(kind: str, monkeypatch: pytest
     completions = [[8, 9, 60, 8, 3], [7, 11], [3, 4, 5, 6, 7, 8, 9]]
     whole = [extended(prompt, completion) for prompt in prompts for completion in completions]
     read = []
-    monkeypatch.setattr(core, "encode", lambda *given: (read.append(given[1]), encode(*given))[1])
+    monkeypatch.setattr(image_reader, "encode", lambda *given: (read.extend(given[1]), encode(*given))[1])
     with engine_of(model, max_num_batched_tokens=16) as engine:
         scores = iter(engine.score(whole, start=len(token_ids(prompts[0]))))
         assert len(read) == len(prompts)
