@@ -66,7 +66,7 @@ class Constraints:
         assert self.rows is not None
         base = np.zeros(self._num_slots + 1, dtype=np.int64)
         for slot, constraint in self._of_slot.items():
-            base[slot] = self._places[constraint]
+            base[slot] = self._places.get(constraint, 0)  # none of a slot that a failed step has left behind
         states = [FREE if c is None else c.after(tokens) for _, c, tokens, _ in requests]
         new = np.array([[slot for slot, *_ in requests], states, [first_end for *_, first_end in requests]])
         based, (slots, now, first_end) = self._runtime.upload(base, new)
@@ -93,8 +93,8 @@ class Constraints:
         kept = dict.fromkeys(self._of_slot.values())
         wanted = sum(len(one.table) + _ALIGNMENT for one in kept)
         room = max(_LEAST, 2 ** (wanted * 3 // 2).bit_length())
-        self.rows = ConstraintRows(torch.zeros(room, dtype=torch.int16, device=device), base, states, first_end)
         self._places, self._end = {}, 0
+        self.rows = ConstraintRows(torch.zeros(room, dtype=torch.int16, device=device), base, states, first_end)
         for one in kept:
             self._write(self.rows, one)
 

@@ -142,4 +142,5 @@ def _kind(rows: SamplingRows, count: int) -> _Key:
         rows.any_suppressed,
         rows.modes,
         rows.top_logprobs,
+        None if rows.constraints is None else rows.constraints.automata.data_ptr(),  # elsewhere once there was no room
     )

@@ -20,6 +20,7 @@ from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
@@ -76,6 +77,7 @@ class RolloutEngine:
         self._requests = RequestMaker(
             tokenizer=self.tokenizer,
             vocab=self._binding.shell.vocab,
+            constraint=ConstraintMaker(self.tokenizer, self._binding.shell.vocab),
             eos_ids=setup.eos_ids(self._binding, self.tokenizer),
             max_model_len=self.max_model_len,
             kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,

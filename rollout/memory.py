@@ -55,7 +55,9 @@ class EngineMemory:
         tags = set(tags)
         runner = self.core.runner
         self.core.drain()  # a plan of requests that have ended may still run
-        lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
+        constraints = self.core.inputs.constraints
+        forgotten = runner.sampler.penalties is not None or constraints.rows is not None
+        lasting = self.kv.stable_addresses and not forgotten  # graphs remember addresses
         if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
             runner.release_graphs()
         if not runner.has_graphs:
@@ -64,6 +66,7 @@ class EngineMemory:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
             self.core.scheduler.forget_prefixes()
             runner.sampler.penalties = None
+            constraints.release()
             self.kv.release()
         if "weights" in tags:
             self.adapters.give_back()

@@ -21,7 +21,7 @@ def _byte_level() -> Tokenizer:
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=[EOS, "<pad>"], show_progress=False
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<pad>", EOS], show_progress=False
     )
     core.train_from_iterator(CORPUS, trainer)
     core.add_tokens(["<think>"])  # not special, so text
