@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from functools import partial
@@ -134,6 +135,24 @@ def test_every_walk_can_end_and_what_ends_matches(kind: str, pattern: str) -> No
             assert re.fullmatch(pattern, text), text
             ended += 1
     assert ended
+
+
+# What outlines_core 0.2.14 makes of a schema with an integer, a string, an enumeration and an array of numbers.
+OF_A_SCHEMA = (
+    r'\{[ ]?"a"[ ]?:[ ]?(-)?(0|[1-9][0-9]*)[ ]?,[ ]?"b"[ ]?:[ ]?"([^"\\\x00-\x1F\x7F-\x9F]|\\["\\/bfnrt])*"'
+    r'([ ]?,[ ]?"c"[ ]?:[ ]?("x"|"y"))?([ ]?,[ ]?"d"[ ]?:[ ]?\[[ ]?((((-)?(0|[1-9][0-9]*))(\.[0-9]+)?([eE][+-][0-9]+)?)'
+    r"(,[ ]?(((-)?(0|[1-9][0-9]*))(\.[0-9]+)?([eE][+-][0-9]+)?)){0,})?[ ]?\])?[ ]?\}"
+)
+
+
+def test_what_a_package_makes_of_a_json_schema_is_followed() -> None:
+    one = tokenizer("byte-level")
+    constraint = ConstraintMaker(one, len(one))(OF_A_SCHEMA, frozenset([one.eos_token_id]), frozenset())
+    for value in ({"a": 3, "b": "x y"}, {"a": -10, "b": 'é"\\', "c": "y", "d": [0.5, 1, -2.25]}):
+        ids = one(json.dumps(value, ensure_ascii=False), add_special_tokens=False)["input_ids"]
+        for at, token in enumerate([*ids, one.eos_token_id]):
+            assert token in taken(constraint, ids[:at])
+    assert not {"a", "}"} & set(one.convert_ids_to_tokens(sorted(taken(constraint, one('{"a')["input_ids"]))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
