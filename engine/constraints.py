@@ -7,11 +7,12 @@ request gets a slot, what it follows and how far it has come.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from stoker.engine.device import Runtime
 from stoker.kernels.reference.constraints import FIRST, FREE, HEADER, ConstraintRows
@@ -40,7 +41,8 @@ class Constraint:
 class Constraints:
     """Where slots' constraints are on the device. Nothing is there before the first one.
 
-    The room for automata grows in powers of two; where it is full, those that no slot follows make way.
+    The room for automata grows in powers of two, or stays where it is, as captured steps remember it; where it is full,
+    those that no slot follows make way.
     """
 
     def __init__(self, runtime: Runtime, num_slots: int) -> None:
@@ -81,22 +83,26 @@ class Constraints:
         self._places.clear()
 
     def _place(self, constraint: Constraint) -> None:
-        """Have an automaton on the device, and with it, where there is no room, all that a slot follows somewhere new."""
+        """Have an automaton on the device, and, where there is no room behind the others, all that slots follow anew.
+
+        What was launched before has read what was there.
+        """
         if self.rows is not None and self._end + len(constraint.table) <= len(self.rows.automata):
             return self._write(self.rows, constraint)
-        device, count = self._runtime.device, self._num_slots + 1  # one for rows that sample nothing for keeps
-        if self.rows is None:
-            base, states, first_end = torch.zeros(3, count, dtype=torch.long, device=device)
-            states.fill_(FREE)
-        else:
-            base, states, first_end = self.rows.base, self.rows.states, self.rows.first_end
         kept = dict.fromkeys(self._of_slot.values())
         wanted = sum(len(one.table) + _ALIGNMENT for one in kept)
         room = max(_LEAST, 2 ** (wanted * 3 // 2).bit_length())
         self._places, self._end = {}, 0
-        self.rows = ConstraintRows(torch.zeros(room, dtype=torch.int16, device=device), base, states, first_end)
+        if self.rows is None or room > len(self.rows.automata):
+            automata = torch.zeros(room, dtype=torch.int16, device=self._runtime.device)
+            self.rows = self._free_rows(automata) if self.rows is None else replace(self.rows, automata=automata)
         for one in kept:
             self._write(self.rows, one)
+
+    def _free_rows(self, automata: Tensor) -> ConstraintRows:
+        count = self._num_slots + 1  # one for rows that sample nothing for keeps
+        base, states, first_end = (torch.full((count,), n, device=automata.device) for n in (0, FREE, 0))
+        return ConstraintRows(automata, base, states, first_end)
 
     def _write(self, rows: ConstraintRows, constraint: Constraint) -> None:
         (table,) = self._runtime.upload(constraint.table)

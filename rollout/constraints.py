@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class ConstraintMaker:
     vocab: int
     _texts: tuple[int, TokenTexts] | None = None  # with how many tokens the tokenizer had
     _made: OrderedDict[object, Constraint] = field(default_factory=OrderedDict)
+    _lock: Any = field(default_factory=Lock)
 
     def __call__(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
         """What has a completion's text match ``regex`` and end by one of ``ends``, ids of which it has no other.
@@ -44,17 +46,19 @@ class ConstraintMaker:
                 "regex needs an id that ends the completion once its text matches: leave ignore_eos out, or give "
                 "stop_token_ids"
             )
-        key = (regex, ends, excluded, len(self.tokenizer))
-        found = self._made.pop(key, None)
-        if found is None:
-            if self._texts is None or self._texts[0] != len(self.tokenizer):
-                self._texts = len(self.tokenizer), TokenTexts(self.tokenizer, self.vocab)
-            table = token_automaton(regex, byte_automaton(regex), self._texts[1], ends, excluded)
-            found = Constraint(table, self.vocab)
-        self._made[key] = found
-        while len(self._made) > 1 and sum(c.table.nbytes for c in self._made.values()) > _KEPT_BYTES:
-            self._made.popitem(last=False)
-        return found
+        with self._lock:
+            key = (regex, ends, excluded, len(self.tokenizer))
+            found = self._made.pop(key, None) or self._make(regex, ends, excluded)
+            self._made[key] = found
+            while len(self._made) > 1 and sum(c.table.nbytes for c in self._made.values()) > _KEPT_BYTES:
+                self._made.popitem(last=False)
+            return found
+
+    def _make(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
+        if self._texts is None or self._texts[0] != len(self.tokenizer):
+            self._texts = len(self.tokenizer), TokenTexts(self.tokenizer, self.vocab)
+        table = token_automaton(regex, byte_automaton(regex), self._texts[1], ends, excluded)
+        return Constraint(table, self.vocab)
 
 
 def token_automaton(

@@ -37,7 +37,7 @@ def check_tags(tags: str | Iterable[str]) -> list[str]:
 class EngineMemory:
     """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
 
-    That last one goes whenever no graph is left that remembers where it is.
+    That last one goes whenever no graph is left that remembers where it is, and what requests follow with the KV cache then.
     """
 
     def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding, adapters: Adapters) -> None:
@@ -55,9 +55,7 @@ class EngineMemory:
         tags = set(tags)
         runner = self.core.runner
         self.core.drain()  # a plan of requests that have ended may still run
-        constraints = self.core.inputs.constraints
-        forgotten = runner.sampler.penalties is not None or constraints.rows is not None
-        lasting = self.kv.stable_addresses and not forgotten  # graphs remember addresses
+        lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
         if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
             runner.release_graphs()
         if not runner.has_graphs:
@@ -66,7 +64,8 @@ class EngineMemory:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
             self.core.scheduler.forget_prefixes()
             runner.sampler.penalties = None
-            constraints.release()
+            if not runner.has_graphs:
+                self.core.inputs.constraints.release()
             self.kv.release()
         if "weights" in tags:
             self.adapters.give_back()
