@@ -353,9 +353,9 @@ class RolloutEngine:
     def sleep(self, level: int = 1, tags: str | Iterable[str] | None = None) -> None:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
-        level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
-        weights of the engine's own, kept in host memory (weights that are the trainer's stay), and copies of adapters
-        that lie elsewhere; 3 drops those weights, which the next call takes from the model anew: ``update_weights`` for
+        level: 1 gives back the KV cache, and attention's workspace and patterns' tables where no graph needs them; 2 also
+        graphs (with these) and weights of the engine's own, kept in host memory (weights that are the trainer's stay),
+        and copies of adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew: ``update_weights`` for
         paused requests, shards and weights from elsewhere, any other for the rest. tags: instead of a level, any of
         "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """

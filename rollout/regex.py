@@ -24,6 +24,7 @@ from stoker.rollout.messages import shown
 DEAD, START = 0, 1
 MOST_STATES = 30_000  # two bytes hold a state's number
 _MOST_WORK = 10_000_000  # states that are looked at while subsets are made
+_ROUNDS = 256
 _CHARACTERS = sys.maxunicode + 1
 _SURROGATES = range(0xD800, 0xE000)
 _ANCHORS = {"AT_BEGINNING": "^", "AT_BEGINNING_STRING": r"\A", "AT_END": "$", "AT_END_STRING": r"\Z"}
@@ -238,19 +239,20 @@ def _over_classes(pattern: str, nodes: _Nodes) -> tuple[NDArray[np.int32], NDArr
 
 
 def _merged(following: NDArray[np.int32], accepting: NDArray[np.bool_]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Without states that do as an earlier one does, class for class."""
-    while True:
+    """Without states that do as an earlier one does, class for class, as far as some rounds from the ends on find them."""
+    for _ in range(_ROUNDS):
         own = np.arange(len(following), dtype=np.int32)[:, None]
         own[DEAD] = -1
         # A state that only loops does as any other that only loops and accepts alike.
         rows = np.concatenate((accepting[:, None], np.where(following == own, -1, following)), axis=1)
         number, others = distinct(rows)
         if len(others) == len(rows):
-            return following, accepting
+            break
         if number[START] == DEAD:  # it matches nothing
             return np.zeros_like(following[:2]), accepting[:2]
         kept = np.unique(number, return_index=True)[1]
         following, accepting = number[following[kept]], accepting[kept]
+    return following, accepting
 
 
 def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
