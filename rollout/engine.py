@@ -355,9 +355,9 @@ class RolloutEngine:
 
         level: 1 gives back the KV cache, and attention's workspace and patterns' tables where no graph needs them; 2 also
         graphs (with these) and weights of the engine's own, kept in host memory (weights that are the trainer's stay),
-        and copies of adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew: ``update_weights`` for
-        paused requests, shards and weights from elsewhere, any other for the rest. tags: instead of a level, any of
-        "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        and copies of adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew:
+        ``update_weights`` for paused requests, shards and weights from elsewhere, any other for the rest. tags: instead
+        of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         with self._loop.gate("sleep"):

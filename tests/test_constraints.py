@@ -354,10 +354,11 @@ def test_a_stop_string_ends_earlier() -> None:
 # -- requests that live longer than a step -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [build, pretended], ids=["steps", "captured"])
 @pytest.mark.parametrize("how", ["keep", "recompute", "sleep"])
-def test_a_pause_changes_nothing(how: str) -> None:
+def test_a_pause_changes_nothing(how: str, make: Callable[..., Any]) -> None:
     params = SamplingParams(regex=r"[a-z ]{30,60}", max_tokens=40, seed=5, n=3)
-    with build(decode_window=2) as engine:
+    with make(decode_window=2) as engine:
         (wanted,) = engine.generate_batch([PROMPT], params)
         handle = engine.submit(PROMPT, params)
         for _ in range(4):
