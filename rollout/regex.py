@@ -48,7 +48,6 @@ class ByteAutomaton:
     accepting: NDArray[np.bool_]  # [S], whether what was read matches the pattern
 
 
-@lru_cache(maxsize=64)
 def byte_automaton(pattern: str) -> ByteAutomaton:
     """The automaton of all texts that ``re.fullmatch(pattern, text)`` matches.
 
@@ -59,7 +58,7 @@ def byte_automaton(pattern: str) -> ByteAutomaton:
     return _over_bytes(pattern, following, accepting, class_of)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def check(pattern: str) -> _Nodes:
     """The pattern as a nondeterministic automaton. Raises as ``byte_automaton``, but for what only that finds out."""
     parser: Any = re._parser  # type: ignore[attr-defined]

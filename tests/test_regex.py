@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 import pytest
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.regex import START, byte_automaton
+from stoker.rollout.regex import START, ByteAutomaton
+from stoker.rollout.regex import byte_automaton as made
 
 LETTERS = [
     "a",
@@ -50,6 +52,11 @@ ATOMS = [
 ]
 ATOMS += [r"\W", "[A-Z]", r"\S", r"\D", r"[^é\d]", "[\ud000-\uf000]", "\\x00"]
 REPEATS = ["*", "+", "?", "{2}", "{1,3}", "{0,2}", "*?", "+?", "??", "{,2}", "{2,}"]
+
+
+@cache
+def byte_automaton(pattern: str) -> ByteAutomaton:
+    return made(pattern)
 
 
 def matches(pattern: str, text: str) -> bool:
