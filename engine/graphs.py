@@ -79,11 +79,15 @@ class GraphStep:
             if self._layout is not None:  # what was captured of other adapters is never replayed again
                 self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] is None}
             self._layout = adapters
-        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]), batch.turns is None)
+        followed = batch.sampling.constraints
+        automata = None if followed is None else followed.automata.data_ptr()  # elsewhere where there was no room
+        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]), batch.turns is None, automata)
         if key in self._graphs:
             graph = self._graphs[key]
             return self.eager(batch) if graph is None else self._replay(graph, batch)
         pending = self.eager(batch)
+        if automata is not None:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (None, automata)}
         self._graphs[key] = self._capture(batch)
         return pending
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
+from stoker.engine.constraints import Constraint
 from stoker.engine.images import ImageInputs
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import RequestFailedError, StokerError
@@ -33,6 +34,7 @@ class SamplingSpec:
     min_tokens: int
     stop_ids: frozenset[int]
     suppressed: frozenset[int] = frozenset()  # ids that are never sampled
+    constraint: Constraint | None = None  # what the completion follows; it says when stop ids may come
     seed: int
     top_logprobs: int
     logprobs_mode: int  # index into sampler.LOGPROBS_MODES
@@ -194,7 +196,7 @@ class Request:
         # A stop string is looked for at every token, so that the checker sees them all.
         matched = self.stop_string(token) if self.stop_string is not None else None
         may_stop = self.num_output > self.spec.min_tokens
-        if may_stop and token in self.spec.stop_ids:
+        if (may_stop or self.spec.constraint is not None) and token in self.spec.stop_ids:
             self.finish_reason, self.stop_reason = "stop", token
         elif may_stop and matched is not None:
             self.finish_reason, self.stop_reason = "stop", matched

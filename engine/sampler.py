@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stoker.engine.device import Runtime
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.constraints import ConstraintRows
 
 LOGPROBS_MODES = ("scaled", "raw", "processed")
 
@@ -41,6 +42,7 @@ class SamplingRows:
     any_suppressed: bool
     modes: tuple[int, ...]  # the distinct modes among the rows
     top_logprobs: int  # the most any row asks for
+    constraints: ConstraintRows | None = None  # None where no row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
         """logits: [R, V] of any float dtype; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
-        masked = rows.any_min_tokens or rows.any_suppressed
+        masked = rows.any_min_tokens or rows.any_suppressed or rows.constraints is not None
         if rows.any_penalised or masked or rows.any_truncated or rows.top_logprobs:
             logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
@@ -127,6 +129,8 @@ class Sampler:
             processed = _without(processed, rows.stop_ids, (positions < rows.first_stop)[:, None])
         if rows.any_suppressed:
             processed = _without(processed, rows.suppressed)
+        if rows.constraints is not None:
+            processed = self.ops.constrain(processed, rows.constraints, rows.slots, positions)
         if rows.any_truncated:
             processed = self.ops.truncate(processed * inverse[:, None], rows.top_k, rows.top_p, rows.min_p)
             processed_inverse = one
@@ -139,6 +143,8 @@ class Sampler:
         if rows.any_penalised:
             assert self.penalties is not None
             self.penalties.add(rows.slots, tokens)
+        if rows.constraints is not None:
+            self.ops.follow(tokens, rows.constraints, rows.slots, logits.shape[1])
 
         # Each mode is a softmax over these logits at this inverse temperature; "processed" is what was sampled from.
         bases = ((logits, inverse), (logits, one), (processed, processed_inverse))

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stoker.engine.constraints import Constraints
 from stoker.engine.device import Runtime
 from stoker.engine.images import ImagePart, image_rows, spans_within
 from stoker.engine.packed_inputs import PackedInputs, Spec
@@ -143,6 +144,7 @@ class StepInputs:
         def static(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
 
+        self.constraints = Constraints(runtime, max_num_seqs)
         self._slots = static(self.max_tokens)
         self._turns = static(3, self.max_tokens)
         self._block_tables = static(max_num_seqs, max_blocks)
@@ -179,6 +181,10 @@ class StepInputs:
         requests, num_new = plan.requests, plan.num_new
         for request in plan.admitted:
             self._write_slot(request)
+        self.constraints.start(
+            (r.slot, r.spec.constraint, r.output if r.spec.constraint else (), r.num_prompt + r.spec.min_tokens)
+            for r in plan.admitted
+        )
         new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
         if new_blocks.numel():
             self._tables.index_put_((new_blocks[0], new_blocks[1]), new_blocks[2])
@@ -337,7 +343,8 @@ class StepInputs:
         host["repetition"][slot] = spec.repetition_penalty
         host["presence"][slot], host["frequency"][slot] = spec.presence_penalty, spec.frequency_penalty
         host["seed"][slot], host["sample_index"][slot] = spec.seed, request.sample_index
-        host["first_stop"][slot] = request.num_prompt + spec.min_tokens
+        # A constraint has no stop id come too early, where another way is.
+        host["first_stop"][slot] = 0 if spec.constraint is not None else request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
         for name, ids in (("stop_ids", spec.stop_ids), ("suppressed", spec.suppressed)):
             if len(ids) > self._ids[name].shape[1]:  # to a power of two: steps are captured anew for each width
@@ -362,6 +369,7 @@ class StepInputs:
             any_suppressed=any(s.suppressed for s in specs),
             modes=tuple(sorted({s.logprobs_mode for s in specs})),
             top_logprobs=max(s.top_logprobs for s in specs),
+            constraints=self.constraints.rows if any(s.constraint is not None for s in specs) else None,
         )
 
 

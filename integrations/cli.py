@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--suppress-token-id", type=int, action="append", default=[], metavar="N", help="never sampled; repeat for more"
     )
+    sampling.add_argument("--regex", metavar="PATTERN", help="the whole text matches it, as by Python's re.fullmatch")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens, whatever the model says")
     add_flags(generate)
     generate.set_defaults(run=_generate, parser=generate)
@@ -298,6 +299,7 @@ def _generate(args: argparse.Namespace) -> int:
             stop_token_ids=args.stop_token_id,
             suppress_token_ids=args.suppress_token_id,
             ignore_eos=args.ignore_eos,
+            regex=args.regex,
         )
     except InvalidRequestError as error:
         args.parser.error(str(error))

@@ -322,8 +322,6 @@ def _check(trainer: Any) -> type[_EngineBackend]:
             "the trainer generates with transformers' continuous batching: build it with "
             "use_transformers_continuous_batching=False"
         )
-    if getattr(trainer.args, "vllm_structured_outputs_regex", None) is not None:
-        raise InvalidConfigError("vllm_structured_outputs_regex is set, and the engine does not constrain its output")
     # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
     vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction
     if vespo and trainer.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):

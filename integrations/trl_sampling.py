@@ -67,6 +67,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
         settings,
         stop_token_ids=_eos_ids(trainer),
         ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
+        regex=getattr(trainer.args, "vllm_structured_outputs_regex", None),
         **penalties,
     )
 

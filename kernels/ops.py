@@ -15,6 +15,7 @@ from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
     attention,
     checksum,
+    constraints,
     gates,
     linear,
     lora,
@@ -24,6 +25,7 @@ from stoker.kernels.reference import (
     sampling,
     window,
 )
+from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
@@ -54,6 +56,8 @@ class Ops:
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
     score_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    constrain: Callable[[Tensor, ConstraintRows, Tensor, Tensor], Tensor]
+    follow: Callable[[Tensor, ConstraintRows, Tensor, int], None]
     advance: Callable[..., None]
     checksums: Callable[[Sequence[Tensor]], Tensor]
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
@@ -91,6 +95,8 @@ REFERENCE = Ops(
     token_logprobs=sampling.token_logprobs,
     score_tokens=sampling.score_tokens,
     truncate=sampling.truncate,
+    constrain=constraints.constrain,
+    follow=constraints.follow,
     advance=window.advance,
     checksums=checksum.checksums,
 )

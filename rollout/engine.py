@@ -20,6 +20,7 @@ from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
@@ -76,6 +77,7 @@ class RolloutEngine:
         self._requests = RequestMaker(
             tokenizer=self.tokenizer,
             vocab=self._binding.shell.vocab,
+            constraint=ConstraintMaker(self.tokenizer, self._binding.shell.vocab),
             eos_ids=setup.eos_ids(self._binding, self.tokenizer),
             max_model_len=self.max_model_len,
             kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,
@@ -351,11 +353,11 @@ class RolloutEngine:
     def sleep(self, level: int = 1, tags: str | Iterable[str] | None = None) -> None:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
-        level: 1 gives back the KV cache, and attention's workspace where no graph needs it; 2 also graphs (with it) and
-        weights of the engine's own, kept in host memory (weights that are the trainer's stay), and copies of adapters
-        that lie elsewhere; 3 drops those weights, which the next call takes from the model anew: ``update_weights`` for
-        paused requests, shards and weights from elsewhere, any other for the rest. tags: instead of a level, any of
-        "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        level: 1 gives back the KV cache, and attention's workspace and patterns' tables where no graph needs them; 2 also
+        graphs (with these) and weights of the engine's own, kept in host memory (weights that are the trainer's stay),
+        and copies of adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew:
+        ``update_weights`` for paused requests, shards and weights from elsewhere, any other for the rest. tags: instead
+        of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         with self._loop.gate("sleep"):

@@ -37,7 +37,7 @@ def check_tags(tags: str | Iterable[str]) -> list[str]:
 class EngineMemory:
     """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
 
-    That last one goes whenever no graph is left that remembers where it is.
+    That last one goes whenever no graph is left that remembers where it is, and what requests follow with the KV cache then.
     """
 
     def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding, adapters: Adapters) -> None:
@@ -65,6 +65,8 @@ class EngineMemory:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
             self.core.scheduler.forget_prefixes()
             runner.sampler.penalties = None
+            if not runner.has_graphs:
+                self.core.inputs.constraints.release()
             self.kv.release()
         if "weights" in tags:
             self.adapters.give_back()

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.engine.constraints import Constraint
 from stoker.engine.images import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec, Status
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
+from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
 from stoker.rollout.prompts import Read, as_int, check_ids, read_prompts
@@ -73,6 +75,7 @@ class RequestMaker:
 
     tokenizer: Any
     vocab: int
+    constraint: ConstraintMaker
     eos_ids: frozenset[int]
     max_model_len: int
     kv_tokens: int  # tokens the KV cache holds
@@ -106,6 +109,10 @@ class RequestMaker:
             raise InvalidRequestError(
                 f"{name}: suppress_token_ids has every id, so nothing can be sampled: leave some out"
             )
+        try:
+            self._constraint(params)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{name}: {error}") from error
         longest = min(len(prompt) + params.max_tokens, self.max_model_len)
         if longest > self.kv_tokens:
             raise InvalidRequestError(
@@ -146,6 +153,14 @@ class RequestMaker:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
             raise InvalidRequestError(f"top_k={shown(top_k)}: it has to be an integer from 0 to {self.vocab}")
         return Variant(float(temperature), int(top_k))
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        if params.regex is None:
+            return None
+        return self.constraint(params.regex, self._stop_ids(params), frozenset(params.suppress_token_ids))
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     # -- making ------------------------------------------------------------------------------------------------------
 
@@ -254,8 +269,9 @@ class RequestMaker:
             frequency_penalty=p.frequency_penalty,
             max_tokens=min(p.max_tokens, self.max_model_len - len(prompt)),
             min_tokens=p.min_tokens,
-            stop_ids=frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.eos_ids),
+            stop_ids=self._stop_ids(p),
             suppressed=frozenset(p.suppress_token_ids),
+            constraint=self._constraint(p),
             seed=seed & _SEED_MASK,
             top_logprobs=p.logprobs,
             logprobs_mode=LOGPROBS_MODES.index(p.logprobs_mode),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
 from stoker.rollout.prompts import as_int
+from stoker.rollout.regex import check
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")
@@ -31,11 +32,14 @@ class SamplingParams:
     - stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
       token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
       end it. suppress_token_ids: ids that are never sampled, such as an image's placeholder.
+    - regex: what the completion's text matches, as by ``re.fullmatch(regex, text)``; needs a tokenizer. Stop ids are sampled
+      only where it does, and have to be where the text cannot go on, even before ``min_tokens``. A completion that
+      ``max_tokens`` or a stop string ends has not come so far. Look-around, back-references and the like are refused.
     - seed: None draws a fresh one from the engine's seed.
     - logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
     - logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
       recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens``,
-      ``suppress_token_ids`` and truncation.
+      ``suppress_token_ids``, ``regex`` and truncation.
     - prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
       of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
 
@@ -56,6 +60,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     suppress_token_ids: Sequence[int] = ()
+    regex: str | None = None
     seed: int | None = None
     logprobs: int = 0
     logprobs_mode: LogprobsMode = "scaled"
@@ -82,6 +87,10 @@ class SamplingParams:
             self._whole("seed")
         if self.prompt_logprobs is not None:
             self._whole("prompt_logprobs", 0)
+        if self.regex is not None:
+            if not isinstance(self.regex, str) or not self.regex:
+                raise InvalidRequestError(f"regex={shown(self.regex)}: give a regular expression, or None for no bound")
+            check(self.regex)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(f"ignore_eos={shown(self.ignore_eos)}: give True or False")
         if self.logprobs_mode not in _MODES:

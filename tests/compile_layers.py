@@ -17,6 +17,7 @@ from compile_attention import Recorder, as_on_hopper, build, launches
 from stoker.kernels import (
     causal_conv,
     checksum,
+    constraints,
     gates,
     grouping,
     linear,
@@ -30,6 +31,7 @@ from stoker.kernels import (
     sampling,
     window,
 )
+from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
@@ -81,6 +83,10 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     greedy, ones = torch.zeros(8, dtype=torch.bool), torch.ones(8)
     noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
+    slots = torch.zeros(8, dtype=torch.long)
+    followed = ConstraintRows(torch.zeros(1 << 20, dtype=torch.int16), *torch.zeros(3, 9, dtype=torch.long))
+    constraints.constrain(torch.zeros(8, 256000), followed, slots, slots)
+    constraints.follow(slots, followed, slots, 256000)
 
 
 def adapt(
@@ -158,6 +164,7 @@ if __name__ == "__main__":
         window,
         checksum,
         sampling,
+        constraints,
         grouping,
         moe,
         lora,

@@ -51,6 +51,16 @@ def test_greedy_completions_are_the_models(folder: str, files: tuple[str, str]) 
         assert completion["logprobs"] == pytest.approx(plain, abs=1e-4)
 
 
+def test_completions_match_a_pattern(folder: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = files
+    assert main(["generate", folder, source, target, "--regex", "[ab]{2,3}c", "--n", "3"]) == 0
+    texts = [completion["text"] for record in read(target) for completion in record["completions"]]
+    assert len(texts) == 9 and all(re.fullmatch("[ab]{2,3}c", text) for text in texts)
+    with pytest.raises(SystemExit):
+        main(["generate", folder, source, target, "--regex", "("])
+    assert "is no regular expression" in capsys.readouterr().err
+
+
 def test_flags_are_the_sampling_parameters(
     folder: str, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,8 +77,9 @@ def test_flags_are_the_sampling_parameters(
     }  # fmt: skip
     flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     flags += ["--stop", "a", "--stop", "b", "--ignore-eos", "--stop-token-id", "7", "--suppress-token-id", "3"]
+    flags += ["--regex", "a*"]
     assert main(["generate", folder, *files, *flags]) == 1
-    ids = {"stop_token_ids": (7,), "suppress_token_ids": (3,)}
+    ids = {"stop_token_ids": (7,), "suppress_token_ids": (3,), "regex": "a*"}
     expected = SamplingParams(**given, **ids, stop=("a", "b"), ignore_eos=True)
     assert [replace(params, seed=None) for params in seen] == [expected] * 3
     assert len({params.seed for params in seen}) == 3  # each line has its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import oracle
@@ -11,6 +12,7 @@ import torch
 import vision
 from adapted import peft_model
 from families import FAMILIES, VOCAB, make_model
+from tokenizer_kinds import tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -81,6 +83,35 @@ def test_sampled_tokens_are_the_same_alone_and_among_neighbours() -> None:
         together = engine.generate_batch(prompts(), params)
         alone = [engine.generate_batch([p], s)[0] for p, s in zip(prompts(), params, strict=True)]
     assert [o.completions[0].token_ids for o in together] == [o.completions[0].token_ids for o in alone]
+
+
+def test_patterns_are_followed_inside_captured_steps() -> None:
+    """New ones under the graphs that are there, and beside rows without."""
+    one = tokenizer("byte-level")
+    model = make_model("llama", vocab_size=len(one))
+    patterns = [
+        "yes|no",
+        r"\w{3,9}",
+        None,
+        r"<answer>\n[^<]{1,20}</answer>",
+        "(?i)(the|cat){2,5}",
+        "[ab]{4,8}",
+        None,
+        r"\d+",
+    ]
+    params = [SamplingParams(regex=pattern, temperature=0, max_tokens=NEW_TOKENS) for pattern in patterns]
+    config = EngineConfig(kv_cache_memory="8MiB", max_num_seqs=4)
+    found = []
+    for device in ("cpu", "cuda"):
+        with RolloutEngine(copy.deepcopy(model).to(device), config=config, tokenizer=one) as engine:
+            batches = [engine.generate_batch([[5, 6, 7]] * 4, params[at : at + 4]) for at in (0, 4, 0)]
+            found.append([[o.completions[0].token_ids for o in batch] for batch in batches])
+            for batch, at in zip(batches, (0, 4, 0), strict=True):
+                for output, pattern in zip(batch, patterns[at:], strict=False):
+                    (completion,) = output.completions
+                    if pattern is not None and completion.finish_reason == "stop":
+                        assert re.fullmatch(pattern, completion.text)
+    assert found[0] == found[1]
 
 
 @pytest.mark.alone

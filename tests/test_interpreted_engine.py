@@ -11,6 +11,7 @@ import torch
 from adapted import peft_model, state_dict
 from families import make_model
 from pretend_device import STATIC, PretendDevice, bits, build, close, prompts, results
+from tokenizer_kinds import tokenizer
 
 from stoker.engine.device import CpuRuntime
 from stoker.kernels import grouping, lora
@@ -37,6 +38,20 @@ def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
         assert engine.stats().fused_layers == engine.stats().num_layers
         close(engine.generate_batch(*few(5)), expected)
         assert engine.core.runner.has_graphs
+
+
+def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_operations() -> None:
+    one = tokenizer("byte-level")
+    model = make_model("llama", vocab_size=len(one) + 6, num_hidden_layers=1)
+    settings = [SamplingParams(regex=r, max_tokens=5, seed=1) for r in ("(yes|no), [0-9]{2}", None, r"\w+", "no")]
+    found = []
+    for ops, runtime in ((REFERENCE, CpuRuntime), (TRITON, PretendDevice)):
+        with build(model, ops=ops, runtime=runtime, decode_window=2) as engine:
+            engine._requests.tokenizer = engine._requests.constraint.tokenizer = one
+            engine._requests.eos_ids = frozenset([one.eos_token_id])
+            found.append(engine.generate_batch([[5, 6, 7]] * 4, settings))
+    close(*found)
+    assert found[0][3].completions[0].text == "no"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])

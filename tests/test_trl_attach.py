@@ -270,8 +270,8 @@ def test_settings_that_cannot_work_are_refused(
     vars(trainer).update(original)
 
 
-def test_constrained_output_is_refused(make_trainer: MakeTrainer) -> None:
-    refused(make_trainer(vllm_structured_outputs_regex="a+"), InvalidConfigError, "vllm_structured_outputs_regex")
+def test_a_pattern_that_cannot_be_is_refused(make_trainer: MakeTrainer) -> None:
+    refused(make_trainer(vllm_structured_outputs_regex="a(?=b)"), InvalidRequestError, "has a look-around")
 
 
 @pytest.mark.parametrize("tied", [False, True])

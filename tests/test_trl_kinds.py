@@ -83,6 +83,20 @@ def test_every_rollout_is_of_the_weights_of_its_step(
     assert worst_difference(last, params, first) > 10 * LOGPROB_TOLERANCE  # the weights moved, and the check can tell
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation", "gold", "iw_opd", "online_dpo"])
+def test_completions_match_the_pattern_of_the_trainer(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    trainer = make_trainer(kind, vllm_structured_outputs_regex="(ab|c){1,2}d?")
+    attach(trainer)
+    calls = recorded(trainer, monkeypatch)
+    trainer.train()
+    completions = [c for _, _, batch in calls for output in batch for c in output.completions]
+    assert len(completions) >= 12 and {c.finish_reason for c in completions} == {"stop"}
+    assert all(re.fullmatch("(ab|c){1,2}d?", c.text) for c in completions)
+    assert all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)  # of the whole vocabulary
+
+
 @pytest.mark.parametrize("kind", WITH_REWARDS)
 def test_rewards_are_of_the_completions_and_their_prompts(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str

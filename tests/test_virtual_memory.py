@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import make_model
 from pretend_device import PretendDevice, build, close
+from tokenizer_kinds import tokenizer
 from torch import Tensor
 
 from stoker.engine import device as device_module
@@ -198,6 +199,26 @@ class VirtualDevice(PretendDevice):
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         return VirtualBuffer(nbytes, self.driver, chunk=64 * KIB)
+
+
+def test_what_requests_follow_is_given_back_when_no_graph_remembers_it() -> None:
+    one = tokenizer("byte-level")
+    model = make_model("llama", vocab_size=len(one), num_hidden_layers=1)
+    params = SamplingParams(regex="(yes|no), [0-9]{2}", max_tokens=9, seed=1)
+    with build(model, runtime=VirtualDevice, decode_window=2) as engine:
+        engine._requests.tokenizer = engine._requests.constraint.tokenizer = one
+        engine._requests.eos_ids = frozenset([one.eos_token_id])
+        inputs, runner = engine.core.inputs, engine.core.runner
+        assert isinstance(runner, GraphStep)
+        expected = engine.generate_batch([[5, 6, 7]] * 2, params)
+        captured = len(runner._graphs)
+        for level, kept in ((1, True), (2, False), (1, True)):
+            rows = inputs.constraints.rows
+            engine.sleep(level=level)
+            assert (inputs.constraints.rows is rows) == kept == runner.has_graphs
+            engine.wake_up()
+            close(engine.generate_batch([[5, 6, 7]] * 2, params), expected)
+            assert len(runner._graphs) == captured
 
 
 def workspace_of(engine: RolloutEngine) -> weakref.ref[Tensor]:

@@ -1,0 +1,111 @@
+"""What rows have to follow: automata over tokens, on the device side by side, and the state of each slot's.
+
+A step masks the logits by the state of its rows and moves the states on by what it samples; the host only says, where a
+request gets a slot, what it follows and how far it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.engine.device import Runtime
+from stoker.kernels.reference.constraints import FIRST, FREE, HEADER, ConstraintRows
+
+_ALIGNMENT = 64  # numbers between the beginnings of automata
+_LEAST = 1 << 16  # numbers there is room for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constraint:
+    """An automaton that every completion has to follow to its end. ``table``: int16 [n], as ``ConstraintRows`` has it."""
+
+    table: NDArray[np.int16]
+    vocab: int
+
+    def after(self, tokens: Sequence[int]) -> int:
+        """The state after these."""
+        state = FIRST
+        for token in tokens:
+            if state >= FIRST:
+                row = HEADER + self.vocab + (state - FIRST) * int(self.table[0])
+                state = int(self.table[row + int(self.table[HEADER + token])])
+        return state
+
+
+class Constraints:
+    """Where slots' constraints are on the device. Nothing is there before the first one.
+
+    The room for automata grows in powers of two, or stays where it is, as captured steps remember it; where it is full,
+    those that no slot follows make way.
+    """
+
+    def __init__(self, runtime: Runtime, num_slots: int) -> None:
+        self.rows: ConstraintRows | None = None
+        self._runtime = runtime
+        self._num_slots = num_slots
+        self._of_slot: dict[int, Constraint] = {}
+        self._places: dict[Constraint, int] = {}
+        self._end = 0  # of the last automaton
+
+    def start(self, requests: Iterable[tuple[int, Constraint | None, Sequence[int], int]]) -> None:
+        """Begin requests in slots: slot, what it follows, the tokens it has sampled, where the first end may be."""
+        requests = [r for r in requests if r[1] is not None or r[0] in self._of_slot]
+        if not requests:
+            return
+        for slot, constraint, _, _ in requests:
+            self._of_slot.pop(slot, None)
+            if constraint is not None:
+                self._of_slot[slot] = constraint
+        for _, constraint, _, _ in requests:
+            if constraint is not None and constraint not in self._places:
+                self._place(constraint)
+        assert self.rows is not None
+        base = np.zeros(self._num_slots + 1, dtype=np.int64)
+        for slot, constraint in self._of_slot.items():
+            base[slot] = self._places.get(constraint, 0)  # none of a slot that a failed step has left behind
+        states = [FREE if c is None else c.after(tokens) for _, c, tokens, _ in requests]
+        new = np.array([[slot for slot, *_ in requests], states, [first_end for *_, first_end in requests]])
+        based, (slots, now, first_end) = self._runtime.upload(base, new)
+        self.rows.base.copy_(based)
+        self.rows.states.index_copy_(0, slots, now)
+        self.rows.first_end.index_copy_(0, slots, first_end)
+
+    def release(self) -> None:
+        """Give the memory back. No request is in a slot."""
+        self.rows, self._end = None, 0
+        self._of_slot.clear()
+        self._places.clear()
+
+    def _place(self, constraint: Constraint) -> None:
+        """Have an automaton on the device, and, where there is no room behind the others, all that slots follow anew.
+
+        What was launched before has read what was there.
+        """
+        if self.rows is not None and self._end + len(constraint.table) <= len(self.rows.automata):
+            return self._write(self.rows, constraint)
+        kept = dict.fromkeys(self._of_slot.values())
+        wanted = sum(len(one.table) + _ALIGNMENT for one in kept)
+        room = max(_LEAST, 2 ** (wanted * 3 // 2).bit_length())
+        self._places, self._end = {}, 0
+        if self.rows is None or room > len(self.rows.automata):
+            automata = torch.zeros(room, dtype=torch.int16, device=self._runtime.device)
+            self.rows = self._free_rows(automata) if self.rows is None else replace(self.rows, automata=automata)
+        for one in kept:
+            self._write(self.rows, one)
+
+    def _free_rows(self, automata: Tensor) -> ConstraintRows:
+        count = self._num_slots + 1  # one for rows that sample nothing for keeps
+        base, states, first_end = (torch.full((count,), n, device=automata.device) for n in (0, FREE, 0))
+        return ConstraintRows(automata, base, states, first_end)
+
+    def _write(self, rows: ConstraintRows, constraint: Constraint) -> None:
+        (table,) = self._runtime.upload(constraint.table)
+        rows.automata[self._end : self._end + len(table)].copy_(table)
+        self._places[constraint] = self._end
+        self._end = -(-(self._end + len(table)) // _ALIGNMENT) * _ALIGNMENT

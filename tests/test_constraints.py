@@ -1,0 +1,420 @@
+"""Completions that have to match a regular expression, through the whole engine.
+
+The oracle knows no automaton: it runs the plain forward, and asks of every token of the vocabulary, at every step, whether
+the text with it could still come to match (partial matches of the package ``regex``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import regex as partial_regex
+import torch
+from families import make_model
+from pretend_device import STATIC, PretendDevice
+from pretend_device import build as build_pretended
+from small_engine import only
+from tokenizer_kinds import KINDS, tokenizer
+from transformers import PreTrainedModel
+
+from stoker.engine.device import CpuRuntime
+from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
+
+TOKENIZER = tokenizer("byte-level")
+EOS = TOKENIZER.eos_token_id
+VOCAB = len(TOKENIZER) + 6
+PROMPT = [40, 50, 60, 70]
+
+
+@cache
+def model() -> PreTrainedModel:
+    return make_model("llama", vocab_size=VOCAB)
+
+
+def build(**settings: Any) -> RolloutEngine:
+    fields = {"kv_cache_memory": "4MiB", "max_num_seqs": 16, "block_size": 4} | settings
+    return RolloutEngine(model(), config=EngineConfig(**fields), tokenizer=TOKENIZER)
+
+
+def text_of(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+
+def may_follow(pattern: str, tokens: list[int]) -> list[int]:
+    """Of patterns in ASCII, where no character is cut between tokens."""
+    before = text_of(tokens)
+    assert pattern.isascii()
+    found = [EOS] if re.fullmatch(pattern, before) else []
+    for token in range(len(TOKENIZER)):
+        text = text_of([*tokens, token])
+        if text != before and "�" not in text and partial_regex.fullmatch(pattern, text, partial=True):
+            found.append(token)
+    return found
+
+
+@torch.no_grad()
+def oracle(pattern: str, max_tokens: int, prompt: list[int] = PROMPT) -> tuple[list[int], list[float], list[float]]:
+    """Greedy tokens, and their log-probabilities among those that may come, and among all."""
+    tokens, processed, scaled = [], [], []
+    while len(tokens) < max_tokens and EOS not in tokens:
+        logits = model()(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        may = may_follow(pattern, tokens)
+        among = torch.full_like(logits, float("-inf"))
+        among[may] = logits[may]
+        tokens.append(int(among.argmax()))
+        processed.append(float(among.log_softmax(-1)[tokens[-1]]))
+        scaled.append(float(logits.log_softmax(-1)[tokens[-1]]))
+    return tokens, processed, scaled
+
+
+PATTERNS = [
+    "yes|no|maybe",
+    r"<answer>\n[ -~]{0,12}\n</answer>",
+    r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?",
+    r'\{"name": "[a-z ]{1,6}", "age": [0-9]{1,3}\}',
+    r"(?ia)(the|cat|sat| ){2,7}",
+    r"[^0-9\x80-\U0010ffff]{1,9}[0-9]",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_greedy_completions_are_those_of_the_plain_forward_under_a_mask(pattern: str) -> None:
+    tokens, processed, scaled = oracle(pattern, 24)
+    with build() as engine:
+        for mode, wanted in (("processed", processed), ("scaled", scaled)):
+            params = SamplingParams(regex=pattern, temperature=0, max_tokens=24, logprobs_mode=mode, logprobs=3)
+            found = only(engine.generate_batch([PROMPT], params))
+            assert found.token_ids == tokens
+            assert found.logprobs == pytest.approx(wanted, abs=1e-4)
+            assert found.top_logprobs is not None and (mode == "scaled" or found.top_logprobs[0][tokens[0]] > -math.inf)
+            assert found.finish_reason == ("stop" if tokens[-1] == EOS else "length")
+    if tokens[-1] == EOS:
+        assert re.fullmatch(pattern, text_of(tokens)) and found.stop_reason == EOS
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 1.5}])
+def test_sampling_draws_from_what_may_come(truncation: dict[str, float]) -> None:
+    """The first token's distribution: over those that may come, then truncated."""
+    pattern = "a{1,3}[bc]|[d-h]+|the|cat"
+    with torch.no_grad():
+        logits = model()(torch.tensor([PROMPT])).logits[0, -1].double() / truncation.get("temperature", 1.0)
+    may = may_follow(pattern, [])
+    among = torch.full_like(logits, float("-inf"))
+    among[may] = logits[may]
+    order = among.argsort(descending=True)
+    if "top_k" in truncation:
+        among[order[int(truncation["top_k"]) :]] = float("-inf")
+    mass = among.softmax(-1)
+    if "top_p" in truncation:
+        among[order[mass[order].cumsum(0) - mass[order] >= truncation["top_p"]]] = float("-inf")
+    among[mass < truncation.get("min_p", 0.0) * mass.max()] = float("-inf")
+    wanted = among.softmax(-1)
+    samples = 3000
+    with build() as engine:
+        params = SamplingParams(regex=pattern, n=samples, max_tokens=1, seed=1, logprobs_mode="processed", **truncation)
+        (output,) = engine.generate_batch([PROMPT], params)
+    counts = torch.zeros(VOCAB, dtype=torch.double)
+    for completion in output.completions:
+        (token,) = completion.token_ids
+        counts[token] += 1
+        assert completion.logprobs[0] == pytest.approx(float(wanted[token].log()), abs=1e-4)
+    assert counts[wanted == 0].sum() == 0
+    deviation = (samples * wanted * (1 - wanted)).sqrt().clamp(min=1.0)
+    assert ((counts - samples * wanted).abs() <= 5 * deviation).all()
+
+
+WIDE = [*PATTERNS, r"(?s).{0,9}", r"\w+[.!]", r"(日本|naïve|😀)\W{1,4}\w*", r"\s*[^\s]{3,5}\s*"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_completion_that_stops_matches(kind: str) -> None:
+    """Of several tokenizers, where each request has a pattern of its own; characters are cut between tokens here."""
+    one = tokenizer(kind)
+    prompts = [[5 + i, 6, 7] for i in range(2 * len(WIDE))]
+    stopped = 0
+    with RolloutEngine(
+        make_model("llama", vocab_size=len(one) + 3),
+        config=EngineConfig(kv_cache_memory="4MiB", max_num_seqs=9),
+        tokenizer=one,
+    ) as engine:
+        for i, prompt in enumerate(prompts):
+            try:
+                params = SamplingParams(regex=WIDE[i % len(WIDE)], n=2, max_tokens=40, seed=i)
+                handle = engine.submit(prompt, params)
+            except InvalidRequestError as error:
+                assert "matched by no sequence of tokens" in str(error) and kind in ("words", "metaspace")
+                continue
+            for completion in handle.result().completions:
+                if completion.finish_reason == "stop":
+                    assert re.fullmatch(WIDE[i % len(WIDE)], completion.text), completion.text
+                    assert completion.stop_reason == one.eos_token_id
+                    stopped += 1
+                else:
+                    assert len(completion.token_ids) == 40
+                assert all(math.isfinite(logprob) for logprob in completion.logprobs)
+    assert stopped > 8
+
+
+MIXED = [
+    SamplingParams(regex=PATTERNS[i % len(PATTERNS)] if i % 3 else None, seed=i, max_tokens=20, n=1 + i % 2, **kind)
+    for i, kind in enumerate(
+        [
+            {},
+            {"temperature": 0},
+            {"top_k": 5, "top_p": 0.9},
+            {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+            {"min_tokens": 5, "logprobs": 3},
+            {"logprobs_mode": "raw", "temperature": 0.7},
+            {"suppress_token_ids": list(range(60, 90))},
+            {"logprobs_mode": "processed"},
+            {"stop": ["9"]},
+        ]
+        * 2
+    )
+]
+ROWS = [PROMPT + [30 + i % 4] * (i % 7) for i in range(len(MIXED))]
+
+
+def shown(completions: list[Completion]) -> list[Any]:
+    return [(c.token_ids, c.finish_reason, c.stop_reason, [round(p, 3) for p in c.logprobs]) for c in completions]
+
+
+@cache
+def alone() -> list[Any]:
+    """Each by itself."""
+    with build() as engine:
+        return [
+            shown(engine.generate_batch([row], params)[0].completions) for row, params in zip(ROWS, MIXED, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"decode_window": 1},
+        {"max_num_batched_tokens": 3, "max_num_seqs": 3},
+        {"max_num_seqs": 2},
+        {"enable_prefix_caching": False},
+        {"block_size": 1, "max_num_batched_tokens": 7},
+    ],
+    ids=str,
+)
+def test_neighbours_windows_and_chunks_change_nothing(settings: dict[str, Any]) -> None:
+    with build(**settings) as engine:
+        assert [shown(o.completions) for o in engine.generate_batch(ROWS, MIXED)] == alone()
+
+
+def test_the_state_comes_back_after_preemption() -> None:
+    """A KV cache too small for all: requests lose what they have, and replay the tokens they know."""
+    bytes_a_token = 3 * 2 * 2 * 16 * 4
+    with build(kv_cache_memory=30 * 4 * bytes_a_token) as engine:
+        assert [shown(o.completions) for o in engine.generate_batch(ROWS, MIXED)] == alone()
+        assert engine.core.scheduler.counters.preemptions > 0
+
+
+@contextmanager
+def pretended(**settings: Any) -> Iterator[RolloutEngine]:
+    """An engine whose decode steps are captured, and launched before what they go on from was read."""
+    settings = {"max_num_seqs": 8, "kv_cache_memory": "1MiB", "max_model_len": None} | settings
+    with build_pretended(model(), **settings) as engine:
+        engine._requests.tokenizer = engine._requests.constraint.tokenizer = TOKENIZER
+        engine._requests.eos_ids = frozenset([EOS])
+        yield engine
+
+
+def automata_of(engine: RolloutEngine) -> set[int | None]:
+    """Addresses of automata under which steps were captured, None for steps without."""
+    return {key[-1] for key in engine.core.runner._graphs}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("runtime", [CpuRuntime, PretendDevice])
+def test_captured_windows_follow_as_steps_do(runtime: type[CpuRuntime], window: int) -> None:
+    """Where plans are launched ahead, of tokens nobody has read, and new patterns come under graphs that are there."""
+    with pretended(runtime=runtime, decode_window=window) as engine:
+        for some in (
+            slice(0, 6),
+            slice(6, 12),
+            slice(12, 18),
+            slice(0, 18, 3),
+            slice(0, 6),
+        ):  # the fourth has no patterns
+            found = engine.generate_batch(ROWS[some], MIXED[some])
+            assert [shown(o.completions) for o in found] == alone()[some]
+        if runtime is PretendDevice:
+            assert None in automata_of(engine) and len(automata_of(engine)) > 1
+
+
+def test_a_new_pattern_needs_no_new_graph_and_room_is_made_where_there_is_none() -> None:
+    def run(patterns: list[str]) -> None:
+        params = [SamplingParams(regex=pattern, max_tokens=12, seed=1) for pattern in patterns]
+        for output, pattern in zip(engine.generate_batch([PROMPT] * len(patterns), params), patterns, strict=True):
+            (completion,) = output.completions
+            assert partial_regex.fullmatch(pattern, completion.text.rstrip("�"), partial=True)
+            assert completion.finish_reason == "length" or re.fullmatch(pattern, completion.text)
+
+    with pretended(max_num_seqs=4) as engine:
+        for pattern in ("[ab]{2,9}", "[cd]{2,9}", "[ef]{3,8}", r"\d+"):
+            run([pattern] * 2)
+        before = automata_of(engine)
+        assert len(before) == 1
+        rows = engine.core.inputs.constraints.rows
+        assert rows is not None
+        room = len(rows.automata)
+        for first in range(0, 60, 4):
+            run([rf"[^\d]{{1,{10 + n}}}" for n in range(first, first + 4)])
+        rows = engine.core.inputs.constraints.rows
+        assert rows is not None and room < len(rows.automata) <= 1 << 20  # those that nothing follows are gone
+        assert automata_of(engine) == {rows.automata.data_ptr()} != before
+
+
+def test_steps_without_a_constraint_are_what_they_were() -> None:
+    launched: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        return lambda *args: launched.append(name) or getattr(STATIC, name)(*args)
+
+    ops = replace(STATIC, constrain=noted("constrain"), follow=noted("follow"))
+    with pretended(ops=ops) as engine:
+        engine.generate_batch([PROMPT], SamplingParams(max_tokens=8))
+        assert not launched and engine.core.inputs.constraints.rows is None
+        engine.generate_batch([PROMPT], SamplingParams(regex="yes and no", max_tokens=8))
+        assert set(launched) == {"constrain", "follow"}
+        launched.clear()
+        engine.generate_batch([PROMPT] * 3, SamplingParams(max_tokens=8))
+        assert not launched
+
+
+# -- where a completion ends -----------------------------------------------------------------------------------------------
+
+
+def generate(engine: RolloutEngine, **params: Any) -> Completion:
+    return only(engine.generate_batch([PROMPT], SamplingParams(seed=3, **params)))
+
+
+def test_a_text_that_cannot_go_on_ends() -> None:
+    with build() as engine:
+        found = generate(engine, regex="yes", max_tokens=30)
+        assert found.text == "yes" and found.finish_reason == "stop" and found.token_ids[-1] == EOS
+        cut = generate(engine, regex="yes and no and more", max_tokens=2)
+        assert cut.finish_reason == "length" and "yes and no and more".startswith(cut.text) and len(cut.token_ids) == 2
+        empty = generate(engine, regex="()", max_tokens=5)
+        assert empty.token_ids == [EOS] and empty.text == ""
+
+
+def test_min_tokens_holds_where_the_text_can_go_on_and_no_longer() -> None:
+    with build() as engine:
+        params = SamplingParams(regex="[ab]*c?", min_tokens=2, max_tokens=12, n=60, seed=1)
+        (output,) = engine.generate_batch([PROMPT], params)
+        assert all(len(found.token_ids) > 2 or "c" in found.text for found in output.completions)
+        assert any(len(found.token_ids) == 3 and "c" not in found.text for found in output.completions)
+        # Beside a row that is not to stop.
+        alike = {"min_tokens": 20, "max_tokens": 30, "logprobs_mode": "processed"}
+        short, long = engine.generate_batch(
+            [PROMPT] * 2, [SamplingParams(regex="no", **alike), SamplingParams(stop_token_ids=range(90), **alike)]
+        )
+        assert short.error is None and long.error is None
+        assert short.completions[0].text == "no" and short.completions[0].finish_reason == "stop"
+        assert len(long.completions[0].token_ids) > 20
+
+
+def test_stop_ids_end_a_text_that_matches_and_are_no_text() -> None:
+    (stop,) = TOKENIZER.convert_tokens_to_ids(["a"])
+    with build() as engine:
+        for seed in range(12):
+            params = SamplingParams(regex="[ab]{3,4}", stop_token_ids=[stop], ignore_eos=True, max_tokens=9, seed=seed)
+            found = only(engine.generate_batch([PROMPT], params))
+            assert found.finish_reason == "stop" and found.stop_reason == stop
+            assert re.fullmatch("[ab]{3,4}", text_of(found.token_ids[:-1]))
+
+
+def test_suppressed_ids_leave_other_ways() -> None:
+    """Also those that the text would have come to a dead end without."""
+    with_t = [token for token in range(len(TOKENIZER)) if "t" in text_of([token])]
+    with build() as engine:
+        texts = {generate(engine, regex="cat|cut|no", suppress_token_ids=with_t, max_tokens=9).text for _ in range(8)}
+    assert texts == {"no"}
+
+
+def test_a_stop_string_ends_earlier() -> None:
+    with build() as engine:
+        found = generate(engine, regex="aaab+", stop=["ab"], max_tokens=20)
+        assert found.text == "aa" and found.stop_reason == "ab"
+
+
+# -- requests that live longer than a step -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [build, pretended], ids=["steps", "captured"])
+@pytest.mark.parametrize("how", ["keep", "recompute", "sleep"])
+def test_a_pause_changes_nothing(how: str, make: Callable[..., Any]) -> None:
+    params = SamplingParams(regex=r"[a-z ]{30,60}", max_tokens=40, seed=5, n=3)
+    with make(decode_window=2) as engine:
+        (wanted,) = engine.generate_batch([PROMPT], params)
+        handle = engine.submit(PROMPT, params)
+        for _ in range(4):
+            engine.wait([handle], share=0)
+        engine.pause("keep")
+        if how == "sleep":
+            engine.sleep()
+            assert engine.core.inputs.constraints.rows is None
+            engine.wake_up()
+        engine.update_weights()
+        engine.resume(recompute=how == "recompute")
+        assert shown(handle.result().completions) == shown(wanted.completions)
+
+
+def test_a_next_turn_begins_anew() -> None:
+    with build() as engine:
+        params = SamplingParams(regex="(yes|no), [0-9]{2}", max_tokens=30, seed=1)
+        (first,) = engine.generate_batch([PROMPT], params)
+        turn = PROMPT + first.completions[0].token_ids + PROMPT
+        (second,) = engine.generate_batch([turn], params)
+        for output in (first, second):
+            assert re.fullmatch("(yes|no), [0-9]{2}", output.completions[0].text)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"regex": "a(?=b)"}, "has a look-around"),
+        ({"regex": "("}, "is no regular expression"),
+        ({"regex": ""}, "give a regular expression, or None"),
+        ({"regex": 3}, "give a regular expression, or None"),
+    ],
+)
+def test_bad_patterns_are_named_where_they_are_given(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        SamplingParams(**params)
+
+
+def test_what_cannot_be_is_refused_before_any_work() -> None:
+    bad = {
+        "matched by no sequence of tokens": {"regex": r"[^\s\S]"},
+        "more than 30000 states": {"regex": r"(a|b)*a(a|b){20}"},
+        "leave ignore_eos out": {"regex": "a", "ignore_eos": True},
+    }
+    with build() as engine:
+        for words, params in bad.items():
+            with pytest.raises(InvalidRequestError, match=f"prompt 1: .*{words}"):
+                engine.generate_batch([PROMPT, PROMPT], [SamplingParams(), SamplingParams(**params)])
+            with pytest.raises(InvalidRequestError, match=f"prompt 0: .*{words}"):
+                engine.submit(PROMPT, SamplingParams(**params))
+        assert engine.stats().finished_requests == 0
+    with (
+        RolloutEngine(model(), config=EngineConfig(kv_cache_memory="1MiB")) as engine,
+        pytest.raises(InvalidRequestError, match="prompt 0: regex needs a tokenizer"),
+    ):
+        engine.generate_batch([PROMPT], SamplingParams(regex="a"))
