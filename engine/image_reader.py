@@ -51,7 +51,7 @@ class ImageReader:
         known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
 
         def ensure(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
-            key = adapter and adapter.key
+            key = None if adapter is None else adapter.key
             under = self._weights, key
             missing: dict[ImageInputs, _Part] = {}  # by what of them is left to read
             for images in prompts:

@@ -79,7 +79,7 @@ class ImageInputs:
             if is_by_token(tensor, len(tokens)):  # 0 at tokens of text
                 plain, size = plain[: int(plain.nonzero().max()) + 1 if plain.any() else 0], ()
             digest.update(f"{name} {tensor.dtype} {size} ".encode())
-            digest.update(plain.view(torch.uint8).numpy())
+            digest.update(plain.view(torch.uint8).numpy().data)
         return cls(tokens, inputs, digest.digest())
 
     @property

@@ -103,8 +103,8 @@ class _Nodes:
         """The node after ``items``. first, last: whether the pattern's ends are there, where anchors say nothing new."""
         solid = [place for place, (op, _) in enumerate(items) if str(op) != "AT"]
         begin, end = (solid[0], solid[-1]) if solid else (len(items), 0)
-        for place, item in enumerate(items):
-            at = self._item(*item, at, flags, first=first and place <= begin, last=last and place >= end)
+        for place, (op, argument) in enumerate(items):
+            at = self._item(op, argument, at, flags, first=first and place <= begin, last=last and place >= end)
         return at
 
     def _item(self, op: Any, argument: Any, at: int, flags: int, *, first: bool, last: bool) -> int:
@@ -127,7 +127,8 @@ class _Nodes:
             _, added, removed, items = argument
             return self.sequence(items, at, (flags | added) & ~removed, first=first, last=last)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeat(*argument, at, flags)
+            least, most, items = argument
+            return self._repeat(least, most, items, at, flags)
         end = self.new()
         members = _members(name, _frozen(argument), flags & (re.IGNORECASE | re.DOTALL | re.ASCII))
         self.edges[at].append((self.sets.setdefault(members, len(self.sets)), end))
@@ -258,11 +259,10 @@ def distinct(rows: NDArray[Any]) -> tuple[NDArray[np.int32], NDArray[Any]]:
     """The number of each row among those that differ, in the order they first come in, and these."""
     rows = np.ascontiguousarray(rows)
     numbers: dict[bytes, int] = {}
-    texts = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).reshape(-1).tolist()
+    texts: Any = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).reshape(-1).tolist()
     number = [numbers.setdefault(text, len(numbers)) for text in texts]
-    return np.array(number, dtype=np.int32), np.frombuffer(b"".join(numbers), dtype=rows.dtype).reshape(
-        -1, rows.shape[1]
-    )
+    others = np.frombuffer(b"".join(numbers), dtype=rows.dtype).reshape(-1, rows.shape[1])
+    return np.array(number, dtype=np.int32), others
 
 
 # -- over bytes ------------------------------------------------------------------------------------------------------------

@@ -228,9 +228,8 @@ class RequestMaker:
         together: dict[Adapter | None, list[ImageInputs]] = {}
         for (_, given), adapter in zip(read, adapters, strict=True):
             if given is not None and (given.digest, adapter) not in known:
-                images = replace(given)  # what is made of it with another adapter is other features
-                known[given.digest, adapter] = [images]
-                together.setdefault(adapter, []).append(images)
+                known[given.digest, adapter] = [replace(given)]  # with another adapter it has other features
+                together.setdefault(adapter, []).extend(known[given.digest, adapter])
         for adapter, several in together.items():  # between steps of other threads, which go through the same modules
             with suppress(InvalidRequestError, UnsupportedModelError):  # which are to name the prompt, below
                 self.attempt("read images", partial(ensure, several, adapter))
@@ -240,8 +239,8 @@ class RequestMaker:
                 found.append(None)
                 continue
             alike = known[given.digest, adapter]
-            images = next((one for one in alike if one.features is None or one.serves(given.tokens)), None)
-            if images is None:
+            fitting = (one for one in alike if one.features is None or one.serves(given.tokens))
+            if (images := next(fitting, None)) is None:
                 images = replace(given)
                 alike.append(images)
             if images.features is None:
