@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,10 @@ from torch import Tensor
 from stoker.engine.layer_structure import norm_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # of queries and keys
+# From the projection of a layer's input, [T, N], rotary embeddings and the step's context to what is projected: [T, M].
+Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +101,37 @@ class DeltaNet:
         return torch.cat([t.flatten(1) for t in qkv], dim=1), gate.flatten(1), b.flatten(1), a.flatten(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolution:
+    """A convolution between two gates, of LFM2."""
+
+    layer: int
+    module: Any  # the original, for its parameters
+
+    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+        """projected: [T, 3 * D], in order first gate, second gate, input; returns [T, D]."""
+        conv = self.module.conv
+        before, after, x = projected.chunk(3, dim=1)
+        out: Tensor = context.convolve(
+            self.layer, x, conv.weight.squeeze(1), conv.bias, activation=None, gates=(before, after)
+        )
+        return out
+
+
 def mixers_of(
-    module: Any, ops: Ops, widths: Sequence[int], asked: Sequence[Mapping[str, Any]]
-) -> Iterator[Attention | DeltaNet]:
+    module: Any, ops: Ops, widths: Sequence[int], out_width: int, asked: Sequence[Mapping[str, Any]]
+) -> Iterator[Mixer]:
     """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
 
-    widths: of the linears that read its input; asked: what it asked of attention when it ran, each time.
+    widths: of the linears that read its input; out_width: of what its output is made of; asked: what the layer asked of
+    attention when it ran, each time.
     """
+    if hasattr(module, "conv"):
+        yield ShortConvolution(layer=module.layer_idx, module=module)
+        return
     if hasattr(module, "conv1d"):
         norm: Any = getattr(module, "norm", getattr(module, "o_norm", None))
-        for scale in (1.0, 2.0) if norm is not None and not asked else ():
+        for scale in (1.0, 2.0) if norm is not None else ():
             yield DeltaNet(
                 ops=ops,
                 layer=module.layer_idx,
@@ -122,15 +147,16 @@ def mixers_of(
     if options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters()):
         return  # computed from what may change
     head_norm = whole_norms = None
-    if hasattr(module, "q_norm"):
-        query, key = norm_of(module.q_norm), norm_of(module.k_norm)
+    norms = next((n for n in _HEAD_NORMS if hasattr(module, n[0])), None)
+    if norms is not None:
+        query, key = (norm_of(getattr(module, name)) for name in norms)
         if query is None or key is None or query[1:] != key[1:]:
             return
         if query.weight.numel() == module.head_dim:
             head_norm = QKNorm(query.weight, *key)
         else:
             whole_norms = query, key
-    dim, heads = module.head_dim, module.o_proj.in_features // module.head_dim
+    dim, heads = module.head_dim, out_width // module.head_dim
     gated = len(widths) == 3 and widths[0] == 2 * heads * dim
     attention = Attention(
         ops=ops,

@@ -18,9 +18,18 @@ _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
 
 
+_ROTARY = ("rotary_emb", "pos_emb")
+_LAST_NORM = ("norm", "embedding_norm")
+
+
+def _part(shell: ModelShell, names: tuple[str, ...]) -> Any:
+    """What a decoder has by one of these names, or None."""
+    return next((part for name in names if (part := getattr(shell.decoder, name, None)) is not None), None)
+
+
 def rotary_kinds(shell: ModelShell) -> list[str | None]:
     """Of each layer, which of its model's rotary embeddings it takes; None where there is but one."""
-    rotary = shell.decoder.rotary_emb
+    rotary = _part(shell, _ROTARY)
     if "layer_type" in inspect.signature(rotary.forward).parameters:
         return list(shell.config.layer_types)
     return [None] * shell.num_layers
@@ -28,7 +37,7 @@ def rotary_kinds(shell: ModelShell) -> list[str | None]:
 
 def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
     """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [T], or [3, T]."""
-    rotary: Any = shell.decoder.rotary_emb
+    rotary: Any = _part(shell, _ROTARY)
     positions = positions.view(-1, 1, positions.shape[-1])
     # Of time, height and width, which are one for text.
     positions = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions[0]
@@ -58,10 +67,11 @@ class PlainModel:
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
         """shell: one of which ``is_plain`` is true."""
         body: Any = shell.decoder
-        norm = norm_of(body.norm)
+        self.last_norm = _part(shell, _LAST_NORM)
+        norm = norm_of(self.last_norm)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
-        self.embed, self.last_norm = body.embed_tokens, body.norm
+        self.embed: Any = body.embed_tokens
         self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
         self.layers = list(zip(body.layers, rotary_kinds(shell), strict=True))
         self.kinds = {kind for _, kind in self.layers}
@@ -74,10 +84,11 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body = shell.decoder
+        body, norm = shell.decoder, _part(shell, _LAST_NORM)
         return (
-            all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers"))
-            and norm_of(body.norm) is not None
+            all(hasattr(body, name) for name in ("embed_tokens", "layers"))
+            and norm is not None
+            and norm_of(norm) is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
             and not shell.has_wide_head
         )
@@ -109,12 +120,12 @@ class PlainModel:
         }
 
     def _frequencies(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.shell.decoder.rotary_emb.buffers()]
+        return [buffer.clone() for buffer in _part(self.shell, _ROTARY).buffers()]
 
     def refresh(self) -> None:
         """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
-        rotary = self.shell.decoder.rotary_emb
-        if self.kept is None or all(map(torch.equal, self.of, rotary.buffers())):
+        buffers = _part(self.shell, _ROTARY).buffers()
+        if self.kept is None or all(map(torch.equal, self.of, buffers)):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
             for kind, tables in self._tables().items():

@@ -68,9 +68,9 @@ class StepContext:
         )
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """As ``Ops.causal_conv``."""
-        return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, activation=activation)
+        return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, **options)
 
     def delta_rule(self, layer: int, *inputs: Tensor, normalise: bool) -> Tensor:
         """As ``Ops.gated_delta_rule``."""

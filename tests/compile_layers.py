@@ -131,7 +131,8 @@ def launch_recurrent() -> None:
         gates.delta_gates(zeros(64, heads), zeros(64, heads), torch.zeros(heads), zeros(heads), 2.0)
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
-        causal_conv.causal_conv(zeros(64, 2048), zeros(2048, 3), None, zeros(4, 2, 2048), rows)
+        before, after, x = zeros(64, 3 * 2048).chunk(3, dim=1)
+        causal_conv.causal_conv(x, zeros(2048, 3), None, zeros(4, 2, 2048), rows, gates=(before, after))
         for channels in (8192, 200):
             for bias in (None, zeros(channels)):
                 x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)

@@ -47,14 +47,16 @@ def conv_case(
     width: int = 4,
     bias: bool = True,
     activation: str | None = "silu",
+    gated: bool = False,
 ) -> Case:
     given = {
         "weight": randn(channels, width, dtype=dtype, scale=width**-0.5),
         "bias": randn(channels, dtype=dtype) if bias else None,
         "activation": activation,
     }
-    x = apart(randn(tokens, channels, dtype=dtype))
-    return {"x": x}, given, lambda slots: randn(slots, width - 1, channels, dtype=dtype)
+    names = ("x", "before", "after") if gated else ("x",)
+    by_token = {name: apart(randn(tokens, channels, dtype=dtype)) for name in names}
+    return by_token, given, lambda slots: randn(slots, width - 1, channels, dtype=dtype)
 
 
 def delta_case(
@@ -128,6 +130,9 @@ CASES: dict[str, Callable[..., Case]] = dict(zip(OPERATIONS, (conv_case, delta_c
 def run(
     ops: Ops, name: str, by_token: dict[str, Tensor], given: dict[str, Any], state: Tensor, rows: StateRows
 ) -> Tensor:
+    if "before" in by_token:
+        by_token = dict(by_token)
+        given = given | {"gates": (by_token.pop("before"), by_token.pop("after"))}
     out: Tensor = {
         "causal_conv": lambda: ops.causal_conv(**by_token, **given, state=state, rows=rows),
         "gated_delta_rule": lambda: ops.gated_delta_rule(**by_token, **given, state=state, rows=rows),
@@ -137,11 +142,18 @@ def run(
 
 
 def conv_step(
-    state: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, activation: str | None
+    state: Tensor,
+    x: Tensor,
+    before: Tensor | float = 1.0,
+    after: Tensor | float = 1.0,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    window = torch.cat((state, x[None]))
+    window = torch.cat((state, (x * before)[None]))
     out = (window * weight.T).sum(0) + (0.0 if bias is None else bias)
-    return F.silu(out) if activation else out, window[1:]
+    return (F.silu(out) if activation else out) * after, window[1:]
 
 
 def delta_step(
@@ -179,6 +191,8 @@ def expected(
         dt, bias = by_token["dt"], given["dt_bias"]
         dt = F.softplus(dt if bias is None else dt + bias).clamp(*given["dt_limit"])
         by_token = by_token | {"dt": dt}
+    if "before" in by_token:  # what it gates is rounded, as it is kept
+        by_token = by_token | {"x": by_token["x"] * by_token["before"], "before": torch.ones_like(by_token["x"])}
     by_token = {key: t.double() for key, t in by_token.items()}
     given = {key: t.double() if isinstance(t, Tensor) else t for key, t in given.items()}
     state, out = state.double(), None
@@ -221,6 +235,8 @@ def check(
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {"bias": False, "activation": None, "width": 3}),
     ("causal_conv", {"bias": False, "width": 2, "channels": 300}),
+    ("causal_conv", {"gated": True, "activation": None, "width": 3}),
+    ("causal_conv", {"gated": True, "bias": False, "channels": 300}),
     ("gated_delta_rule", {"normalise": False}),
     ("gated_delta_rule", {"key_heads": 3, "heads": 3, "dims": (40, 20)}),
     ("gated_delta_rule", {"key_heads": 1, "heads": 2, "dims": (128, 128)}),
@@ -247,11 +263,13 @@ def split(
     return batches
 
 
-def check_pieces(ops: Ops, name: str, dtype: torch.dtype, exact: bool, kept: torch.dtype = torch.float32) -> None:
+def check_pieces(
+    ops: Ops, name: str, dtype: torch.dtype, exact: bool, kept: torch.dtype = torch.float32, **options: Any
+) -> None:
     """Sequences that come in pieces give what they give whole; with the same bits where that is promised."""
     lengths = [9, 3, 72]
     pieces = [[5, 0, 70], [2, 1, 0], [1, 1, 1], [1, 1, 1]]
-    by_token, given, make_state = CASES[name](sum(lengths), dtype)
+    by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     whole, rows = make_state(6), make_rows(lengths, [4, 0, 5])
     piecewise, parts = whole.clone(), [[] for _ in lengths]  # type: ignore[var-annotated]
     out = run(ops, name, by_token, given, whole, rows).split(lengths)
@@ -276,10 +294,10 @@ def same(actual: Tensor, wanted: Tensor, kept: torch.dtype = torch.float32) -> N
     assert_close(actual, wanted, actual.dtype)
 
 
-def check_alone(ops: Ops, name: str, dtype: torch.dtype) -> None:
+def check_alone(ops: Ops, name: str, dtype: torch.dtype, **options: Any) -> None:
     """A sequence gives the same bits among any others, wherever its state lies."""
     lengths = [30, 2, 1, 66, 0, 1]
-    by_token, given, make_state = CASES[name](sum(lengths), dtype)
+    by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     states, rows = make_state(8), make_rows(lengths)
     before = states.clone()
     out = run(ops, name, by_token, given, states, rows).split(lengths)

@@ -64,13 +64,15 @@ def causal_conv(
     rows: StateRows,
     *,
     activation: Literal["silu"] | None = None,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])`` along each sequence: a depthwise convolution.
 
     x: [T, C]; weight: [C, K]; bias: [C]; state: [N, K - 1, C], each sequence's last inputs, the oldest first, in the dtype
-    of ``x``, changed in place. Sums are fp32 and rounded to the weight's dtype before the activation. Returns [T, C] in the
-    dtype of ``x``.
+    of ``x``, changed in place. gates: what ``x`` is multiplied by, and what the result is, [T, C] each. Sums are fp32 and
+    rounded to the weight's dtype before the activation. Returns [T, C] in the dtype of ``x``.
     """
+    x = x if gates is None else x * gates[0]
     kept, taps = weight.shape[1] - 1, weight.float().unbind(1)
     if rows.longest == 1:
         window = torch.cat((state[rows.slots], x.unsqueeze(1)), dim=1)
@@ -97,7 +99,8 @@ def causal_conv(
     out = out.to(weight.dtype)
     if activation == "silu":
         out = F.silu(out, inplace=True)
-    return rows.without_nobodys(out.to(x.dtype))
+    out = out.to(x.dtype)
+    return rows.without_nobodys(out if gates is None else out * gates[1])
 
 
 def gated_delta_rule(
