@@ -1,13 +1,14 @@
 """A decoder layer of few operations, for the structures that most decoders share.
 
-``h += mixer(h); h += mlp(h)`` with norms before and after either, the mixer attention or what stands in its place. It
-replaces a shell's layer only where it gives the same numbers on a probe; any other layer stays what it is.
+``h += mixer(h); h += mlp(h)``, or either alone, with norms before and after, the mixer attention or what stands in its
+place. It replaces a shell's layer only where it gives the same numbers on a probe; any other layer stays what it is.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, 
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+_log = logging.getLogger("stoker")
 
 
 class _Linears:
@@ -77,11 +80,13 @@ class _Linears:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mixing:
-    """Attention, or what stands in its place, between the linears before and after it."""
+    """Attention, what stands in its place, or an activation, between the linears before and after it."""
 
     inputs: _Linears
     mixer: Mixer
     out: _Linears
+    scale: float
+    in_scale: float
 
     own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
 
@@ -97,9 +102,12 @@ class _Mixing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mlp:
     gate_up: _Linears
-    act: Activation | None
+    act: Activation
+    gate_scale: float
     down: _Linears
+    scale: float
 
+    in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = False
 
     @property
@@ -107,7 +115,10 @@ class _Mlp:
         return self.gate_up, self.down
 
     def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
-        return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
+        if self.gate_scale == 1.0:
+            return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
+        ops = self.gate_up.ops
+        return self.down(ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale), **add)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +126,9 @@ class _Own:
     """A module of the original layer."""
 
     module: Any
-    ops: Ops
+    scale: float
 
+    in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = True
     linears: ClassVar[tuple[_Linears, ...]] = ()
 
@@ -131,7 +143,8 @@ class _Own:
         scale: float = 1.0,
         in_place: bool = False,
     ) -> Tensor:
-        out = self.module((x if norm is None else self.ops.rms_norm(x, *norm))[None])
+        assert norm is None
+        out = self.module(x[None])
         out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
         return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
@@ -144,14 +157,21 @@ class _Block:
     branches: tuple[_Mixing | _Mlp | _Own, ...]
     post_norm: Norm | None
 
+    @property
+    def norm_is_read(self) -> bool:
+        """Whether by other than one linear, which would do the norm on its way."""
+        return len(self.branches) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in self.branches)
+
 
 class FusedDecoderLayer(nn.Module):
     """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
-    def __init__(self, layer: Any, index: int, blocks: Sequence[_Block], ops: Ops) -> None:
+    def __init__(self, layer: Any, index: int, blocks: Sequence[_Block], ops: Ops, returned: Any) -> None:
+        """returned: by the original, whose model may take hidden states from a tuple."""
         super().__init__()
+        vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
-        self.scale: float = getattr(layer, "residual_multiplier", 1.0)
+        self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
 
     @property
     def branches(self) -> list[_Mixing | _Mlp | _Own]:
@@ -171,22 +191,34 @@ class FusedDecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor] | None,
         stoker_context: Any,
-        in_place: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: Any,
+    ) -> Any:
+        """What the original returns, but for what attention saw."""
+        out = self.hidden(hidden_states, position_embeddings, stoker_context)
+        return out if self.besides is None else (out, *self.besides)
+
+    def hidden(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        context: Any,
+        *,
+        in_place: bool = False,
     ) -> Tensor:
         """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R],
         of a model that has some."""
         x = hidden_states[0]
         for block in self.blocks:
             given, norm = x, block.norm
-            if norm is not None and len(block.branches) > 1:  # several linears read it
+            if norm is not None and block.norm_is_read:
                 given, norm = self.ops.rms_norm(x, *norm), None
             for branch in block.branches:
-                inputs = given, norm, position_embeddings, stoker_context
+                scaled = given if branch.in_scale == 1.0 else given * branch.in_scale
+                inputs = scaled, norm, position_embeddings, context
                 if block.post_norm is None:
-                    x = branch(*inputs, residual=x, scale=self.scale, in_place=in_place)
+                    x = branch(*inputs, residual=x, scale=branch.scale, in_place=in_place)
                 else:
                     x = self.ops.rms_norm(branch(*inputs), *block.post_norm, residual=x)
                 in_place = True  # from here on it is the layer's own
@@ -217,9 +249,12 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             replacement = _fused(layer, structure, shell, ops, fused, path)
             if replacement is not None:
                 siblings[index] = replacement
-                kept = next((f"{path}.{branch.path}" for branch in structure.branches if not branch.inputs), None)
-                shell.lora.replaced(path, replacement.adapted, kept)
+                own = next((f"{path}.{branch.path}" for branch in structure.branches if not branch.inputs), None)
+                shell.lora.replaced(path, replacement.adapted, own)
         layers = [m for m in shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        if len(layers) < shell.num_layers:
+            kept = shell.num_layers - len(layers)
+            _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
         if len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
             return len(layers), False
         plain = PlainModel(shell, ops)
@@ -262,10 +297,10 @@ def _fused(
     arguments = {"position_ids": positions[None], "position_embeddings": rotary, "stoker_context": recorder}
     try:
         with shell.recurrent.within(recorder):
-            expected = layer(x, attention_mask=None, **arguments)
+            returned = layer(x, attention_mask=None, **arguments)
     except Exception:  # of any kind: it wants more than these
         return None
-    expected = expected[0] if isinstance(expected, tuple) else expected
+    expected = returned[0] if isinstance(returned, tuple) else returned
     # Relative to what the layer adds: next to a large residual a wrong layer would look right.
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
@@ -283,15 +318,20 @@ def _fused(
         """What a branch may be."""
         module = layer.get_submodule(branch.path)
         if not branch.inputs:
-            yield _Own(module, ops)
+            yield _Own(module, branch.scale)
             return
         inputs, out = linears(branch.inputs), linears((branch.out,))
         if branch.act is not None:
-            yield _Mlp(gate_up=inputs, act=branch.act, down=out)
+            yield _Mlp(gate_up=inputs, act=branch.act, gate_scale=branch.gate_scale, down=out, scale=branch.scale)
             return
-        widths = [m.out_features for m in inputs.linears]
-        for mixer in mixers_of(module, ops, widths, out.linears[0].in_features, recorder.options):
-            yield _Mixing(inputs=inputs, mixer=mixer, out=out)
+        mixers: Iterable[Mixer]
+        if (act := branch.plain_act) is not None:
+            mixers = [lambda x, *_: act(x)]
+        else:
+            widths = [m.out_features for m in inputs.linears], out.linears[0].in_features
+            mixers = mixers_of(module, ops, *widths, recorder.options, rotates=rotary is not None)
+        for mixer in mixers:
+            yield _Mixing(inputs=inputs, mixer=mixer, out=out, scale=branch.scale, in_scale=branch.in_scale)
 
     for chosen in itertools.product(*map(ways, structure.branches)):
         branches = iter(chosen)
@@ -303,8 +343,8 @@ def _fused(
             )
             for block in structure.blocks
         ]
-        out = FusedDecoderLayer(layer, index, blocks, ops).eval()
-        errors = (expected.float() - out(x, **arguments).float()).abs().amax(-1).flatten()
+        out = FusedDecoderLayer(layer, index, blocks, ops, returned).eval()
+        errors = (expected.float() - out.hidden(x, rotary, recorder).float()).abs().amax(-1).flatten()
         # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
         error = errors.max() if out.complete else errors.median()
         if error <= TOLERANCE.get(like.dtype, 0.0) * added + rounding:

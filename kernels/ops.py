@@ -25,7 +25,6 @@ from stoker.kernels.reference import (
     window,
 )
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
-from stoker.kernels.reference.norm_rotary import Activation
 
 _log = logging.getLogger("stoker")
 
@@ -35,13 +34,13 @@ class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
     rms_norm: Callable[..., Tensor]
-    act_mul: Callable[[Tensor, Activation], Tensor]
+    act_mul: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
-    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    gated_rms_norm: Callable[..., Tensor]
     delta_gates: Callable[..., tuple[Tensor, Tensor]]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]

@@ -60,6 +60,13 @@ def step_length(dt, bias, least, most, dtype: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
+def decay_rate(ptr, A_LOG: tl.constexpr):
+    """Mamba-2's A, in fp32, which with ``A_LOG`` is given as the logarithm of ``-A``."""
+    a = tl.load(ptr).to(tl.float32)
+    return -tl.exp(a) if A_LOG else a
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) of fp32 to some ulp, and x beyond 20, as torch: log(1 + u) = 2 artanh(u / (2 + u)), by its series."""
     u = tl.exp(-tl.abs(x))
@@ -89,7 +96,8 @@ def _prepare_kernel(
     query_ptr, key_ptr, decay_ptr, weight_ptr, bias_ptr, starts_ptr, seen_ptr, inverse_ptr, factors_ptr, query_token,
     query_head, key_token, key_head, decay_token, weight_token, scale, least, most, tokens, rows, halvings,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, EPS: tl.constexpr, RULE: tl.constexpr,
-    BIAS: tl.constexpr, MOST_WALKED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
+    A_LOG: tl.constexpr, BIAS: tl.constexpr, MOST_WALKED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All of a chunk that no state has a part in. RULE: weights are beta, and decays as they are; else weights are dt, and
     decays, [HEADS], those of a step of 1.
@@ -117,7 +125,7 @@ def _prepare_kernel(
         bias = tl.load(bias_ptr + head).to(weight_ptr.dtype.element_ty).to(tl.float32) if BIAS else 0.0
         step = step_length(weight, bias, least, most, weight_ptr.dtype.element_ty, BIAS)
         weight = tl.where(own, step, 0.0)
-        decay = weight * tl.load(decay_ptr + head)
+        decay = weight * decay_rate(decay_ptr + head, A_LOG)
     # In fp64, as those of neighbours would else lose in their difference what the sum has grown to.
     total, whole = tl.cumsum(decay.to(tl.float64), 0), tl.sum(decay.to(tl.float64), 0)
     query_scale, key_scale = _inverse_length(query, EPS) * scale, _inverse_length(key, EPS)
@@ -241,19 +249,19 @@ def rule_by_chunks(
 
 def scan_by_chunks(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor, rows: StateRows,
-    out: Tensor, *, dt_bias: Tensor | None, dt_limit: tuple[float, float],
+    out: Tensor, *, dt_bias: Tensor | None, dt_limit: tuple[float, float], a_log: bool,
 ) -> None:  # fmt: skip
     """``selective_scan`` of the sequences of more than MOST_WALKED tokens, into ``out``."""
     _by_chunks(
         C, B, x, state.mT, rows, out, decay=A, weight=dt, bias=dt_bias, limit=dt_limit, skip=D, rule=False, scale=1.0,
-        eps=None,
+        eps=None, a_log=a_log,
     )  # fmt: skip
 
 
 def _by_chunks(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, rows: StateRows, out: Tensor, *, decay: Tensor,
     weight: Tensor, bias: Tensor | None, limit: tuple[float, float], skip: Tensor | None, rule: bool, scale: float,
-    eps: float | None,
+    eps: float | None, a_log: bool = False,
 ) -> None:  # fmt: skip
     (tokens, heads, value_dim), (key_heads, key_dim), count = value.shape, key.shape[1:], rows.slots.shape[0]
     config, dependent = launch_config(key_dim, value_dim), launch.options(out.device)
@@ -267,7 +275,7 @@ def _by_chunks(
     _prepare_kernel[(tokens // config.tokens + count, heads)](
         query, key, decay, weight, decay if bias is None else bias, rows.starts, seen, inverse, factors,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), decay.stride(0), weight.stride(0), scale,
-        *map(float, limit), tokens, count, count.bit_length(), EPS=eps, BIAS=bias is not None, num_warps=4, **shape,
+        *map(float, limit), tokens, count, count.bit_length(), EPS=eps, A_LOG=a_log, BIAS=bias is not None, num_warps=4, **shape,
         **dependent,
     )  # fmt: skip
     _chunks_kernel[(count * heads * tiles,)](

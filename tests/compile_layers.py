@@ -128,6 +128,10 @@ def launch_recurrent() -> None:
     for heads, dim in ((32, 128), (30, 192)):
         for weight in (zeros(dim), torch.zeros(dim)):
             gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
+        gates.gated_rms_norm(zeros(64, 1, 3072), zeros(64, 1, 3072), None, 0.0)
+        for groups, dim in ((1, 8192), (8, 1024)):
+            x, gate = zeros(64, groups, dim), zeros(64, 2 * groups * dim)[:, : groups * dim].view(64, groups, dim)
+            gates.gated_rms_norm(x, gate, zeros(groups, dim), 1e-5, True)
         gates.delta_gates(zeros(64, heads), zeros(64, heads), torch.zeros(heads), zeros(heads), 2.0)
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
@@ -147,6 +151,9 @@ def launch_recurrent() -> None:
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
             options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
             recurrent.selective_scan(x, zeros(64, heads), of_heads, b, c, zeros(heads), state, rows, **options)
+            recurrent.selective_scan(
+                x, zeros(64, heads), zeros(heads), b, c, zeros(heads), state, rows, a_log=True, **options
+            )
 
 
 if __name__ == "__main__":

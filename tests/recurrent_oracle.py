@@ -106,6 +106,7 @@ def scan_case(
     biases: bool = True,
     limit: tuple[float, float] = (0.0, float("inf")),
     decay: float = 1.0,
+    a_log: bool = False,
 ) -> Case:
     dim, size = dims
     by_token = {
@@ -120,6 +121,8 @@ def scan_case(
         "dt_bias": randn(heads, dtype=dtype) if biases else None,
         "dt_limit": limit,
     }
+    if a_log:
+        given |= {"A": (-given["A"]).log().to(dtype), "a_log": True}
     keep_from_ties(by_token["dt"], given["dt_bias"])
     return by_token, given, lambda slots: randn(slots, heads, dim, size)
 
@@ -191,6 +194,8 @@ def expected(
         dt, bias = by_token["dt"], given["dt_bias"]
         dt = F.softplus(dt if bias is None else dt + bias).clamp(*given["dt_limit"])
         by_token = by_token | {"dt": dt}
+        if given.get("a_log"):
+            given = given | {"A": -given["A"].double().exp()}
     if "before" in by_token:  # what it gates is rounded, as it is kept
         by_token = by_token | {"x": by_token["x"] * by_token["before"], "before": torch.ones_like(by_token["x"])}
     by_token = {key: t.double() for key, t in by_token.items()}
@@ -245,6 +250,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("selective_scan", {"biases": False, "groups": 1}),
     ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
+    ("selective_scan", {"a_log": True}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),
 ]

@@ -38,6 +38,9 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {"target_modules": ["in_proj"], "target_parameters": ["feed_forward.experts.gate_up_proj"]}),
     ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"]}),
     ("falcon_h1", {"target_modules": ["in_proj", "v_proj", "down_proj"]}),
+    ("falcon_h1", {"target_modules": ["in_proj", "gate_proj", "o_proj"], "lora_bias": True}),
+    ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"], "use_dora": True}),
+    ("bamba", {"target_modules": "all-linear"}),
 ]
 
 
@@ -121,6 +124,7 @@ def test_norms_of_heads_that_are_saved_whole() -> None:
         ("qwen3_5", "linear_attn"),
         ("qwen3_5", "linear_attn.norm"),
         ("falcon_h1", "conv1d"),
+        ("falcon_h1", "layers.0.feed_forward"),
         ("granitemoehybrid", "mamba"),
         ("granitemoehybrid", "mamba.norm"),
         ("lfm2", "conv.conv"),

@@ -151,14 +151,17 @@ def selective_scan(
     *,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
+    a_log: bool = False,
 ) -> Tensor:
     """Mamba-2's scan (Dao and Gu, 2024), token after token, in fp32: with S the state of a head and d its step,
     ``S = exp(d A) S + d x B^T; y = S C + D x``.
 
     The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, each operation of it rounded to the dtype of ``dt``.
-    x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative; B, C: [T, G, S], head h with the group h // (H / G); D, dt_bias: [H];
-    state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the dtype of ``x``.
+    x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative, or with ``a_log`` the logarithm of ``-A``, in any dtype; B, C: [T, G, S],
+    head h with the group h // (H / G); D, dt_bias: [H]; state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the
+    dtype of ``x``.
     """
+    A = decay_rates(A, a_log)
     wide, b, c, step = (rows.padded(t).float() for t in (x, B, C, steps(dt, dt_bias, dt_limit)))
     if B.shape[1] != x.shape[1]:
         b, c = (t.repeat_interleave(x.shape[1] // B.shape[1], dim=2) for t in (b, c))
@@ -172,6 +175,11 @@ def selective_scan(
     if D is not None:
         out.addcmul_(wide, D.float().unsqueeze(-1))
     return rows.packed(out.to(x.dtype), x.shape[0])
+
+
+def decay_rates(A: Tensor, a_log: bool) -> Tensor:
+    """A of ``selective_scan``, fp32 [H]."""
+    return A.float().exp().neg_() if a_log else A
 
 
 def steps(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
