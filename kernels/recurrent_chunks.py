@@ -39,9 +39,13 @@ class LaunchConfig:
     num_stages: int
 
 
-def launch_config(key_dim: int, value_dim: int) -> LaunchConfig:
-    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling."""
-    values = max(min(triton.next_power_of_2(value_dim), 32), 16)
+def launch_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> LaunchConfig:
+    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling.
+
+    fp16 takes registers to bring numbers into its range, and has half as many of a state's.
+    """
+    most = 16 if dtype == torch.float16 else 32
+    values = max(min(triton.next_power_of_2(value_dim), most), 16)
     return LaunchConfig(CHUNK, values, 8 if key_dim > 128 else 4, 2)
 
 
@@ -165,16 +169,31 @@ def _store_parts(ptr, x, own, TOKENS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _times(high, low, x):
     """What is in two parts times fp32, but for what is left of both."""
+    x, divisor = _within_range(x, high.dtype)
     rounded = x.to(high.dtype)
-    out = _short_times(high, x)
-    return tl.dot(low, rounded, out)
+    return tl.dot(low, rounded, _product(high, x, rounded)) * divisor
 
 
 @triton.jit
 def _short_times(a, x):
     """a @ x of 16 bits and fp32, in fp32."""
-    rounded = x.to(a.dtype)
+    x, divisor = _within_range(x, a.dtype)
+    return _product(a, x, x.to(a.dtype)) * divisor
+
+
+@triton.jit
+def _product(a, x, rounded):
     return tl.dot(a, (x - rounded.to(tl.float32)).to(a.dtype), tl.dot(a, rounded))
+
+
+@triton.jit
+def _within_range(x, dtype: tl.constexpr):
+    """x divided so that ``dtype`` holds it, and by what: fp16 ends at 65504, beyond which states and steps may be."""
+    divisor = 1.0
+    if dtype == tl.float16:
+        divisor = tl.maximum(tl.max(tl.abs(x)) * (1.0 / 32768), 1.0)
+        x *= 1.0 / divisor
+    return x, divisor
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_ROWS)
@@ -264,7 +283,7 @@ def _by_chunks(
     eps: float | None, a_log: bool = False,
 ) -> None:  # fmt: skip
     (tokens, heads, value_dim), (key_heads, key_dim), count = value.shape, key.shape[1:], rows.slots.shape[0]
-    config, dependent = launch_config(key_dim, value_dim), launch.options(out.device)
+    config, dependent = launch_config(key_dim, value_dim, key.dtype), launch.options(out.device)
     tiles = triton.cdiv(value_dim, config.values)
     shape = {"HEADS": heads, "SHARED": heads // key_heads, "KEY_DIM": key_dim, "RULE": rule}
     shape |= {"MOST_WALKED": MOST_WALKED, "TOKENS": config.tokens, "KEYS": max(triton.next_power_of_2(key_dim), 16)}

@@ -154,6 +154,14 @@ def launch_recurrent() -> None:
             recurrent.selective_scan(
                 x, zeros(64, heads), zeros(heads), b, c, zeros(heads), state, rows, a_log=True, **options
             )
+        half = partial(torch.zeros, dtype=torch.float16)
+        for key_heads, heads, dim in ((16, 32, 128), (30, 30, 96)):
+            q, v, state = half(64, key_heads, dim), half(64, heads, 128), torch.zeros(2, heads, dim, 128)
+            recurrent.gated_delta_rule(q, q, v, torch.zeros(64, heads), half(64, heads), state, rows, normalise=True)
+        for heads, dim, size in ((128, 64, 128), (32, 64, 256), (24, 128, 256)):
+            x, b, dt, state = half(64, heads, dim), half(64, 1, size), half(64, heads), torch.zeros(2, heads, dim, size)
+            a = torch.zeros(heads)
+            recurrent.selective_scan(x, dt, a, b, b, half(heads), state, rows, dt_bias=half(heads), dt_limit=(0.0, 1.0))
 
 
 if __name__ == "__main__":

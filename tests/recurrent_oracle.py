@@ -68,8 +68,10 @@ def delta_case(
     normalise: bool = True,
     decay: float = 1.0,
     alike: bool = False,
+    large: bool = False,
 ) -> Case:
-    """alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again."""
+    """alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again; large: states are
+    beyond what fp16 holds, and results are not."""
     key_dim, value_dim = dims
     by_token = {
         "query": apart(randn(tokens, key_heads, key_dim, dtype=dtype)),
@@ -81,7 +83,11 @@ def delta_case(
     if alike:
         by_token["key"][1:] = by_token["key"][:1]
         by_token["beta"].mul_(2.0)
-    return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim)
+    if large:
+        by_token["value"].mul_(1e4)
+        by_token["query"].mul_(1e-3)
+    of_states = 1e5 if large else 1.0
+    return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim, scale=of_states)
 
 
 def keep_from_ties(dt: Tensor, bias: Tensor | None) -> None:
@@ -107,7 +113,9 @@ def scan_case(
     limit: tuple[float, float] = (0.0, float("inf")),
     decay: float = 1.0,
     a_log: bool = False,
+    large: bool = False,
 ) -> Case:
+    """large: states, and steps times inputs, are beyond what fp16 holds, and results are not."""
     dim, size = dims
     by_token = {
         "x": apart(randn(tokens, heads, dim, dtype=dtype)),
@@ -124,7 +132,10 @@ def scan_case(
     if a_log:
         given |= {"A": (-given["A"]).log().to(dtype), "a_log": True}
     keep_from_ties(by_token["dt"], given["dt_bias"])
-    return by_token, given, lambda slots: randn(slots, heads, dim, size)
+    if large:
+        by_token["x"].mul_(1e4)
+        by_token["C"].mul_(1e-3)
+    return by_token, given, lambda slots: randn(slots, heads, dim, size, scale=1e5 if large else 1.0)
 
 
 CASES: dict[str, Callable[..., Case]] = dict(zip(OPERATIONS, (conv_case, delta_case, scan_case), strict=True))
@@ -246,11 +257,13 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("gated_delta_rule", {"key_heads": 3, "heads": 3, "dims": (40, 20)}),
     ("gated_delta_rule", {"key_heads": 1, "heads": 2, "dims": (128, 128)}),
     ("gated_delta_rule", {"decay": 30.0}),
+    ("gated_delta_rule", {"large": True, "normalise": False, "decay": 0.1}),
     ("gated_delta_rule", {"decay": 0.0, "alike": True}),
     ("selective_scan", {"biases": False, "groups": 1}),
     ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
     ("selective_scan", {"a_log": True}),
+    ("selective_scan", {"large": True, "biases": False, "decay": 0.1}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),
 ]
