@@ -113,13 +113,15 @@ class ShapeProbe:
         return x
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Tensor, normalise: bool) -> Tensor:
-        self._found(layer, StateShape((value.shape[1], key.shape[2], value.shape[2]), torch.float32))
+        self._found(
+            layer, StateShape((value.shape[1], key.shape[2], value.shape[2]), torch.float32, "gated_delta_rule")
+        )
         return value
 
     def scan(
         self, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor | None, **options: Any
     ) -> Tensor:
-        self._found(layer, StateShape((*x.shape[1:], B.shape[2]), torch.float32))
+        self._found(layer, StateShape((*x.shape[1:], B.shape[2]), torch.float32, "selective_scan"))
         return x
 
     def _found(self, layer: int, state: StateShape) -> None:

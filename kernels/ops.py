@@ -64,6 +64,9 @@ class Ops:
     # Bytes of attention's workspace on the device, of (most rows, columns of the block table, block size, query heads, value
     # dimension): it takes so much for each pair of the last two that there is among the layers.
     attention_workspace: Callable[..., int] | None = None
+    # Bytes that a layer with recurrent states takes while it runs, of (most tokens, heads, state's key dimension, dtype) and
+    # whether it is the gated delta rule; layers take them one after the other.
+    recurrent_workspace: Callable[..., int] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
     # one that is taken first.
     matmuls: Mapping[str, str] = field(default_factory=dict)

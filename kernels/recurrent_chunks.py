@@ -54,6 +54,13 @@ def can_chunk(key_dim: int, dtype: torch.dtype, *, rule: bool) -> bool:
     return key_dim <= (128 if rule else 256) and dtype in (torch.bfloat16, torch.float16)
 
 
+def workspace_bytes(tokens: int, heads: int, key_dim: int, dtype: torch.dtype, *, rule: bool) -> int:
+    """What a layer's prompts take besides their results, at most, while they run. rule: of the gated delta rule."""
+    if not can_chunk(key_dim, dtype, rule=rule):
+        return 0
+    return tokens * heads * ((2 if rule else 1) * 2 * CHUNK * dtype.itemsize + 4 * 4)
+
+
 @triton.jit
 def step_length(dt, bias, least, most, dtype: tl.constexpr, BIAS: tl.constexpr):
     """Mamba-2's step, in fp32, from ``dt`` in fp32: rounded to ``dtype`` where the reference's is."""
