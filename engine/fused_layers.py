@@ -1,26 +1,30 @@
 """A decoder layer of few operations, for the structures that most decoders share.
 
-``h += attention(h); h += mlp(h)`` with norms before and after either. It replaces a shell's layer only where it gives the
-same numbers on a probe; any other layer stays what it is.
+``h += mixer(h); h += mlp(h)``, or either alone, with norms before and after, the mixer attention or what stands in its
+place. It replaces a shell's layer only where it gives the same numbers on a probe; any other layer stays what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.fused_mixers import Attention, DeltaNet, mixers_of
-from stoker.engine.layer_structure import Structure, norm_of, structure_of
+from stoker.engine.fused_mixers import Mixer, mixers_of
+from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+_log = logging.getLogger("stoker")
 
 
 class _Linears:
@@ -75,69 +79,150 @@ class _Linears:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """What a fused layer reads, held outside the module so that reading it is cheap and no parameter is renamed."""
+class _Mixing:
+    """Attention, what stands in its place, or an activation, between the linears before and after it."""
 
-    qkv: _Linears
+    inputs: _Linears
+    mixer: Mixer
     out: _Linears
-    gate_up: _Linears | None  # None: ``mlp`` is run as it is
-    down: _Linears | None
-    act: Activation | None
-    mlp: Any
-    norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None]  # as ``Structure.norms``
+    scale: float
+    in_scale: float
+
+    own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
+
+    @property
+    def linears(self) -> tuple[_Linears, ...]:
+        return self.inputs, self.out
+
+    def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
+        """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
+        return self.out(self.mixer(self.inputs(x, norm=norm), rotary, context), **add)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mlp:
+    gate_up: _Linears
+    act: Activation
+    gate_scale: float
+    down: _Linears
+    scale: float
+
+    in_scale: ClassVar[float] = 1.0
+    own: ClassVar[bool] = False
+
+    @property
+    def linears(self) -> tuple[_Linears, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
+        if self.gate_scale == 1.0:
+            return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
+        ops = self.gate_up.ops
+        return self.down(ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale), **add)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A module of the original layer."""
+
+    module: Any
+    scale: float
+
+    in_scale: ClassVar[float] = 1.0
+    own: ClassVar[bool] = True
+    linears: ClassVar[tuple[_Linears, ...]] = ()
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        rotary: Any,
+        context: Any,
+        *,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+        in_place: bool = False,
+    ) -> Tensor:
+        assert norm is None
+        out = self.module(x[None])
+        out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
+        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """As ``layer_structure.Block``. It is held outside the module, so that reading it is cheap and no parameter is renamed."""
+
+    norm: Norm | None
+    branches: tuple[_Mixing | _Mlp | _Own, ...]
+    post_norm: Norm | None
+
+    @property
+    def norm_is_read(self) -> bool:
+        """Whether by other than one linear, which would do the norm on its way."""
+        return len(self.branches) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in self.branches)
 
 
 class FusedDecoderLayer(nn.Module):
     """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
-    def __init__(self, layer: Any, parts: _Parts, mixer: Attention | DeltaNet, ops: Ops) -> None:
+    def __init__(self, layer: Any, index: int, blocks: Sequence[_Block], ops: Ops, returned: Any) -> None:
+        """returned: by the original, whose model may take hidden states from a tuple."""
         super().__init__()
-        self.ops, self.parts, self.mixer = ops, parts, mixer
-        self.scale: float = getattr(layer, "residual_multiplier", 1.0)
+        vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
+        self.ops, self.index, self.blocks = ops, index, tuple(blocks)
+        self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
+
+    @property
+    def branches(self) -> list[_Mixing | _Mlp | _Own]:
+        return [branch for block in self.blocks for branch in block.branches]
 
     @property
     def complete(self) -> bool:
         """Whether the layer runs nothing of the original's own."""
-        return self.parts.gate_up is not None
+        return not any(branch.own for branch in self.branches)
 
     @property
     def adapted(self) -> dict[tuple[str, ...], Adapted]:
         """The groups of linears that it runs."""
-        w = self.parts
-        return {linears.paths: linears.lora for linears in (w.qkv, w.out, w.gate_up, w.down) if linears is not None}
+        return {linears.paths: linears.lora for branch in self.branches for linears in branch.linears}
 
     def forward(
         self,
         hidden_states: Tensor,
         *,
-        position_embeddings: tuple[Tensor, Tensor],
         stoker_context: Any,
-        in_place: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: Any,
+    ) -> Any:
+        """What the original returns, but for what attention saw."""
+        out = self.hidden(hidden_states, position_embeddings, stoker_context)
+        return out if self.besides is None else (out, *self.besides)
+
+    def hidden(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        context: Any,
+        *,
+        in_place: bool = False,
     ) -> Tensor:
-        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R]."""
-        w, x = self.parts, hidden_states[0]
-        attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = w.norms
-        mixed = self.mixer(w.qkv(x, norm=attention_norm), position_embeddings, stoker_context)
-        x = self._add(w.out, mixed, attention_post_norm, x, in_place)
-        if w.gate_up is not None and w.down is not None:
-            x = self._add(w.down, w.gate_up(x, norm=mlp_norm, gated=w.act), mlp_post_norm, x, True)
-        else:
-            normed = x if mlp_norm is None else self.ops.rms_norm(x, *mlp_norm)
-            x = self._add(self._own_mlp, normed, mlp_post_norm, x, True)
+        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R],
+        of a model that has some."""
+        x = hidden_states[0]
+        for block in self.blocks:
+            given, norm = x, block.norm
+            if norm is not None and block.norm_is_read:
+                given, norm = self.ops.rms_norm(x, *norm), None
+            for branch in block.branches:
+                scaled = given if branch.in_scale == 1.0 else given * branch.in_scale
+                inputs = scaled, norm, position_embeddings, context
+                if block.post_norm is None:
+                    x = branch(*inputs, residual=x, scale=branch.scale, in_place=in_place)
+                else:
+                    x = self.ops.rms_norm(branch(*inputs), *block.post_norm, residual=x)
+                in_place = True  # from here on it is the layer's own
         return x[None]
-
-    def _add(
-        self, project: Callable[..., Tensor], x: Tensor, norm: Norm | None, residual: Tensor, in_place: bool
-    ) -> Tensor:
-        if norm is None:
-            return project(x, residual=residual, scale=self.scale, in_place=in_place)
-        return self.ops.rms_norm(project(x), *norm, residual=residual)
-
-    def _own_mlp(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0, in_place: bool = False) -> Tensor:
-        out = self.parts.mlp(x[None])
-        out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
-        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
 
 def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
@@ -160,15 +245,16 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
         if not has_rotary(shell):
             return 0, False
-        kinds = rotary_kinds(shell)
         for path, siblings, index, layer, structure in list(_candidates(shell)):
-            layer_idx = layer.get_submodule(structure.mixer).layer_idx
-            replacement = _fused(layer, structure, shell, ops, fused, path, kinds[layer_idx])
+            replacement = _fused(layer, structure, shell, ops, fused, path)
             if replacement is not None:
                 siblings[index] = replacement
-                kept = None if replacement.complete else f"{path}.mlp"
-                shell.lora.replaced(path, replacement.adapted, kept)
+                own = next((f"{path}.{branch.path}" for branch in structure.branches if not branch.inputs), None)
+                shell.lora.replaced(path, replacement.adapted, own)
         layers = [m for m in shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        if len(layers) < shell.num_layers:
+            kept = shell.num_layers - len(layers)
+            _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
         if len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
             return len(layers), False
         plain = PlainModel(shell, ops)
@@ -196,53 +282,30 @@ def _fused(
     ops: Ops,
     fused: Mapping[tuple[str, ...], Tensor],
     path: str,
-    kind: str | None,
 ) -> FusedDecoderLayer | None:
     """The fused form of a layer, or None where there is none that gives the same output on a few random tokens."""
-    parts = _parts(layer, structure, shell, ops, fused, path)
-    if parts is None:
+    index = next((m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")), None)
+    names = [name for block in structure.blocks for name in (block.norm, block.post_norm) if name is not None]
+    norms = {name: norm_of(layer.get_submodule(name)) for name in names}
+    if index is None or None in norms.values():
         return None
-    like, original = layer.get_submodule(structure.out).weight, layer.get_submodule(structure.mixer)
-    generator = torch.Generator().manual_seed(original.layer_idx)
+    like = layer.get_submodule(next((branch.out for branch in structure.branches if branch.out), names[0])).weight
+    generator = torch.Generator().manual_seed(index)
     x = torch.randn(1, POSITIONS.numel(), like.shape[0], generator=generator, device="cpu").to(like)
-    positions, recorder = POSITIONS[None].to(like.device), Recorder()
-    arguments = {
-        "attention_mask": None,
-        "position_ids": positions,
-        "position_embeddings": rotary_embedding(shell, x, POSITIONS.to(like.device), kind),
-        "stoker_context": recorder,
-    }
+    positions, recorder = POSITIONS.to(like.device), Recorder()
+    rotary = rotary_embedding(shell, x, positions, rotary_kinds(shell)[index])
+    arguments = {"position_ids": positions[None], "position_embeddings": rotary, "stoker_context": recorder}
     try:
         with shell.recurrent.within(recorder):
-            expected = layer(x, **arguments)
+            returned = layer(x, attention_mask=None, **arguments)
     except Exception:  # of any kind: it wants more than these
         return None
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    mixers = list(mixers_of(original, ops, [m.out_features for m in parts.qkv.linears], recorder.options))
+    expected = returned[0] if isinstance(returned, tuple) else returned
     # Relative to what the layer adds: next to a large residual a wrong layer would look right.
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
-    for mixer in mixers:
-        out = FusedDecoderLayer(layer, parts, mixer, ops).eval()
-        errors = (expected.float() - out(x, **arguments).float()).abs().amax(-1).flatten()
-        # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
-        error = errors.max() if out.complete else errors.median()
-        if error <= TOLERANCE.get(like.dtype, 0.0) * added + rounding:
-            return out
-    return None
 
-
-def _parts(
-    layer: Any,
-    structure: Structure,
-    shell: ModelShell,
-    ops: Ops,
-    fused: Mapping[tuple[str, ...], Tensor],
-    path: str,
-) -> _Parts | None:
-    """What the fused form of a layer would read; None where a norm is of an unknown kind."""
-
-    def linears(*names: str) -> _Linears:
+    def linears(names: tuple[str, ...]) -> _Linears:
         modules = [layer.get_submodule(name) for name in names]
         if len(names) == 1:
             weight, bias = modules[0].weight, modules[0].bias
@@ -251,15 +314,39 @@ def _parts(
         paths = tuple(f"{path}.{name}" for name in names)
         return _Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
 
-    norms = [None if name is None else norm_of(layer.get_submodule(name)) for name in structure.norms]
-    if any(name is not None and norm is None for name, norm in zip(structure.norms, norms, strict=True)):
-        return None
-    return _Parts(
-        qkv=linears(*structure.qkv),
-        out=linears(structure.out),
-        gate_up=linears(*structure.gate_up) if structure.gate_up else None,
-        down=linears("mlp.down_proj") if structure.gate_up else None,
-        act=structure.act,
-        mlp=layer.mlp,
-        norms=(norms[0], norms[1], norms[2], norms[3]),
-    )
+    def ways(branch: Branch) -> Iterator[_Mixing | _Mlp | _Own]:
+        """What a branch may be."""
+        module = layer.get_submodule(branch.path)
+        if not branch.inputs:
+            yield _Own(module, branch.scale)
+            return
+        inputs, out = linears(branch.inputs), linears((branch.out,))
+        if branch.act is not None:
+            yield _Mlp(gate_up=inputs, act=branch.act, gate_scale=branch.gate_scale, down=out, scale=branch.scale)
+            return
+        mixers: Iterable[Mixer]
+        if (act := branch.plain_act) is not None:
+            mixers = [lambda x, *_: act(x)]
+        else:
+            widths = [m.out_features for m in inputs.linears], out.linears[0].in_features
+            mixers = mixers_of(module, ops, *widths, recorder.options, rotates=rotary is not None)
+        for mixer in mixers:
+            yield _Mixing(inputs=inputs, mixer=mixer, out=out, scale=branch.scale, in_scale=branch.in_scale)
+
+    for chosen in itertools.product(*map(ways, structure.branches)):
+        branches = iter(chosen)
+        blocks = [
+            _Block(
+                norm=norms[block.norm] if block.norm else None,
+                branches=tuple(itertools.islice(branches, len(block.branches))),
+                post_norm=norms[block.post_norm] if block.post_norm else None,
+            )
+            for block in structure.blocks
+        ]
+        out = FusedDecoderLayer(layer, index, blocks, ops, returned).eval()
+        errors = (expected.float() - out.hidden(x, rotary, recorder).float()).abs().amax(-1).flatten()
+        # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
+        error = errors.max() if out.complete else errors.median()
+        if error <= TOLERANCE.get(like.dtype, 0.0) * added + rounding:
+            return out
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,21 @@ from torch import Tensor
 from stoker.engine.layer_structure import norm_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
+
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # of queries and keys
+_OF_MAMBA2 = (
+    "A_log",
+    "D",
+    "dt_bias",
+    "ssm_state_size",
+    "n_groups",
+    "num_heads",
+    "head_dim",
+    "conv_dim",
+    "time_step_limit",
+)
+# From the projection of a layer's input, [T, N], rotary embeddings and the step's context to what is projected: [T, M].
+Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +112,88 @@ class DeltaNet:
         return torch.cat([t.flatten(1) for t in qkv], dim=1), gate.flatten(1), b.flatten(1), a.flatten(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolution:
+    """A convolution between two gates, of LFM2."""
+
+    layer: int
+    module: Any  # the original, for its parameters
+
+    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+        """projected: [T, 3 * D], in order first gate, second gate, input; returns [T, D]."""
+        conv = self.module.conv
+        before, after, x = projected.chunk(3, dim=1)
+        out: Tensor = context.convolve(
+            self.layer, x, conv.weight.squeeze(1), conv.bias, activation=None, gates=(before, after)
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Convolution, selective scan and gated norm (Dao and Gu, 2024)."""
+
+    ops: Ops
+    layer: int
+    module: Any  # the original, for its parameters
+    norm: tuple[Tensor, float] | None  # weight and epsilon; None: there is a gate alone
+    gate_first: bool
+
+    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+        """projected: [T, N], in order gate, input, B, C, step; returns [T, heads * dim]."""
+        m, dtype, tokens = self.module, projected.dtype, projected.shape[0]
+        if (scales := getattr(m, "mup_vector", None)) is not None:  # Falcon-H1's
+            projected = projected * scales[0]
+        gate, x, dt = torch.split(projected, [m.intermediate_size, m.conv_dim, m.num_heads], dim=1)
+        x = context.convolve(self.layer, x, m.conv1d.weight.squeeze(1), m.conv1d.bias, activation="silu")
+        of_groups = (m.conv_dim - m.intermediate_size) // 2
+        x, b, c = torch.split(x, [m.intermediate_size, of_groups, of_groups], dim=1)
+        b, c = (t.view(tokens, m.n_groups, m.ssm_state_size) for t in (b, c))
+        x = x.view(tokens, m.num_heads, m.head_dim)
+        options = {"dt_bias": m.dt_bias, "dt_limit": m.time_step_limit, "a_log": True}
+        out = context.scan(self.layer, x, dt, m.A_log, b, c, m.D, **options)
+        weight, eps = (None, 0.0) if self.norm is None else self.norm
+        groups = 1 if weight is None else m.n_groups
+        gate, out = (t.view(tokens, groups, -1) for t in (gate, out.flatten(1)))
+        weight = None if weight is None else weight.view(groups, -1)
+        return self.ops.gated_rms_norm(out, gate, weight, eps, self.gate_first).flatten(1).to(dtype)
+
+
 def mixers_of(
-    module: Any, ops: Ops, widths: Sequence[int], asked: Sequence[Mapping[str, Any]]
-) -> Iterator[Attention | DeltaNet]:
+    module: Any,
+    ops: Ops,
+    widths: Sequence[int],
+    out_width: int,
+    asked: Sequence[Mapping[str, Any]],
+    *,
+    rotates: bool,
+) -> Iterator[Mixer]:
     """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
 
-    widths: of the linears that read its input; asked: what it asked of attention when it ran, each time.
+    widths: of the linears that read its input; out_width: of what its output is made of; asked: what the layer asked of
+    attention when it ran, each time; rotates: whether it was given rotary embeddings.
     """
+    if hasattr(module, "conv"):
+        if sum(widths) != 3 * out_width:
+            return
+        yield ShortConvolution(layer=module.layer_idx, module=module)
+        return
+    norm: Any = getattr(module, "norm", getattr(module, "o_norm", None))
+    if all(hasattr(module, name) for name in _OF_MAMBA2):
+        if module.activation not in ("silu", "swish"):
+            return
+        weight = getattr(norm, "weight", None)
+        for gate_first in (True, False) if weight is not None else (True,):
+            yield Mamba2(
+                ops=ops,
+                layer=module.layer_idx,
+                module=module,
+                norm=None if weight is None else (weight, float(norm.variance_epsilon)),
+                gate_first=gate_first,
+            )
+        return
     if hasattr(module, "conv1d"):
-        norm: Any = getattr(module, "norm", getattr(module, "o_norm", None))
-        for scale in (1.0, 2.0) if norm is not None and not asked else ():
+        for scale in (1.0, 2.0) if norm is not None else ():
             yield DeltaNet(
                 ops=ops,
                 layer=module.layer_idx,
@@ -122,15 +209,17 @@ def mixers_of(
     if options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters()):
         return  # computed from what may change
     head_norm = whole_norms = None
-    if hasattr(module, "q_norm"):
-        query, key = norm_of(module.q_norm), norm_of(module.k_norm)
+    norms = next((n for n in _HEAD_NORMS if hasattr(module, n[0])), None)
+    if norms is not None:
+        query, key = (norm_of(getattr(module, name)) for name in norms)
         if query is None or key is None or query[1:] != key[1:]:
             return
         if query.weight.numel() == module.head_dim:
             head_norm = QKNorm(query.weight, *key)
         else:
             whole_norms = query, key
-    dim, heads = module.head_dim, module.o_proj.in_features // module.head_dim
+    options = {**options, "scale": options["scale"] * getattr(module, "key_multiplier", 1.0)}
+    dim, heads = module.head_dim, out_width // module.head_dim
     gated = len(widths) == 3 and widths[0] == 2 * heads * dim
     attention = Attention(
         ops=ops,
@@ -143,5 +232,5 @@ def mixers_of(
         whole_norms=whole_norms,
         options=options,
     )
-    for rotary, interleaved in ((True, False), (True, True), (False, False)):
+    for rotary, interleaved in (*(((True, False), (True, True)) if rotates else ()), (False, False)):
         yield replace(attention, rotary=rotary, interleaved=interleaved)

@@ -25,6 +25,7 @@ class StateShape:
 
     size: tuple[int, ...]
     dtype: torch.dtype
+    operation: str = "causal_conv"  # of ``Ops``, that moves it on
 
     def nbytes(self, num_rows: int) -> int:
         """So that what comes after it is aligned."""

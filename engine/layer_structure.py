@@ -6,11 +6,13 @@ layer is for a probe of the whole to say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stoker.engine.probe import TOLERANCE
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, rms_norm
@@ -26,71 +28,146 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
         "post_feedforward_layernorm",
     ),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
+    ("operator_norm", None, "ffn_norm", None),  # LFM2
+    ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
 )
-# Linears that read the input of attention, and the one that makes its output.
-_ATTENTION = (
-    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"),
-    (("self_attn.qkv_proj",), "self_attn.o_proj"),
-)
-# Likewise of a gated delta net: query, key and value, then the gate, beta and the decay.
-_DELTA_NET = (
-    (
-        ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
-        "linear_attn.out_proj",
+# What mixes tokens: the linears that read its input, and the one that makes its output.
+_MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
+    "self_attn": (
+        (("q_proj", "k_proj", "v_proj"), "o_proj"),
+        (("q_proj", "k_proj", "v_proj"), "out_proj"),
+        (("qkv_proj",), "o_proj"),
     ),
-    (("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"), "linear_attn.out_proj"),
-    (
-        (*(f"linear_attn.{name}_proj" for name in "qkv"), *(f"linear_attn.{name}_proj" for name in "gba")),
-        "linear_attn.o_proj",
+    # A gated delta net: query, key and value, then the gate, beta and the decay.
+    "linear_attn": (
+        (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
+        (("in_proj_qkvz", "in_proj_ba"), "out_proj"),
+        (tuple(f"{name}_proj" for name in ("q", "k", "v", "g", "b", "a")), "o_proj"),
     ),
+    "conv": ((("in_proj",), "out_proj"),),  # LFM2's short convolution
+    "mamba": ((("in_proj",), "out_proj"),),  # Mamba-2
+}
+# Alike of MLPs: gate and up, then down; and those without a gate.
+_MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
+_GATED = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
-_GATE_UP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",))
+_UNGATED = ((("up_proj",), "down_proj"),)
+# What may stand between the linears of those.
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda x: F.relu(x).square_(), **ACTIVATIONS}
+_Name = TypeVar("_Name", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A module of a layer, by its path, and paths of what it consists of."""
+
+    path: str
+    inputs: tuple[str, ...] = ()  # linears that read its input; none: it stays as it is, a mixture of experts say
+    out: str = ""  # the linear that makes its output
+    act: Activation | None = None  # of an MLP with a gate
+    plain_act: Callable[[Tensor], Tensor] | None = None  # of one without
+    scale: float = 1.0  # of what it adds
+    in_scale: float = 1.0  # of its input, after the norm
+    gate_scale: float = 1.0  # of an MLP's gate, before the activation
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``h += post_norm(branches(norm(h)))``, either norm optional."""
+
+    norm: str | None
+    branches: tuple[Branch, ...]  # whose results are added
+    post_norm: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
     """Names of modules in a layer. It holds on the meta device too."""
 
-    norms: tuple[str | None, ...]  # before attention, after it, before the MLP, after it
-    qkv: tuple[str, ...]  # and what else reads the input of attention, or of what stands in its place
-    out: str
-    gate_up: tuple[str, ...] = ()  # none: the MLP is of another kind, a mixture of experts say, and stays as it is
-    act: Activation | None = None
+    blocks: tuple[Block, ...]
 
     @property
-    def mixer(self) -> str:
-        """The module that mixes tokens."""
-        return self.out.partition(".")[0]
+    def branches(self) -> list[Branch]:
+        return [branch for block in self.blocks for branch in block.branches]
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """Linears that would be one matmul if their weights lay side by side."""
-        return [group for group in (self.qkv, self.gate_up) if len(group) > 1]
+        return [branch.inputs for branch in self.branches if len(branch.inputs) > 1]
 
 
 def structure_of(layer: nn.Module) -> Structure | None:
-    """The structure of a decoder layer, or None where it is not ``h += attention(h); h += mlp(h)`` with known norms.
+    """The structure of a decoder layer, or None where it is not ``h += mixer(h); h += mlp(h)`` with known norms, or one of both.
 
-    In place of attention there may be a gated delta net.
+    The mixer is attention, what stands in its place, or both of them side by side; the MLP may be two, too.
     """
     names = {name for name, child in layer.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
-    mixer = "linear_attn" if "linear_attn" in names else "self_attn"
-    norms = next((n for n in _NORM_NAMES if names == {mixer, "mlp", *filter(None, n)}), None)
-    if norms is None:
+    if names == {"norm", "mixer"}:  # Nemotron-H
+        kind = {"conv1d": "mamba", "q_proj": "self_attn"}
+        found = [of for name, of in kind.items() if hasattr(layer.mixer, name)]
+        branch = _mixer(layer, "mixer", found[0]) if found else _mlp(layer, "mixer")
+        return None if branch is None else Structure((Block("norm", (branch,), None),))
+    of_mixers, of_mlps = ([name for name in known if name in names] for known in (_MIXERS, _MLPS))
+    norms = next((n for n in _NORM_NAMES if names == {*of_mixers, *of_mlps, *filter(None, n)}), None)
+    if norms is None or not of_mixers or not of_mlps:
         return None
-    if mixer == "self_attn":
-        if not hasattr(layer.self_attn, "head_dim"):
+    found = [_mixer(layer, name, name) for name in of_mixers]
+    mixers, mlps = tuple(filter(None, found)), tuple(_mlp(layer, name) for name in of_mlps)
+    if len(mixers) < len(found) or sum(not branch.inputs for branch in mlps) > 1:
+        return None
+    if any(len(branches) > 1 and post is not None for branches, post in ((mixers, norms[1]), (mlps, norms[3]))):
+        return None
+    return Structure((Block(norms[0], mixers, norms[1]), Block(norms[2], mlps, norms[3])))
+
+
+def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
+    module = layer.get_submodule(name)
+    if kind == "self_attn":
+        if not hasattr(module, "head_dim"):
             return None
-        if getattr(getattr(layer.self_attn, "config", None), "clip_qkv", None) is not None:
+        if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
             return None  # a probe need not reach the bound
-    choices = _ATTENTION if mixer == "self_attn" else _DELTA_NET
-    found = [(inputs, output) for inputs, output in choices if _linears(layer, (inputs,)) and _is_linear(layer, output)]
-    if not found:
-        return None
-    qkv, out = found[0]
-    act = _activation_of(layer.get_submodule("mlp"))
-    gate_up = _linears(layer, _GATE_UP) if act is not None and _is_linear(layer, "mlp.down_proj") else ()
-    return Structure(norms, qkv, out, gate_up, act) if gate_up else Structure(norms, qkv, out)
+        scale, in_scale = _multiplier(layer, "attn_out"), _multiplier(layer, "attention_in")
+    else:
+        scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
+    branch = Branch(name, scale=_multiplier(layer, "residual") * scale, in_scale=in_scale)
+    return _through_linears(module, branch, _MIXERS[kind])
+
+
+def _mlp(layer: nn.Module, name: str) -> Branch:
+    module = layer.get_submodule(name)
+    own = Branch(name, scale=_multiplier(layer, "residual"))
+    scales = {"scale": own.scale * _multiplier(module, "down"), "gate_scale": _multiplier(module, "gate")}
+    act = _activation_of(module, ACTIVATIONS)
+    gated = None if act is None else _through_linears(module, replace(own, act=act, **scales), _GATED)
+    if gated is not None:
+        return gated
+    plain = _activation_of(module, _PLAIN_ACTIVATIONS)
+    if plain is None or any(hasattr(module, gate) for gate in ("gate_proj", "gate_up_proj")):
+        return own
+    return _through_linears(module, replace(own, plain_act=_PLAIN_ACTIVATIONS[plain], **scales), _UNGATED) or own
+
+
+def _multiplier(module: Any, name: str) -> float:
+    return float(getattr(module, f"{name}_multiplier", 1.0))
+
+
+def _through_linears(
+    module: nn.Module, branch: Branch, choices: tuple[tuple[tuple[str, ...], str], ...]
+) -> Branch | None:
+    """By the first of the choices that a module has as plain linears, of which those that are read together have biases or
+    have none."""
+    for inputs, out in choices:
+        if all(_is_linear(module, name) for name in (*inputs, out)):
+            if len({getattr(module, name).bias is None for name in inputs}) > 1:
+                return None
+            paths = tuple(f"{branch.path}.{name}" for name in inputs)
+            return replace(branch, inputs=paths, out=f"{branch.path}.{out}")
+    return None
 
 
 def norm_of(module: nn.Module) -> Norm | None:
@@ -108,24 +185,15 @@ def norm_of(module: nn.Module) -> Norm | None:
     return norms[errors.index(best)] if close else None
 
 
-def _activation_of(mlp: Any) -> Activation | None:
-    act = getattr(mlp, "act_fn", getattr(mlp, "activation_fn", None))
+def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) -> _Name | None:
+    acts = [getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "activation")]
+    act = next(filter(callable, acts), F.silu if hasattr(mlp, "w1") else None)  # LFM2's calls that
     if act is None:
         return None
     x = torch.linspace(-6, 6, 64)
     expected = act(x)
-    return next((name for name, f in ACTIVATIONS.items() if torch.allclose(f(x), expected, rtol=1e-5, atol=1e-5)), None)
+    return next((name for name, f in known.items() if torch.allclose(f(x), expected, rtol=1e-5, atol=1e-5)), None)
 
 
-def _linears(layer: nn.Module, choices: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """The first of the choices that a layer has as plain linears, with biases or without; none where it has none."""
-    for names in choices:
-        if all(_is_linear(layer, name) for name in names):
-            without_bias = {layer.get_submodule(name).bias is None for name in names}
-            return names if len(without_bias) == 1 else ()
-    return ()
-
-
-def _is_linear(layer: nn.Module, name: str) -> bool:
-    path, _, leaf = name.rpartition(".")
-    return type(getattr(layer.get_submodule(path), leaf, None)) is nn.Linear
+def _is_linear(module: nn.Module, name: str) -> bool:
+    return type(getattr(module, name, None)) is nn.Linear

@@ -18,17 +18,29 @@ _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
 
 
+_ROTARY = ("rotary_emb", "pos_emb")
+_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+
+
+def _part(shell: ModelShell, names: tuple[str, ...]) -> Any:
+    """What a decoder has by one of these names, or None."""
+    return next((part for name in names if (part := getattr(shell.decoder, name, None)) is not None), None)
+
+
 def rotary_kinds(shell: ModelShell) -> list[str | None]:
-    """Of each layer, which of its model's rotary embeddings it takes; None where there is but one."""
-    rotary = shell.decoder.rotary_emb
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
+    """Of each layer, which of its model's rotary embeddings it takes; None where there is but one, or none."""
+    rotary = _part(shell, _ROTARY)
+    if rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters:
         return list(shell.config.layer_types)
     return [None] * shell.num_layers
 
 
-def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32. positions: int64 [T], or [3, T]."""
-    rotary: Any = shell.decoder.rotary_emb
+def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor] | None:
+    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32; None where the model has none. positions: int64 [T], or
+    [3, T]."""
+    rotary: Any = _part(shell, _ROTARY)
+    if rotary is None:
+        return None
     positions = positions.view(-1, 1, positions.shape[-1])
     # Of time, height and width, which are one for text.
     positions = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions[0]
@@ -38,12 +50,12 @@ def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str 
 
 
 def has_rotary(shell: ModelShell) -> bool:
-    """Whether positions alone give the model's rotary embeddings."""
+    """Whether positions alone give the model's rotary embeddings, or it has none."""
     like = shell.module.get_input_embeddings().weight[None, :1]
     try:
         for kind in {*rotary_kinds(shell)}:
             rotary_embedding(shell, like, POSITIONS.to(like.device), kind)
-    except Exception:  # of any kind: it has none, or one that wants more
+    except Exception:  # of any kind: they want more
         return False
     return True
 
@@ -58,13 +70,15 @@ class PlainModel:
     def __init__(self, shell: ModelShell, ops: Ops) -> None:
         """shell: one of which ``is_plain`` is true."""
         body: Any = shell.decoder
-        norm = norm_of(body.norm)
+        self.last_norm = _part(shell, _LAST_NORM)
+        norm = norm_of(self.last_norm)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
-        self.embed, self.last_norm = body.embed_tokens, body.norm
+        self.embed: Any = body.get_input_embeddings()
         self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
         self.layers = list(zip(body.layers, rotary_kinds(shell), strict=True))
-        self.kinds = {kind for _, kind in self.layers}
+        self.rotary = _part(shell, _ROTARY)
+        self.kinds = set() if self.rotary is None else {kind for _, kind in self.layers}
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
         if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
             self.kept, self.of = self._tables(), self._frequencies()
@@ -74,10 +88,11 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body = shell.decoder
+        body, norm = shell.decoder, _part(shell, _LAST_NORM)
         return (
-            all(hasattr(body, name) for name in ("embed_tokens", "rotary_emb", "norm", "layers"))
-            and norm_of(body.norm) is not None
+            hasattr(body, "layers")
+            and norm is not None
+            and norm_of(norm) is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
             and not shell.has_wide_head
         )
@@ -93,8 +108,9 @@ class PlainModel:
     def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
         """cos and sin, [T, R] each. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
-        cos, sin = rotary_embedding(self.shell, x, positions, kind)
-        return cos[0], sin[0]
+        found = rotary_embedding(self.shell, x, positions, kind)
+        assert found is not None
+        return found[0][0], found[1][0]
 
     def _bytes(self, kind: str | None) -> int:
         one = self._rotary(torch.zeros(1, dtype=torch.long, device=self.embed.weight.device), kind)
@@ -109,12 +125,11 @@ class PlainModel:
         }
 
     def _frequencies(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self.shell.decoder.rotary_emb.buffers()]
+        return [] if self.rotary is None else [buffer.clone() for buffer in self.rotary.buffers()]
 
     def refresh(self) -> None:
         """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
-        rotary = self.shell.decoder.rotary_emb
-        if self.kept is None or all(map(torch.equal, self.of, rotary.buffers())):
+        if self.kept is None or self.rotary is None or all(map(torch.equal, self.of, self.rotary.buffers())):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
             for kind, tables in self._tables().items():
@@ -130,7 +145,7 @@ class PlainModel:
             x = x.index_copy(1, images.at, images.embeddings.to(x.dtype)[None])
         if self.multiplier != 1.0:
             x = x * self.multiplier
-        rotary: dict[str | None, tuple[Tensor, ...]]
+        rotary: dict[str | None, tuple[Tensor, ...] | None]
         if self.kept is None or places.dim() > 1:
             rotary = {kind: rotary_embedding(self.shell, x, places, kind) for kind in self.kinds}
         else:
@@ -140,7 +155,7 @@ class PlainModel:
             }
         deep = iter(() if images is None else images.deep)
         for layer, kind in self.layers:
-            x = layer.forward(x, position_embeddings=rotary[kind], stoker_context=context, in_place=True)
+            x = layer.hidden(x, rotary.get(kind), context, in_place=True)
             if (features := next(deep, None)) is not None:
                 x.index_add_(1, images.at, features.to(x.dtype)[None])
         return x[0]  # type: ignore[no-any-return]

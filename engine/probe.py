@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference.norm_rotary import qk_norm_rotary
-from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule
+from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule, selective_scan
 
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -36,9 +36,9 @@ class Recorder:
         weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
         return torch.einsum("hts,shd->thd", weights, value)
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         state = x.new_zeros(1, weight.shape[1] - 1, x.shape[1])
-        return causal_conv(x, weight, bias, state, _one_sequence(x), activation=activation)
+        return causal_conv(x, weight, bias, state, _one_sequence(x), **options)
 
     def delta_rule(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, *, normalise: bool
@@ -46,6 +46,20 @@ class Recorder:
         size = (1, value.shape[1], key.shape[2], value.shape[2])
         state = torch.zeros(size, dtype=torch.float32, device=value.device)
         return gated_delta_rule(query, key, value, decay, beta, state, _one_sequence(value), normalise=normalise)
+
+    def scan(
+        self,
+        layer: int,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        state = torch.zeros((1, *x.shape[1:], B.shape[2]), dtype=torch.float32, device=x.device)
+        return selective_scan(x, dt, A, B, C, D, state, _one_sequence(x), **options)
 
     def attend_projected(
         self,

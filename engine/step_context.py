@@ -68,9 +68,9 @@ class StepContext:
         )
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
-    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: Any) -> Tensor:
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """As ``Ops.causal_conv``."""
-        return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, activation=activation)
+        return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, **options)
 
     def delta_rule(self, layer: int, *inputs: Tensor, normalise: bool) -> Tensor:
         """As ``Ops.gated_delta_rule``."""
@@ -113,13 +113,15 @@ class ShapeProbe:
         return x
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Tensor, normalise: bool) -> Tensor:
-        self._found(layer, StateShape((value.shape[1], key.shape[2], value.shape[2]), torch.float32))
+        self._found(
+            layer, StateShape((value.shape[1], key.shape[2], value.shape[2]), torch.float32, "gated_delta_rule")
+        )
         return value
 
     def scan(
         self, layer: int, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Tensor | None, **options: Any
     ) -> Tensor:
-        self._found(layer, StateShape((*x.shape[1:], B.shape[2]), torch.float32))
+        self._found(layer, StateShape((*x.shape[1:], B.shape[2]), torch.float32, "selective_scan"))
         return x
 
     def _found(self, layer: int, state: StateShape) -> None:

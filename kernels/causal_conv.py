@@ -48,9 +48,15 @@ def sequence_of_tile(starts_ptr, rows, halvings, tile, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x_ptr, state_ptr, place, column, inside, first, x_stride, channels, KEPT: tl.constexpr):
+def _inputs(
+    x_ptr, gate_ptr, state_ptr, place, column, inside, first, x_stride, gate_stride, channels, KEPT: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
     """Those at ``place`` of a sequence, of which the last KEPT before its first token have negative ones."""
     new = tl.load(x_ptr + (first + place) * x_stride + column, mask=inside & (place >= 0), other=0.0)
+    if GATED:
+        gate = tl.load(gate_ptr + (first + place) * gate_stride + column, mask=inside & (place >= 0), other=0.0)
+        new = (new.to(tl.float32) * gate.to(tl.float32)).to(new.dtype)
     old = tl.load(state_ptr + (KEPT + place) * channels + column, mask=inside & (place < 0), other=0.0)
     return tl.where(place >= 0, new, old)
 
@@ -58,6 +64,8 @@ def _inputs(x_ptr, state_ptr, place, column, inside, first, x_stride, channels, 
 @triton.jit(do_not_specialize=["rows", "halvings"], do_not_specialize_on_alignment=["slots_ptr", "starts_ptr"])
 def _causal_conv_kernel(
     x_ptr,
+    before_ptr,
+    after_ptr,
     weight_ptr,
     bias_ptr,
     state_ptr,
@@ -65,6 +73,8 @@ def _causal_conv_kernel(
     starts_ptr,
     out_ptr,
     x_stride,
+    before_stride,
+    after_stride,
     slot_stride,
     channels,
     rows,
@@ -72,6 +82,7 @@ def _causal_conv_kernel(
     WIDTH: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
+    GATED: tl.constexpr,
     DECODE: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -98,7 +109,10 @@ def _causal_conv_kernel(
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for j in tl.static_range(WIDTH):
         tap = tl.load(weight_ptr + column * WIDTH + j, mask=known, other=0.0).to(tl.float32)
-        x = _inputs(x_ptr, state_ptr, place - KEPT + j, column, inside, first, x_stride, channels, KEPT)
+        x = _inputs(
+            x_ptr, before_ptr, state_ptr, place - KEPT + j, column, inside, first, x_stride, before_stride, channels,
+            KEPT, GATED,
+        )  # fmt: skip
         total += x.to(tl.float32) * tap
     if BIAS:
         total += tl.load(bias_ptr + column, mask=known, other=0.0).to(tl.float32)
@@ -106,12 +120,17 @@ def _causal_conv_kernel(
     if SILU:
         total *= tl.sigmoid(total)
         total = total.to(weight_ptr.dtype.element_ty)
+    if GATED:
+        gate = tl.load(after_ptr + (first + place) * after_stride + column, mask=inside, other=0.0)
+        total = total.to(out_ptr.dtype.element_ty).to(tl.float32) * gate.to(tl.float32)
     tl.store(out_ptr + (first + place) * channels + column, total, mask=inside)
 
     if begin == 0:  # the only tile that reads the state; what is written comes before what is still to be read
         for j in tl.static_range(KEPT):
             late = last - first - KEPT + j + tl.zeros([1, 1], tl.int64)
-            newest = _inputs(x_ptr, state_ptr, late, column, known, first, x_stride, channels, KEPT)
+            newest = _inputs(
+                x_ptr, before_ptr, state_ptr, late, column, known, first, x_stride, before_stride, channels, KEPT, GATED
+            )  # fmt: skip
             tl.debug_barrier()  # every thread has read before one writes
             tl.store(state_ptr + j * channels + column, newest, mask=known)
 
@@ -124,17 +143,23 @@ def causal_conv(
     rows: StateRows,
     *,
     activation: Literal["silu"] | None = None,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As the reference. x: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], of which each row is."""
+    """As the reference. x and gates: [T, C], each token's channels contiguous; weight: [C, K]; state: [N, K - 1, C], of which
+    each row is."""
     tokens, channels = x.shape
     decode, count = rows.longest == 1, rows.slots.shape[0]
-    assert x.stride(1) == 1 and weight.is_contiguous() and state[0].is_contiguous() and state.dtype == x.dtype
+    before, after = (x, x) if gates is None else gates
+    assert x.stride(1) == before.stride(1) == after.stride(1) == 1 and before.shape == after.shape == x.shape
+    assert weight.is_contiguous() and state[0].is_contiguous() and state.dtype == x.dtype
     config = launch_config(channels, decode=decode)
     assert tokens == count if decode else weight.shape[1] <= config.tokens  # whose first tile alone reads the state
     out = (torch.empty if decode else torch.zeros)(tokens, channels, dtype=x.dtype, device=x.device)
     tiles = count if decode else tokens // config.tokens + count
     _causal_conv_kernel[(tiles, triton.cdiv(channels, config.channels))](
         x,
+        before,
+        after,
         weight,
         weight if bias is None else bias,
         state,
@@ -142,6 +167,8 @@ def causal_conv(
         rows.starts,
         out,
         x.stride(0),
+        before.stride(0),
+        after.stride(0),
         state.stride(0),
         channels,
         count,
@@ -149,6 +176,7 @@ def causal_conv(
         WIDTH=weight.shape[1],
         BIAS=bias is not None,
         SILU=activation == "silu",
+        GATED=gates is not None,
         DECODE=decode,
         TOKENS=config.tokens,
         CHANNELS=config.channels,

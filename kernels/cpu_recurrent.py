@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.reference import recurrent as reference
-from stoker.kernels.reference.recurrent import NORM_EPS, StateRows, steps
+from stoker.kernels.reference.recurrent import NORM_EPS, StateRows, decay_rates, steps
 
 _CHUNK = 64
 
@@ -119,8 +119,10 @@ def selective_scan(
     *,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
+    a_log: bool = False,
 ) -> Tensor:
     """As the reference, to rounding: the chunks of Mamba-2 (Dao and Gu, 2024)."""
+    A = decay_rates(A, a_log)
     if rows.longest == 1:
         return reference.selective_scan(x, dt, A, B, C, D, state, rows, dt_bias=dt_bias, dt_limit=dt_limit)
 

@@ -1,4 +1,4 @@
-"""What gates the layers of a gated delta net, as Triton kernels: each rounds where the reference does."""
+"""What gates layers with a state for each sequence, as Triton kernels: each rounds where the reference does."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -17,8 +17,9 @@ _ELEMENTS = 1024  # of a program's heads
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, rows, x_stride, x_head, gate_stride, gate_head, eps, HEADS: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, gate_ptr, weight_ptr, out_ptr, rows, x_stride, x_head, gate_stride, gate_head, weight_head, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, GATE_FIRST: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
@@ -27,24 +28,33 @@ def _gated_rms_norm_kernel(
     token, head = row // HEADS, row % HEADS
     x = tl.load(x_ptr + token * x_stride + head * x_head + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_stride + head * gate_head + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=at < DIM, other=0.0)
-    dtype = out_ptr.dtype.element_ty
-    normed = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)).to(dtype).to(tl.float32)
-    normed *= weight.to(tl.float32)
-    if weight_ptr.dtype.element_ty == dtype:  # a product with fp32 is fp32
-        normed = normed.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * DIM + at, normed * (gate * tl.sigmoid(gate)), mask=inside)
+    factor = gate * tl.sigmoid(gate)
+    if GATE_FIRST or not NORM:
+        x *= factor
+    if NORM:
+        weight = tl.load(weight_ptr + head * weight_head + at, mask=inside, other=0.0)
+        dtype = out_ptr.dtype.element_ty
+        x = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)).to(dtype).to(tl.float32)
+        x *= weight.to(tl.float32)
+        if not GATE_FIRST:
+            if weight_ptr.dtype.element_ty == dtype:  # a product with fp32 is fp32
+                x = x.to(dtype).to(tl.float32)
+            x *= factor
+    tl.store(out_ptr + row * DIM + at, x, mask=inside)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As the reference's. x, gate: [T, H, D], each head's numbers contiguous; weight: [D]."""
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, gate_first: bool = False) -> Tensor:
+    """As the reference's. x, gate: [T, H, D], each head's numbers contiguous; weight: [D], or [H, D], contiguous, or None."""
     tokens, heads, dim = x.shape
     assert x.stride(2) == gate.stride(2) == 1 and gate.shape == x.shape
+    assert weight is None or weight.is_contiguous()
     out, block = torch.empty(x.shape, dtype=x.dtype, device=x.device), triton.next_power_of_2(dim)
     tile = max(_ELEMENTS // block, 1)
     _gated_rms_norm_kernel[(triton.cdiv(tokens * heads, tile),)](
-        x, gate, weight, out, tokens * heads, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1), eps,
-        HEADS=heads, DIM=dim, TILE=tile, BLOCK=block, num_warps=4, **launch.options(x.device),
+        x, gate, x if weight is None else weight, out, tokens * heads, x.stride(0), x.stride(1), gate.stride(0),
+        gate.stride(1), dim if weight is not None and weight.dim() == 2 else 0, eps, HEADS=heads, DIM=dim,
+        NORM=weight is not None, GATE_FIRST=gate_first, TILE=tile, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
+        **launch.options(x.device),
     )  # fmt: skip
     return out
 

@@ -113,25 +113,33 @@ def act_times(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def _act_mul_kernel(
-    gate_up_ptr, out_ptr, row_stride, size, ACT: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, out_ptr, row_stride, size, scale, ACT: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
 ):
     await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate_ptr = gate_up_ptr + row * row_stride + at
-    gate = tl.load(gate_ptr, mask=inside, other=0.0)
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32) * scale
     up = tl.load(gate_ptr + size, mask=inside, other=0.0)
     tl.store(out_ptr + row * size + at, act_times(gate, up, out_ptr.dtype.element_ty, ACT), mask=inside)
 
 
-def act_mul(gate_up: Tensor, act: Activation) -> Tensor:
-    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(gate) * up``, [T, I]."""
+def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0) -> Tensor:
+    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(scale * gate) * up``, [T, I]."""
     assert gate_up.ndim == 2 and gate_up.stride(1) == 1
     size = gate_up.shape[1] // 2
     out = torch.empty(gate_up.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
     _act_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _ACT_BLOCK))](
-        gate_up, out, gate_up.stride(0), size, ACT=act, BLOCK=_ACT_BLOCK, num_warps=4, **launch.options(out.device)
+        gate_up,
+        out,
+        gate_up.stride(0),
+        size,
+        scale,
+        ACT=act,
+        BLOCK=_ACT_BLOCK,
+        num_warps=4,
+        **launch.options(out.device),
     )
     return out
 

@@ -27,7 +27,6 @@ from stoker.kernels.reference import (
 )
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
-from stoker.kernels.reference.norm_rotary import Activation
 
 _log = logging.getLogger("stoker")
 
@@ -37,13 +36,13 @@ class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
     rms_norm: Callable[..., Tensor]
-    act_mul: Callable[[Tensor, Activation], Tensor]
+    act_mul: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
-    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    gated_rms_norm: Callable[..., Tensor]
     delta_gates: Callable[..., tuple[Tensor, Tensor]]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -69,6 +68,9 @@ class Ops:
     # Bytes of attention's workspace on the device, of (most rows, columns of the block table, block size, query heads, value
     # dimension): it takes so much for each pair of the last two that there is among the layers.
     attention_workspace: Callable[..., int] | None = None
+    # Bytes that a layer with recurrent states takes while it runs, of (most tokens, heads, state's key dimension, dtype) and
+    # whether it is the gated delta rule; layers take them one after the other.
+    recurrent_workspace: Callable[..., int] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
     # one that is taken first.
     matmuls: Mapping[str, str] = field(default_factory=dict)

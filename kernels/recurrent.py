@@ -20,7 +20,14 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
-from stoker.kernels.recurrent_chunks import MOST_WALKED, can_chunk, rule_by_chunks, scan_by_chunks, step_length
+from stoker.kernels.recurrent_chunks import (
+    MOST_WALKED,
+    can_chunk,
+    decay_rate,
+    rule_by_chunks,
+    scan_by_chunks,
+    step_length,
+)
 from stoker.kernels.reference.recurrent import NORM_EPS, StateRows
 
 _TILE = 2048  # numbers of a state: 64 registers of each thread
@@ -156,7 +163,7 @@ def _load_scan(x_ptr, dt_ptr, b_ptr, c_ptr, token, x_token, dt_token, b_token, c
 def _selective_scan_kernel(
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, d_ptr, dt_bias_ptr, state_ptr, slots_ptr, starts_ptr, out_ptr, x_token, x_head,
     dt_token, b_token, b_group, c_token, c_group, slot_stride, longest, least, most, HEADS: tl.constexpr, SHARED: tl.constexpr,
-    DIM: tl.constexpr, SIZE: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
+    DIM: tl.constexpr, SIZE: tl.constexpr, A_LOG: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added."""
@@ -172,7 +179,7 @@ def _selective_scan_kernel(
     b_ptr += head // SHARED * b_group + columns
     c_ptr += head // SHARED * c_group + columns
     out_ptr += head * DIM + of_rows
-    a = tl.load(a_ptr + head)
+    a = decay_rate(a_ptr + head, A_LOG)
     if SKIP:
         skip = tl.load(d_ptr + head).to(tl.float32)
     bias = tl.load(dt_bias_ptr + head).to(dtype).to(tl.float32) if BIAS else 0.0
@@ -212,6 +219,7 @@ def selective_scan(
     *,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
+    a_log: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """As the reference; the last dimension of each input is contiguous, and so is each row of ``state``.
@@ -223,12 +231,12 @@ def selective_scan(
     width, most = tile_width(size, dim), rows.longest
     out, tiles = _result(x, x.dtype, rows), triton.cdiv(dim, width)
     if most > MOST_WALKED and not deterministic and can_chunk(size, x.dtype, rule=False):
-        scan_by_chunks(x, dt, A, B, C, D, state, rows, out, dt_bias=dt_bias, dt_limit=dt_limit)
+        scan_by_chunks(x, dt, A, B, C, D, state, rows, out, dt_bias=dt_bias, dt_limit=dt_limit, a_log=a_log)
         most = MOST_WALKED
     _selective_scan_kernel[(rows.slots.shape[0] * heads * tiles,)](
         x, dt, A, B, C, A if D is None else D, A if dt_bias is None else dt_bias, state, rows.slots, rows.starts, out,
         x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), most, *map(float, dt_limit),
-        HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, SKIP=D is not None, BIAS=dt_bias is not None,
+        HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, A_LOG=a_log, SKIP=D is not None, BIAS=dt_bias is not None,
         DECODE=rows.longest == 1, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, **_LAUNCH,
         **launch.options(out.device),
     )  # fmt: skip

@@ -39,15 +39,26 @@ class LaunchConfig:
     num_stages: int
 
 
-def launch_config(key_dim: int, value_dim: int) -> LaunchConfig:
-    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling."""
-    values = max(min(triton.next_power_of_2(value_dim), 32), 16)
+def launch_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> LaunchConfig:
+    """Four programs for each head of Qwen3-Next, whose next chunk is on its way; no more fit without spilling.
+
+    fp16 takes registers to bring numbers into its range, and has half as many of a state's.
+    """
+    most = 16 if dtype == torch.float16 else 32
+    values = max(min(triton.next_power_of_2(value_dim), most), 16)
     return LaunchConfig(CHUNK, values, 8 if key_dim > 128 else 4, 2)
 
 
 def can_chunk(key_dim: int, dtype: torch.dtype, *, rule: bool) -> bool:
     """fp32 has no tensor cores that keep its precision; and of more dimensions a chunk does not fit."""
     return key_dim <= (128 if rule else 256) and dtype in (torch.bfloat16, torch.float16)
+
+
+def workspace_bytes(tokens: int, heads: int, key_dim: int, dtype: torch.dtype, *, rule: bool) -> int:
+    """What a layer's prompts take besides their results, at most, while they run. rule: of the gated delta rule."""
+    if not can_chunk(key_dim, dtype, rule=rule):
+        return 0
+    return tokens * heads * ((2 if rule else 1) * 2 * CHUNK * dtype.itemsize + 4 * 4)
 
 
 @triton.jit
@@ -57,6 +68,13 @@ def step_length(dt, bias, least, most, dtype: tl.constexpr, BIAS: tl.constexpr):
         dt = (dt + bias).to(dtype).to(tl.float32)
     step = tl.minimum(tl.maximum(softplus(dt).to(dtype).to(tl.float32), least), most)
     return step.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def decay_rate(ptr, A_LOG: tl.constexpr):
+    """Mamba-2's A, in fp32, which with ``A_LOG`` is given as the logarithm of ``-A``."""
+    a = tl.load(ptr).to(tl.float32)
+    return -tl.exp(a) if A_LOG else a
 
 
 @triton.jit
@@ -89,7 +107,8 @@ def _prepare_kernel(
     query_ptr, key_ptr, decay_ptr, weight_ptr, bias_ptr, starts_ptr, seen_ptr, inverse_ptr, factors_ptr, query_token,
     query_head, key_token, key_head, decay_token, weight_token, scale, least, most, tokens, rows, halvings,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY_DIM: tl.constexpr, EPS: tl.constexpr, RULE: tl.constexpr,
-    BIAS: tl.constexpr, MOST_WALKED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
+    A_LOG: tl.constexpr, BIAS: tl.constexpr, MOST_WALKED: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All of a chunk that no state has a part in. RULE: weights are beta, and decays as they are; else weights are dt, and
     decays, [HEADS], those of a step of 1.
@@ -117,7 +136,7 @@ def _prepare_kernel(
         bias = tl.load(bias_ptr + head).to(weight_ptr.dtype.element_ty).to(tl.float32) if BIAS else 0.0
         step = step_length(weight, bias, least, most, weight_ptr.dtype.element_ty, BIAS)
         weight = tl.where(own, step, 0.0)
-        decay = weight * tl.load(decay_ptr + head)
+        decay = weight * decay_rate(decay_ptr + head, A_LOG)
     # In fp64, as those of neighbours would else lose in their difference what the sum has grown to.
     total, whole = tl.cumsum(decay.to(tl.float64), 0), tl.sum(decay.to(tl.float64), 0)
     query_scale, key_scale = _inverse_length(query, EPS) * scale, _inverse_length(key, EPS)
@@ -157,16 +176,31 @@ def _store_parts(ptr, x, own, TOKENS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _times(high, low, x):
     """What is in two parts times fp32, but for what is left of both."""
+    x, divisor = _within_range(x, high.dtype)
     rounded = x.to(high.dtype)
-    out = _short_times(high, x)
-    return tl.dot(low, rounded, out)
+    return tl.dot(low, rounded, _product(high, x, rounded)) * divisor
 
 
 @triton.jit
 def _short_times(a, x):
     """a @ x of 16 bits and fp32, in fp32."""
-    rounded = x.to(a.dtype)
+    x, divisor = _within_range(x, a.dtype)
+    return _product(a, x, x.to(a.dtype)) * divisor
+
+
+@triton.jit
+def _product(a, x, rounded):
     return tl.dot(a, (x - rounded.to(tl.float32)).to(a.dtype), tl.dot(a, rounded))
+
+
+@triton.jit
+def _within_range(x, dtype: tl.constexpr):
+    """x divided so that ``dtype`` holds it, and by what: fp16 ends at 65504, beyond which states and steps may be."""
+    divisor = 1.0
+    if dtype == tl.float16:
+        divisor = tl.maximum(tl.max(tl.abs(x)) * (1.0 / 32768), 1.0)
+        x *= 1.0 / divisor
+    return x, divisor
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=_ROWS)
@@ -241,22 +275,22 @@ def rule_by_chunks(
 
 def scan_by_chunks(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, state: Tensor, rows: StateRows,
-    out: Tensor, *, dt_bias: Tensor | None, dt_limit: tuple[float, float],
+    out: Tensor, *, dt_bias: Tensor | None, dt_limit: tuple[float, float], a_log: bool,
 ) -> None:  # fmt: skip
     """``selective_scan`` of the sequences of more than MOST_WALKED tokens, into ``out``."""
     _by_chunks(
         C, B, x, state.mT, rows, out, decay=A, weight=dt, bias=dt_bias, limit=dt_limit, skip=D, rule=False, scale=1.0,
-        eps=None,
+        eps=None, a_log=a_log,
     )  # fmt: skip
 
 
 def _by_chunks(
     query: Tensor, key: Tensor, value: Tensor, state: Tensor, rows: StateRows, out: Tensor, *, decay: Tensor,
     weight: Tensor, bias: Tensor | None, limit: tuple[float, float], skip: Tensor | None, rule: bool, scale: float,
-    eps: float | None,
+    eps: float | None, a_log: bool = False,
 ) -> None:  # fmt: skip
     (tokens, heads, value_dim), (key_heads, key_dim), count = value.shape, key.shape[1:], rows.slots.shape[0]
-    config, dependent = launch_config(key_dim, value_dim), launch.options(out.device)
+    config, dependent = launch_config(key_dim, value_dim, key.dtype), launch.options(out.device)
     tiles = triton.cdiv(value_dim, config.values)
     shape = {"HEADS": heads, "SHARED": heads // key_heads, "KEY_DIM": key_dim, "RULE": rule}
     shape |= {"MOST_WALKED": MOST_WALKED, "TOKENS": config.tokens, "KEYS": max(triton.next_power_of_2(key_dim), 16)}
@@ -267,7 +301,7 @@ def _by_chunks(
     _prepare_kernel[(tokens // config.tokens + count, heads)](
         query, key, decay, weight, decay if bias is None else bias, rows.starts, seen, inverse, factors,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), decay.stride(0), weight.stride(0), scale,
-        *map(float, limit), tokens, count, count.bit_length(), EPS=eps, BIAS=bias is not None, num_warps=4, **shape,
+        *map(float, limit), tokens, count, count.bit_length(), EPS=eps, A_LOG=a_log, BIAS=bias is not None, num_warps=4, **shape,
         **dependent,
     )  # fmt: skip
     _chunks_kernel[(count * heads * tiles,)](

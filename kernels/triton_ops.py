@@ -17,6 +17,7 @@ from stoker.kernels import (
     moe,
     norm_rotary,
     recurrent,
+    recurrent_chunks,
     sampling,
     truncation,
     window,
@@ -56,6 +57,7 @@ TRITON = replace(
     static_plans=True,
     shared_from=attention.LEAST_SHARED,
     attention_workspace=attention.workspace_bytes,
+    recurrent_workspace=recurrent_chunks.workspace_bytes,
 )
 
 
@@ -76,4 +78,5 @@ DETERMINISTIC = replace(
     selective_scan=partial(recurrent.selective_scan, deterministic=True),
     plan_attention=partial(attention.plan_attention, deterministic=True),
     shared_from=None,
+    recurrent_workspace=None,  # these go token after token
 )

@@ -183,13 +183,21 @@ def _budget(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model
 
 
 def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:
-    """What attention will set aside on the device when its layers first run."""
-    workspace = binding.ops.attention_workspace
-    if workspace is None:
-        return 0
-    columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
-    value_dims = {shape.value_dim for shape in binding.shapes if shape.heads}
-    return sum(workspace(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
+    """What attention will set aside on the device when its layers first run, and what recurrences take while they do."""
+    of_attention, of_recurrence = binding.ops.attention_workspace, binding.ops.recurrent_workspace
+    taken = 0
+    if of_attention is not None:
+        columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
+        value_dims = {shape.value_dim for shape in binding.shapes if shape.heads}
+        taken = sum(of_attention(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
+    most = 0
+    for layer in binding.shapes:
+        for state in layer.states[1:] if of_recurrence is not None else ():
+            rule = state.operation == "gated_delta_rule"
+            heads, key_dim = state.size[0], state.size[1 if rule else 2]
+            size = config.max_num_batched_tokens, heads, key_dim, layer.states[0].dtype
+            most = max(most, of_recurrence(*size, rule=rule))
+    return taken + most
 
 
 def core(

@@ -134,10 +134,15 @@ def launch_recurrent() -> None:
     for heads, dim in ((32, 128), (30, 192)):
         for weight in (zeros(dim), torch.zeros(dim)):
             gates.gated_rms_norm(zeros(64, heads, dim), zeros(64, heads, dim), weight, 1e-6)
+        gates.gated_rms_norm(zeros(64, 1, 3072), zeros(64, 1, 3072), None, 0.0)
+        for groups, dim in ((1, 8192), (8, 1024)):
+            x, gate = zeros(64, groups, dim), zeros(64, 2 * groups * dim)[:, : groups * dim].view(64, groups, dim)
+            gates.gated_rms_norm(x, gate, zeros(groups, dim), 1e-5, True)
         gates.delta_gates(zeros(64, heads), zeros(64, heads), torch.zeros(heads), zeros(heads), 2.0)
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
-        causal_conv.causal_conv(zeros(64, 2048), zeros(2048, 3), None, zeros(4, 2, 2048), rows)
+        before, after, x = zeros(64, 3 * 2048).chunk(3, dim=1)
+        causal_conv.causal_conv(x, zeros(2048, 3), None, zeros(4, 2, 2048), rows, gates=(before, after))
         for channels in (8192, 200):
             for bias in (None, zeros(channels)):
                 x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)
@@ -152,6 +157,17 @@ def launch_recurrent() -> None:
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
             options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
             recurrent.selective_scan(x, zeros(64, heads), of_heads, b, c, zeros(heads), state, rows, **options)
+            recurrent.selective_scan(
+                x, zeros(64, heads), zeros(heads), b, c, zeros(heads), state, rows, a_log=True, **options
+            )
+        half = partial(torch.zeros, dtype=torch.float16)
+        for key_heads, heads, dim in ((16, 32, 128), (30, 30, 96)):
+            q, v, state = half(64, key_heads, dim), half(64, heads, 128), torch.zeros(2, heads, dim, 128)
+            recurrent.gated_delta_rule(q, q, v, torch.zeros(64, heads), half(64, heads), state, rows, normalise=True)
+        for heads, dim, size in ((128, 64, 128), (32, 64, 256), (24, 128, 256)):
+            x, b, dt, state = half(64, heads, dim), half(64, 1, size), half(64, heads), torch.zeros(2, heads, dim, size)
+            a = torch.zeros(heads)
+            recurrent.selective_scan(x, dt, a, b, b, half(heads), state, rows, dt_bias=half(heads), dt_limit=(0.0, 1.0))
 
 
 if __name__ == "__main__":

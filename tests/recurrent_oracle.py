@@ -47,14 +47,16 @@ def conv_case(
     width: int = 4,
     bias: bool = True,
     activation: str | None = "silu",
+    gated: bool = False,
 ) -> Case:
     given = {
         "weight": randn(channels, width, dtype=dtype, scale=width**-0.5),
         "bias": randn(channels, dtype=dtype) if bias else None,
         "activation": activation,
     }
-    x = apart(randn(tokens, channels, dtype=dtype))
-    return {"x": x}, given, lambda slots: randn(slots, width - 1, channels, dtype=dtype)
+    names = ("x", "before", "after") if gated else ("x",)
+    by_token = {name: apart(randn(tokens, channels, dtype=dtype)) for name in names}
+    return by_token, given, lambda slots: randn(slots, width - 1, channels, dtype=dtype)
 
 
 def delta_case(
@@ -66,8 +68,10 @@ def delta_case(
     normalise: bool = True,
     decay: float = 1.0,
     alike: bool = False,
+    large: bool = False,
 ) -> Case:
-    """alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again."""
+    """alike: keys of all tokens are the same and nothing is forgotten, as of a token said again and again; large: states are
+    beyond what fp16 holds, and results are not."""
     key_dim, value_dim = dims
     by_token = {
         "query": apart(randn(tokens, key_heads, key_dim, dtype=dtype)),
@@ -79,7 +83,11 @@ def delta_case(
     if alike:
         by_token["key"][1:] = by_token["key"][:1]
         by_token["beta"].mul_(2.0)
-    return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim)
+    if large:
+        by_token["value"].mul_(1e4)
+        by_token["query"].mul_(1e-3)
+    of_states = 1e5 if large else 1.0
+    return by_token, {"normalise": normalise}, lambda slots: randn(slots, heads, key_dim, value_dim, scale=of_states)
 
 
 def keep_from_ties(dt: Tensor, bias: Tensor | None) -> None:
@@ -104,7 +112,10 @@ def scan_case(
     biases: bool = True,
     limit: tuple[float, float] = (0.0, float("inf")),
     decay: float = 1.0,
+    a_log: bool = False,
+    large: bool = False,
 ) -> Case:
+    """large: states, and steps times inputs, are beyond what fp16 holds, and results are not."""
     dim, size = dims
     by_token = {
         "x": apart(randn(tokens, heads, dim, dtype=dtype)),
@@ -118,8 +129,13 @@ def scan_case(
         "dt_bias": randn(heads, dtype=dtype) if biases else None,
         "dt_limit": limit,
     }
+    if a_log:
+        given |= {"A": (-given["A"]).log().to(dtype), "a_log": True}
     keep_from_ties(by_token["dt"], given["dt_bias"])
-    return by_token, given, lambda slots: randn(slots, heads, dim, size)
+    if large:
+        by_token["x"].mul_(1e4)
+        by_token["C"].mul_(1e-3)
+    return by_token, given, lambda slots: randn(slots, heads, dim, size, scale=1e5 if large else 1.0)
 
 
 CASES: dict[str, Callable[..., Case]] = dict(zip(OPERATIONS, (conv_case, delta_case, scan_case), strict=True))
@@ -128,6 +144,9 @@ CASES: dict[str, Callable[..., Case]] = dict(zip(OPERATIONS, (conv_case, delta_c
 def run(
     ops: Ops, name: str, by_token: dict[str, Tensor], given: dict[str, Any], state: Tensor, rows: StateRows
 ) -> Tensor:
+    if "before" in by_token:
+        by_token = dict(by_token)
+        given = given | {"gates": (by_token.pop("before"), by_token.pop("after"))}
     out: Tensor = {
         "causal_conv": lambda: ops.causal_conv(**by_token, **given, state=state, rows=rows),
         "gated_delta_rule": lambda: ops.gated_delta_rule(**by_token, **given, state=state, rows=rows),
@@ -137,11 +156,18 @@ def run(
 
 
 def conv_step(
-    state: Tensor, x: Tensor, *, weight: Tensor, bias: Tensor | None, activation: str | None
+    state: Tensor,
+    x: Tensor,
+    before: Tensor | float = 1.0,
+    after: Tensor | float = 1.0,
+    *,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
 ) -> tuple[Tensor, Tensor]:
-    window = torch.cat((state, x[None]))
+    window = torch.cat((state, (x * before)[None]))
     out = (window * weight.T).sum(0) + (0.0 if bias is None else bias)
-    return F.silu(out) if activation else out, window[1:]
+    return (F.silu(out) if activation else out) * after, window[1:]
 
 
 def delta_step(
@@ -179,6 +205,10 @@ def expected(
         dt, bias = by_token["dt"], given["dt_bias"]
         dt = F.softplus(dt if bias is None else dt + bias).clamp(*given["dt_limit"])
         by_token = by_token | {"dt": dt}
+        if given.get("a_log"):
+            given = given | {"A": -given["A"].double().exp()}
+    if "before" in by_token:  # what it gates is rounded, as it is kept
+        by_token = by_token | {"x": by_token["x"] * by_token["before"], "before": torch.ones_like(by_token["x"])}
     by_token = {key: t.double() for key, t in by_token.items()}
     given = {key: t.double() if isinstance(t, Tensor) else t for key, t in given.items()}
     state, out = state.double(), None
@@ -221,14 +251,19 @@ def check(
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("causal_conv", {"bias": False, "activation": None, "width": 3}),
     ("causal_conv", {"bias": False, "width": 2, "channels": 300}),
+    ("causal_conv", {"gated": True, "activation": None, "width": 3}),
+    ("causal_conv", {"gated": True, "bias": False, "channels": 300}),
     ("gated_delta_rule", {"normalise": False}),
     ("gated_delta_rule", {"key_heads": 3, "heads": 3, "dims": (40, 20)}),
     ("gated_delta_rule", {"key_heads": 1, "heads": 2, "dims": (128, 128)}),
     ("gated_delta_rule", {"decay": 30.0}),
+    ("gated_delta_rule", {"large": True, "normalise": False, "decay": 0.1}),
     ("gated_delta_rule", {"decay": 0.0, "alike": True}),
     ("selective_scan", {"biases": False, "groups": 1}),
     ("selective_scan", {"decay": 30.0}),
     ("selective_scan", {"limit": (0.5, 1.1), "groups": 4}),
+    ("selective_scan", {"a_log": True}),
+    ("selective_scan", {"large": True, "biases": False, "decay": 0.1}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (64, 128)}),
     ("selective_scan", {"heads": 2, "groups": 1, "dims": (20, 80)}),
 ]
@@ -247,11 +282,13 @@ def split(
     return batches
 
 
-def check_pieces(ops: Ops, name: str, dtype: torch.dtype, exact: bool, kept: torch.dtype = torch.float32) -> None:
+def check_pieces(
+    ops: Ops, name: str, dtype: torch.dtype, exact: bool, kept: torch.dtype = torch.float32, **options: Any
+) -> None:
     """Sequences that come in pieces give what they give whole; with the same bits where that is promised."""
     lengths = [9, 3, 72]
     pieces = [[5, 0, 70], [2, 1, 0], [1, 1, 1], [1, 1, 1]]
-    by_token, given, make_state = CASES[name](sum(lengths), dtype)
+    by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     whole, rows = make_state(6), make_rows(lengths, [4, 0, 5])
     piecewise, parts = whole.clone(), [[] for _ in lengths]  # type: ignore[var-annotated]
     out = run(ops, name, by_token, given, whole, rows).split(lengths)
@@ -276,10 +313,10 @@ def same(actual: Tensor, wanted: Tensor, kept: torch.dtype = torch.float32) -> N
     assert_close(actual, wanted, actual.dtype)
 
 
-def check_alone(ops: Ops, name: str, dtype: torch.dtype) -> None:
+def check_alone(ops: Ops, name: str, dtype: torch.dtype, **options: Any) -> None:
     """A sequence gives the same bits among any others, wherever its state lies."""
     lengths = [30, 2, 1, 66, 0, 1]
-    by_token, given, make_state = CASES[name](sum(lengths), dtype)
+    by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     states, rows = make_state(8), make_rows(lengths)
     before = states.clone()
     out = run(ops, name, by_token, given, states, rows).split(lengths)

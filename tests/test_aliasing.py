@@ -69,11 +69,12 @@ def test_fused_weights_are_views_of_the_trainers(family):
         assert len(layers) == engine.stats().fused_layers == model.config.num_hidden_layers
         for fused, layer in zip(layers, model.model.layers, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
+            (qkv, out), (gate_up, down) = (branch.linears for branch in fused.branches)
             for ours, theirs in (
-                (fused.parts.qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (fused.parts.gate_up, (mlp.gate_proj, mlp.up_proj)),
-                (fused.parts.out, (attention.o_proj,)),
-                (fused.parts.down, (mlp.down_proj,)),
+                (qkv, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (gate_up, (mlp.gate_proj, mlp.up_proj)),
+                (out, (attention.o_proj,)),
+                (down, (mlp.down_proj,)),
             ):
                 for kind in ("weight", "bias"):
                     whole, parts = getattr(ours, kind), [getattr(m, kind) for m in theirs]

@@ -34,13 +34,6 @@ OWN = {
     "gemma4",
     "gemma4+images",
     "olmoe",
-    # Hybrids but for those with gated delta nets.
-    "lfm2",
-    "lfm2_moe",
-    "bamba",
-    "falcon_h1",
-    "granitemoehybrid",
-    "nemotron_h",
 }
 # Layers that keep a mixture of experts, in the models of ``families.py``.
 OWN_MLP = {
@@ -49,6 +42,24 @@ OWN_MLP = {
     "glm4_moe": [1, 2],
     "qwen3_next": [0, 1, 2],
     "qwen3_5_moe": [0, 1, 2],
+    "lfm2_moe": [1, 2],
+    "granitemoehybrid": [0, 1, 2],
+    "nemotron_h": [2],
+}
+
+# Of Falcon-H1, each of them another number.
+MULTIPLIERS = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.7,
+    "mlp_multipliers": [0.6, 1.4],
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_multipliers": [0.5, 1.1, 0.75, 1.3, 0.65],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.85,
+    "attention_bias": True,
+    "projectors_bias": True,
 }
 
 CONFIG = EngineConfig(block_size=4, kv_cache_memory="1MiB", max_num_batched_tokens=16, max_num_seqs=16)
@@ -84,7 +95,7 @@ def test_the_families_that_are_fused(family: str) -> None:
     with RolloutEngine(make_model(family), config=CONFIG) as engine:
         layers = fused_layers(engine)
         assert len(layers) == (0 if family in OWN else engine.stats().num_layers)
-        assert [layer.mixer.layer for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
+        assert [layer.index for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
         assert (plain_model(engine) is None) == (family in OWN)
 
 
@@ -152,6 +163,15 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
         ("granite", {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}, True, True),
         ("glm4", {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": False}, True, True),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, True, True),
+        ("lfm2", {"conv_bias": False, "conv_L_cache": 4}, True, True),
+        ("lfm2_moe", {"num_dense_layers": 3}, True, True),
+        ("falcon_h1", MULTIPLIERS, True, True),
+        ("falcon_h1", MULTIPLIERS | {"mamba_rms_norm": False, "mamba_proj_bias": True}, True, True),
+        ("falcon_h1", {"mamba_norm_before_gate": False, "mamba_n_groups": 4}, True, True),
+        ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "mamba_n_groups": 1}, True, True),
+        ("bamba", {"mamba_conv_bias": False}, True, True),
+        ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "nope"}, True, True),
+        ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, True, True),
     ],
 )
 def test_variants(family: str, fields: dict[str, Any], fused: bool, complete: bool) -> None:
@@ -163,8 +183,21 @@ def test_variants(family: str, fields: dict[str, Any], fused: bool, complete: bo
         assert_like_hugging_face(engine, model)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
-def test_a_layer_that_does_something_else_stays_as_it_is(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_within_limits_are_those_of_the_forward_that_trains() -> None:
+    """Which transformers' own decode steps leave unlimited."""
+    model = make_model("bamba", time_step_limit=(0.3, 0.9))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert len(fused_layers(engine)) == engine.stats().num_layers
+        for output in engine.generate_batch(PROMPTS, SamplingParams(temperature=0, max_tokens=12)):
+            (completion,) = output.completions
+            expected = oracle.logprobs(model, output.prompt_token_ids, completion.token_ids).double()
+            torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "lfm2", "granitemoehybrid"])
+def test_a_layer_that_does_something_else_stays_as_it_is(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of a class that says nothing of it, as one from a model's own repository might."""
     model = make_model(family)
     layer = type(model.model.layers[2])
@@ -172,12 +205,14 @@ def test_a_layer_that_does_something_else_stays_as_it_is(family: str, monkeypatc
 
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = forward(self, *args, **kwargs)
-        mixer = getattr(self, "self_attn", None) or self.linear_attn
-        return out * 1.01 if mixer.layer_idx == 2 else out
+        index = next(m.layer_idx for m in self.modules() if hasattr(m, "layer_idx"))
+        return out * 1.01 if index == 2 else out
 
     monkeypatch.setattr(layer, "forward", scaled)
+    caplog.set_level("INFO")
     with RolloutEngine(model, config=CONFIG) as engine:
-        assert [fused.mixer.layer for fused in fused_layers(engine)] == [0, 1]
+        assert [fused.index for fused in fused_layers(engine)] == [0, 1]
+        assert "1 of 3 layers run as the model's own code" in caplog.text
         assert plain_model(engine) is None
         assert_like_hugging_face(engine, model)
 
@@ -205,7 +240,9 @@ def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype
         assert norm is not None and norm.weight is module.weight and norm[1:] == (1e-4, offset)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "olmo2", "glm4", "granite", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "olmo2", "glm4", "granite", "phi3", "lfm2", "bamba", "falcon_h1", "nemotron_h"]
+)
 def test_in_bf16_the_probes_pass(family: str) -> None:
     model = make_model(family).bfloat16()
     with RolloutEngine(model, config=CONFIG) as engine:

@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 17, 33, 40, 8)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2"])
 def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     model = make_model(family)
     expected = [oracle.greedy(model, prompt, NEW_TOKENS) for prompt in prompts()]
@@ -143,7 +143,7 @@ def mixed() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "bamba"]
+    "family", ["llama", "qwen3", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3", "qwen3_5", "bamba", "lfm2"]
 )
 def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dtype) -> None:
     found = []
@@ -162,9 +162,10 @@ def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_deterministic_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "bamba"])
+def test_deterministic_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
     config = EngineConfig(kv_cache_memory="64MiB", deterministic=True, max_num_batched_tokens=24)
-    with RolloutEngine(make_model("qwen3").to(dtype).cuda(), config=config) as engine:
+    with RolloutEngine(make_model(family).to(dtype).cuda(), config=config) as engine:
         crowd = prompts() * 11
         params = [SamplingParams(seed=i, max_tokens=NEW_TOKENS) for i in range(len(crowd))]
 

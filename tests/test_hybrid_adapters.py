@@ -20,6 +20,7 @@ from torch import nn
 from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, replay, trainers
 from trl_setup import PROMPTS as TEXTS
 
+from stoker.engine import fused_layers
 from stoker.engine.virtual_memory import PlainBuffer
 from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
@@ -33,8 +34,13 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_moe", {"target_modules": ["in_proj_z"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
     ("lfm2", {"target_modules": ["in_proj", "out_proj"]}),
     ("lfm2", {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}),
+    ("lfm2", {"target_modules": ["in_proj", "q_proj", "w1", "w2"], "use_dora": True}),
+    ("lfm2_moe", {"target_modules": ["in_proj"], "target_parameters": ["feed_forward.experts.gate_up_proj"]}),
     ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"]}),
     ("falcon_h1", {"target_modules": ["in_proj", "v_proj", "down_proj"]}),
+    ("falcon_h1", {"target_modules": ["in_proj", "gate_proj", "o_proj"], "lora_bias": True}),
+    ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"], "use_dora": True}),
+    ("bamba", {"target_modules": "all-linear"}),
 ]
 
 
@@ -83,6 +89,13 @@ def test_several_adapters_of_one_model() -> None:
         assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS]
 
 
+@pytest.fixture
+def layers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is replaced by its fused form."""
+    monkeypatch.setattr(fused_layers, "structure_of", lambda layer: None)
+
+
+@pytest.mark.usefixtures("layers_as_they_are")
 def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
     """What is called with tokens, a linear of a mixer among it, can be an adapter's own, where no fused layer runs it."""
     options = {"target_modules": ["q_proj"], "modules_to_save": ["feed_forward", "in_proj", "operator_norm"]}
@@ -95,6 +108,7 @@ def test_modules_of_a_layer_that_are_saved_whole(tmp_path: Path) -> None:
             step(model)
 
 
+@pytest.mark.usefixtures("layers_as_they_are")
 def test_norms_of_heads_that_are_saved_whole() -> None:
     """As many tokens as heads in a step: rows are told apart by the token, and not by the head."""
     model = peft_model("lfm2", target_modules=["w1"], modules_to_save=["q_layernorm", "k_layernorm"])
@@ -110,10 +124,13 @@ def test_norms_of_heads_that_are_saved_whole() -> None:
         ("qwen3_5", "linear_attn"),
         ("qwen3_5", "linear_attn.norm"),
         ("falcon_h1", "conv1d"),
+        ("falcon_h1", "layers.0.feed_forward"),
         ("granitemoehybrid", "mamba"),
         ("granitemoehybrid", "mamba.norm"),
         ("lfm2", "conv.conv"),
         ("lfm2", "layers.0"),
+        ("lfm2", "layers.0.operator_norm"),
+        ("lfm2", "layers.0.conv.in_proj"),
         ("cohere2", "layers.0.self_attn"),
         ("cohere2", "layers.0"),
     ],

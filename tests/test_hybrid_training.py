@@ -356,8 +356,8 @@ def test_memory_without_room_for_the_states_says_so() -> None:
         RolloutEngine(make_model("qwen3_5"), config=EngineConfig(kv_cache_memory="64KiB"))
 
 
-@pytest.mark.parametrize("family", ["lfm2", "falcon_h1"])
-def test_deterministic_mode_is_refused_where_mixers_run_their_own_matmuls(
+@pytest.mark.parametrize("family", ["lfm2_moe", "granitemoehybrid"])
+def test_deterministic_mode_is_refused_where_layers_run_their_own_matmuls(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here

@@ -54,11 +54,12 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
     assert found[0][3].completions[0].text == "no"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h"])
 def test_with_the_kernels_of_a_gpu_layers_with_states_give_what_the_plain_forward_does(family: str) -> None:
     with build(family, runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(*few(3))
     with build(family, ops=TRITON, decode_window=1) as engine:
+        assert engine.stats().fused_layers == engine.stats().num_layers
         batch = engine.generate_batch(*few(3))
         assert results(batch) == results(expected)
         assert engine.core.runner.has_graphs
@@ -116,7 +117,9 @@ def test_deterministic_bits_survive_preemption() -> None:
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("gemma2", 1), ("qwen3_5", None)])
+@pytest.mark.parametrize(
+    ("family", "num_layers"), [("gemma2", 1), ("qwen3_5", None), ("lfm2", None), ("bamba", None), ("falcon_h1", 1)]
+)
 def test_others_are_deterministic_too(family: str, num_layers: int | None) -> None:
     """Norms after the projections, GeGLU, and softcaps; layers with states, and gates."""
     several, settings = few(2)

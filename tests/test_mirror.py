@@ -66,7 +66,7 @@ def test_weights_lie_side_by_side_in_the_mirror_and_nowhere_twice(family):
         for fused, layer in zip(layers, model.model.layers, strict=True):
             attention = layer.self_attn
             whole = torch.cat([m.weight for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
-            assert torch.equal(fused.parts.qkv.weight, whole.double())
+            assert torch.equal(fused.branches[0].linears[0].weight, whole.double())
         weights = 8 * sum(p.numel() for p in model.parameters())
         assert weights <= engine.stats().mirror_bytes < 1.2 * weights
         storages = {t.untyped_storage().data_ptr() for t in copies(engine).values()}

@@ -37,6 +37,29 @@ def test_the_memory_of_attention_is_kept_free_of_keys_and_values(
     assert asked == [(64, 24, 4, heads, value_dim)]
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"), [("qwen3_5", (4, 16, True)), ("falcon_h1", (4, 8, False)), ("lfm2", None)]
+)
+def test_the_memory_of_recurrences_is_kept_free_of_keys_and_values(
+    family: str, layers: tuple[int, int, bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As much as one layer takes: they do so one after the other."""
+    free = 10**6
+    monkeypatch.setattr(PretendDevice, "free_memory", lambda self: free)
+    asked = set()
+
+    def workspace(tokens: int, heads: int, key_dim: int, dtype: torch.dtype, *, rule: bool) -> int:
+        asked.add((tokens, heads, key_dim, dtype, rule))
+        return 70_000
+
+    for ops, taken in ((STATIC, 0), (replace(STATIC, recurrent_workspace=workspace), 70_000 if layers else 0)):
+        with build(family, ops, kv_cache_memory="auto", max_num_seqs=8, max_model_len=256) as engine:
+            left = 0.3 * free - taken - engine.stats().kv_cache_bytes
+            assert 0 <= left < engine.stats().kv_block_bytes
+            tokens = engine.config.max_num_batched_tokens
+    assert asked == ({(tokens, *layers[:2], torch.float32, layers[2])} if layers else set())
+
+
 @pytest.mark.parametrize(("free", "most"), [(10**8, 64), (10**7, 64), (3 * 10**6, 32), (6 * 10**5, 1)])
 def test_states_leave_keys_and_values_half_of_the_memory(
     free: int, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

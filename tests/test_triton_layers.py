@@ -80,6 +80,14 @@ def gemma_mlp(act: str, hidden: int, size: int) -> Gemma2MLP:
 
 
 @dtypes
+def test_act_mul_of_a_gate_that_is_scaled(dtype: torch.dtype) -> None:
+    gate_up = randn(3, 2 * 1100, dtype=dtype, scale=3.0)
+    scaled = torch.cat((gate_up[:, :1100] * 0.6, gate_up[:, 1100:]), dim=1)
+    for ops in (REFERENCE, TRITON):
+        assert torch.equal(ops.act_mul(gate_up, "silu", 0.6), ops.act_mul(scaled, "silu"))
+
+
+@dtypes
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1024), (2, 1500)])
 def test_act_mul(tokens: int, size: int, act: Activation, dtype: torch.dtype) -> None:

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent_oracle import BATCHES, OPERATIONS, OPTIONS, check, check_alone, check_padding, check_pieces
+from recurrent_oracle import (
+    BATCHES,
+    CASES,
+    OPERATIONS,
+    OPTIONS,
+    check,
+    check_alone,
+    check_padding,
+    check_pieces,
+    make_rows,
+    run,
+)
 from torch import Tensor
 from triton_oracle import (
     DEVICE,
@@ -40,6 +51,13 @@ def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype, ops: 
     check(ops, name, lengths, dtype, exactness(ops, dtype))
 
 
+def test_a_gated_convolution_has_the_same_bits_in_any_pieces_and_among_any_others() -> None:
+    for dtype in (torch.float32, torch.float16):
+        options = {"gated": True, "activation": None, "width": 3}
+        check_pieces(DETERMINISTIC, "causal_conv", dtype, exact=True, **options)
+        check_alone(DETERMINISTIC, "causal_conv", dtype, **options)
+
+
 @dtypes
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 def test_other_layers(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -48,10 +66,33 @@ def test_other_layers(name: str, options: dict[str, Any], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize(("name", "options"), OPTIONS[2:], ids=str)
+@pytest.mark.parametrize(("name", "options"), [o for o in OPTIONS if o[0] != "causal_conv"], ids=str)
 def test_several_chunks_long(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     assert MOST_WALKED == 16 and CHUNK == 64
     check(TRITON, name, [17, 130, 1, 16, 0, 64], dtype, exactness(TRITON, dtype), **options)
+
+
+@names
+@dtypes
+def test_what_chunks_take_is_what_they_say(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, made, empty = 40, [], torch.empty
+
+    def note(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs))
+        return made[-1]
+
+    by_token, given, make_state = CASES[name](tokens, dtype)
+    state, rows = make_state(3), make_rows([tokens])
+    monkeypatch.setattr(torch, "empty", note)
+    run(TRITON, name, by_token, given, state, rows)
+    if name == "causal_conv":
+        said = 0
+    else:
+        rule = name == "gated_delta_rule"
+        assert TRITON.recurrent_workspace is not None
+        said = TRITON.recurrent_workspace(tokens, state.shape[1], state.shape[2 if rule else 3], dtype, rule=rule)
+        assert bool(said) == (dtype != torch.float32)
+    assert sum(t.nbytes for t in made) == said
 
 
 @names

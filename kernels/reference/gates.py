@@ -1,4 +1,4 @@
-"""What gates the layers of a gated delta net, as plain torch."""
+"""What gates layers with a state for each sequence, as plain torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``silu(gate) * rms_norm(x)`` over the last dimension, in fp32, the norm rounded to the dtype of ``x`` as transformers does.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, gate_first: bool = False) -> Tensor:
+    """``silu(gate) * rms_norm(x)`` over the last dimension, or with ``gate_first`` ``rms_norm(silu(gate) * x)``, in fp32, the
+    norm rounded to the dtype of ``x`` as transformers does.
 
-    x, gate: [..., D]; weight: [D]. The result has the dtype of ``x``.
+    x, gate: [T, H, D]; weight: [D], or [H, D], or None: there is no norm. The result has the dtype of ``x``.
     """
-    wide = x.float()
+    wide, factor = x.float(), F.silu(gate.float())
+    if weight is None:
+        return (wide * factor).to(x.dtype)
+    if gate_first:
+        wide = wide * factor
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return (weight * normed * F.silu(gate.float())).to(x.dtype)
+    return (weight * normed if gate_first else weight * normed * factor).to(x.dtype)
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:

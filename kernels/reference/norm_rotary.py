@@ -115,10 +115,10 @@ def qk_norm_rotary(
     return both[:, :heads], both[:, heads:], qkv[:, heads + kv_heads :]
 
 
-def act_mul(gate_up: Tensor, act: Activation) -> Tensor:
-    """SwiGLU's and GeGLU's ``act(gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I].
+def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0) -> Tensor:
+    """SwiGLU's and GeGLU's ``act(scale * gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I].
 
     act: "gelu_tanh" is GELU's approximation by a tanh (Hendrycks and Gimpel, 2016), as in Gemma.
     """
     gate, up = gate_up.chunk(2, dim=-1)
-    return ACTIVATIONS[act](gate).mul_(up)
+    return ACTIVATIONS[act](gate if scale == 1.0 else gate * scale).mul_(up)

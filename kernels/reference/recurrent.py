@@ -64,13 +64,15 @@ def causal_conv(
     rows: StateRows,
     *,
     activation: Literal["silu"] | None = None,
+    gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """``act(bias[c] + sum over j of weight[c, j] * x[t - K + 1 + j, c])`` along each sequence: a depthwise convolution.
 
     x: [T, C]; weight: [C, K]; bias: [C]; state: [N, K - 1, C], each sequence's last inputs, the oldest first, in the dtype
-    of ``x``, changed in place. Sums are fp32 and rounded to the weight's dtype before the activation. Returns [T, C] in the
-    dtype of ``x``.
+    of ``x``, changed in place. gates: what ``x`` is multiplied by, and what the result is, [T, C] each. Sums are fp32 and
+    rounded to the weight's dtype before the activation. Returns [T, C] in the dtype of ``x``.
     """
+    x = x if gates is None else x * gates[0]
     kept, taps = weight.shape[1] - 1, weight.float().unbind(1)
     if rows.longest == 1:
         window = torch.cat((state[rows.slots], x.unsqueeze(1)), dim=1)
@@ -97,7 +99,8 @@ def causal_conv(
     out = out.to(weight.dtype)
     if activation == "silu":
         out = F.silu(out, inplace=True)
-    return rows.without_nobodys(out.to(x.dtype))
+    out = out.to(x.dtype)
+    return rows.without_nobodys(out if gates is None else out * gates[1])
 
 
 def gated_delta_rule(
@@ -148,14 +151,17 @@ def selective_scan(
     *,
     dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
+    a_log: bool = False,
 ) -> Tensor:
     """Mamba-2's scan (Dao and Gu, 2024), token after token, in fp32: with S the state of a head and d its step,
     ``S = exp(d A) S + d x B^T; y = S C + D x``.
 
     The step is ``clamp(softplus(dt + dt_bias), *dt_limit)``, each operation of it rounded to the dtype of ``dt``.
-    x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative; B, C: [T, G, S], head h with the group h // (H / G); D, dt_bias: [H];
-    state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the dtype of ``x``.
+    x: [T, H, P]; dt: [T, H]; A: fp32 [H], negative, or with ``a_log`` the logarithm of ``-A``, in any dtype; B, C: [T, G, S],
+    head h with the group h // (H / G); D, dt_bias: [H]; state: fp32 [N, H, P, S], changed in place. Returns [T, H, P] in the
+    dtype of ``x``.
     """
+    A = decay_rates(A, a_log)
     wide, b, c, step = (rows.padded(t).float() for t in (x, B, C, steps(dt, dt_bias, dt_limit)))
     if B.shape[1] != x.shape[1]:
         b, c = (t.repeat_interleave(x.shape[1] // B.shape[1], dim=2) for t in (b, c))
@@ -169,6 +175,11 @@ def selective_scan(
     if D is not None:
         out.addcmul_(wide, D.float().unsqueeze(-1))
     return rows.packed(out.to(x.dtype), x.shape[0])
+
+
+def decay_rates(A: Tensor, a_log: bool) -> Tensor:
+    """A of ``selective_scan``, fp32 [H]."""
+    return A.float().exp().neg_() if a_log else A
 
 
 def steps(dt: Tensor, dt_bias: Tensor | None, dt_limit: tuple[float, float]) -> Tensor:
