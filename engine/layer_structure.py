@@ -57,7 +57,8 @@ _GATED = (
 )
 _UNGATED = ((("up_proj",), "down_proj"),)
 # What may stand between the linears of those.
-_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda x: F.relu(x).square_(), **ACTIVATIONS}
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda x: F.relu(x).square_()}
+_PLAIN_ACTIVATIONS.update((str(name), act) for name, act in ACTIVATIONS.items())
 _Name = TypeVar("_Name", bound=str)
 
 
@@ -107,9 +108,9 @@ def structure_of(layer: nn.Module) -> Structure | None:
     """
     names = {name for name, child in layer.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
     if names == {"norm", "mixer"}:  # Nemotron-H
-        kind = {"conv1d": "mamba", "q_proj": "self_attn"}
-        found = [of for name, of in kind.items() if hasattr(layer.mixer, name)]
-        branch = _mixer(layer, "mixer", found[0]) if found else _mlp(layer, "mixer")
+        kinds = {"conv1d": "mamba", "q_proj": "self_attn"}
+        kind = next((of for name, of in kinds.items() if hasattr(layer.mixer, name)), None)
+        branch = _mlp(layer, "mixer") if kind is None else _mixer(layer, "mixer", kind)
         return None if branch is None else Structure((Block("norm", (branch,), None),))
     of_mixers, of_mlps = ([name for name in known if name in names] for known in (_MIXERS, _MLPS))
     norms = next((n for n in _NORM_NAMES if names == {*of_mixers, *of_mlps, *filter(None, n)}), None)
@@ -141,15 +142,15 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
 def _mlp(layer: nn.Module, name: str) -> Branch:
     module = layer.get_submodule(name)
     own = Branch(name, scale=_multiplier(layer, "residual"))
-    scales = {"scale": own.scale * _multiplier(module, "down"), "gate_scale": _multiplier(module, "gate")}
+    scaled = replace(own, scale=own.scale * _multiplier(module, "down"), gate_scale=_multiplier(module, "gate"))
     act = _activation_of(module, ACTIVATIONS)
-    gated = None if act is None else _through_linears(module, replace(own, act=act, **scales), _GATED)
+    gated = None if act is None else _through_linears(module, replace(scaled, act=act), _GATED)
     if gated is not None:
         return gated
     plain = _activation_of(module, _PLAIN_ACTIVATIONS)
     if plain is None or any(hasattr(module, gate) for gate in ("gate_proj", "gate_up_proj")):
         return own
-    return _through_linears(module, replace(own, plain_act=_PLAIN_ACTIVATIONS[plain], **scales), _UNGATED) or own
+    return _through_linears(module, replace(scaled, plain_act=_PLAIN_ACTIVATIONS[plain]), _UNGATED) or own
 
 
 def _multiplier(module: Any, name: str) -> float:
@@ -191,7 +192,7 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
     if act is None:
         return None
     x = torch.linspace(-6, 6, 64)
-    expected = act(x)
+    expected: Any = act(x)
     return next((name for name, f in known.items() if torch.allclose(f(x), expected, rtol=1e-5, atol=1e-5)), None)
 
 

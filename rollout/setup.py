@@ -190,9 +190,11 @@ def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int
         columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
         value_dims = {shape.value_dim for shape in binding.shapes if shape.heads}
         taken = sum(of_attention(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
+    if of_recurrence is None:
+        return taken
     most = 0
     for layer in binding.shapes:
-        for state in layer.states[1:] if of_recurrence is not None else ():
+        for state in layer.states[1:]:
             rule = state.operation == "gated_delta_rule"
             heads, key_dim = state.size[0], state.size[1 if rule else 2]
             size = config.max_num_batched_tokens, heads, key_dim, layer.states[0].dtype
