@@ -46,8 +46,9 @@ BY_ADDRESS = {"_checksums_kernel", "look_up_kernel", "shrink_kernel", "expand_ke
 class Launch:
     """What the programs of one launch access, in the order in which they are run."""
 
-    def __init__(self, kernel: str, arguments: dict[str, Any]) -> None:
-        self.kernel, self.faults = kernel, set[str]()
+    def __init__(self, kernel: str, arguments: dict[str, Any], everything: dict[str, NDArray[np.int64]]) -> None:
+        """everything: extents of all tensors there are, as launches have found them."""
+        self.kernel, self.faults, self._everything = kernel, set[str](), everything
         tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
         self._allowed = _extents(tensors)
         slots, by_slot = SLOTS.get(kernel, (None, []))
@@ -74,15 +75,18 @@ class Launch:
         self._time += 1
         addresses = pointers.data.reshape(-1)[lanes].astype(np.int64)
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-        if not _within(addresses, width, self._allowed).all():
-            if self.kernel in BY_ADDRESS:
-                self._allowed = _extents(each for each in gc.get_objects() if issubclass(type(each), Tensor))
-            if not _within(addresses, width, self._allowed).all():
-                raise IndexError(f"{self.kernel} {DOES[kind]} outside of every tensor")  # before it harms this process
+        if not _within(addresses, width, self._allowed).all() and not self._is_known(addresses, width):
+            raise IndexError(f"{self.kernel} {DOES[kind]} outside of every tensor")  # before it harms this process
         about = np.empty((lanes.size, 5), np.int64)
         about[:, :LANE] = self._program, self._time, kind, self._barriers
         about[:, LANE] = lanes
         self._accesses.append((addresses, about))
+
+    def _is_known(self, addresses: NDArray[np.int64], width: int) -> bool:
+        """Whether a kernel that is given addresses is at those of tensors, as last looked for, or there are now."""
+        if self.kernel in BY_ADDRESS and not _within(addresses, width, self._everything["now"]).all():
+            self._everything["now"] = _extents(each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        return self.kernel in BY_ADDRESS and bool(_within(addresses, width, self._everything["now"]).all())
 
     def wait(self, address: int) -> None:
         """One atomic that both acquires and releases."""
@@ -126,9 +130,11 @@ def sanitized() -> Iterator[set[str]]:
     """Kernels interpreted within are looked at; gives what was found, filled until the end."""
     found: set[str] = set()
     running: list[Launch] = []
+    everything = {"now": _extents(())}
 
     def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        running.append(Launch(self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        running.append(Launch(self.fn.__name__, arguments, everything))
         try:
             run(self, *args, **kwargs)
             running[-1].end()
