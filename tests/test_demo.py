@@ -53,9 +53,13 @@ def test_an_adapter_is_trained_and_its_updates_are_timed(tmp_path):
         (["--model", "nowhere", "--dataset", "nothing.jsonl"], "nowhere"),
     ],
 )
-def test_bad_flags_are_refused(arguments, message, tmp_path):
-    done = run("--output", str(tmp_path / "out"), *arguments)
-    assert done.returncode == 2 and message in done.stderr
+def test_bad_flags_are_refused(arguments, message, tmp_path, capsys, monkeypatch):
+    from stoker.examples.grpo_arithmetic import main
+
+    monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path / "out"), *arguments])
+    with pytest.raises(SystemExit) as refused:
+        main()
+    assert refused.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
