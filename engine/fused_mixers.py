@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,6 +138,7 @@ class Mamba2:
     layer: int
     module: Any  # the original, for its parameters
     norm: tuple[Tensor, float] | None  # weight and epsilon; None: there is a gate alone
+    groups: int  # that are normed each by itself
     gate_first: bool
 
     def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
@@ -153,9 +155,8 @@ class Mamba2:
         options = {"dt_bias": m.dt_bias, "dt_limit": m.time_step_limit, "a_log": True}
         out = context.scan(self.layer, x, dt, m.A_log, b, c, m.D, **options)
         weight, eps = (None, 0.0) if self.norm is None else self.norm
-        groups = 1 if weight is None else m.n_groups
-        gate, out = (t.view(tokens, groups, -1) for t in (gate, out.flatten(1)))
-        weight = None if weight is None else weight.view(groups, -1)
+        gate, out = (t.view(tokens, self.groups, -1) for t in (gate, out.flatten(1)))
+        weight = None if weight is None else weight.view(self.groups, -1)
         return self.ops.gated_rms_norm(out, gate, weight, eps, self.gate_first).flatten(1).to(dtype)
 
 
@@ -183,12 +184,16 @@ def mixers_of(
         if module.activation not in ("silu", "swish"):
             return
         weight = getattr(norm, "weight", None)
-        for gate_first in (True, False) if weight is not None else (True,):
+        ways: Iterable[tuple[bool, int]] = [(True, 1)]
+        if weight is not None:
+            ways = itertools.product((True, False), dict.fromkeys((module.n_groups, 1)))
+        for gate_first, groups in ways:
             yield Mamba2(
                 ops=ops,
                 layer=module.layer_idx,
                 module=module,
                 norm=None if weight is None else (weight, float(norm.variance_epsilon)),
+                groups=groups,
                 gate_first=gate_first,
             )
         return

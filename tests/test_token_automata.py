@@ -123,7 +123,7 @@ def test_every_walk_can_end_and_what_ends_matches(kind: str, pattern: str) -> No
         return
     constraint = make(pattern, frozenset([eos]), frozenset())
     ended = 0
-    for _ in range(20):
+    for _ in range(200):  # of which few may end, where a string has no bound
         tokens: list[int] = []
         while constraint.after(tokens) >= FIRST and len(tokens) < 60:
             may = sorted(taken(constraint, tokens))
@@ -134,6 +134,8 @@ def test_every_walk_can_end_and_what_ends_matches(kind: str, pattern: str) -> No
             text = one.decode(tokens, skip_special_tokens=True)
             assert re.fullmatch(pattern, text), text
             ended += 1
+            if ended == 10:
+                return
     assert ended
 
 

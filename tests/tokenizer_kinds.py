@@ -38,7 +38,8 @@ def _unigram(strip: bool) -> Tokenizer:
     core.train_from_iterator(["▁" + text.replace(" ", "▁") for text in CORPUS if text.isascii()], trainer)
     pieces = Tokenizer.get_vocab(core)
     scores: list[tuple[str, float]] = [("<unk>", 0.0), (EOS, 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
-    scores += [(piece, -1.0 - number / 10) for piece, number in pieces.items() if piece not in ("<unk>", EOS)]
+    # Sorted, as they come in another order every time.
+    scores += [(piece, -1.0 - pieces[piece] / 10) for piece in sorted(pieces) if piece not in ("<unk>", EOS)]
     scores += [(piece, -5.0) for piece in ("▁", "▁▁", "▁▁▁") if piece not in pieces]
     core = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
     prepend = [normalizers.Prepend("▁")] if strip else []
