@@ -68,7 +68,7 @@ $(DEPENDENCIES): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(CLEAN_BUILD)
 	$(BIN)/python -m pip install -c constraints-cpu.txt setuptools
-	$(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[trl,peft,plot,dev]'
+	$(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[trl,peft,plot,server,dev]'
 # DeepSpeed's build looks at the torch that is installed. None of its compiled operations is used on a CPU.
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install -c constraints-cpu.txt --no-build-isolation '.[deepspeed]'
 	touch $@

@@ -13,6 +13,11 @@ _MAX_RANK = 512  # of an adapter, the most the kernels are made for
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a hub repository, what is loaded from it
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="local folder of safetensors, or the id of a model on the hub")
+    parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter over the model, as PEFT saves it")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, cuda:1, ... (CUDA if there is one)")

@@ -51,7 +51,7 @@ class RolloutEngine:
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
         setup.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
-        self._processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
+        self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
         self._binding = ModelBinding(
             model,
@@ -132,7 +132,7 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.check_not_paused()
-        read = read_prompts(prompts, attention_mask, self._processor)
+        read = read_prompts(prompts, attention_mask, self.processor)
         params = params_per_prompt(sampling_params, len(read))
         for row, ((prompt, _), p) in enumerate(zip(read, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
@@ -181,7 +181,7 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.check_not_paused()
-        read, first = read_sequences(sequences, attention_mask, start, self._processor)
+        read, first = read_sequences(sequences, attention_mask, start, self.processor)
         variant = self._requests.variant(temperature, top_k)
         for row, ((sequence, _), at) in enumerate(zip(read, first, strict=True)):
             self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
@@ -218,7 +218,7 @@ class RolloutEngine:
         sampling_params, adapter: as for ``generate_batch``. Raises as that does, before any work starts.
         """
         self._check_ready()
-        (read,) = read_prompts([prompt], None, self._processor)
+        (read,) = read_prompts([prompt], None, self.processor)
         (params,) = params_per_prompt(sampling_params, 1)
         self._requests.check_prompt(0, read[0], params)
         with self._loop.gate("submit"):

@@ -296,6 +296,7 @@ class RolloutHandle:
         self._loop = loop
         self._requests = requests
         self._output = output
+        self._polled = [0] * len(requests)
         weakref.finalize(self, loop.abandon, requests)
 
     @property
@@ -332,6 +333,13 @@ class RolloutHandle:
         """
         self._loop.abort(self._requests)
 
+    def poll(self) -> list[RolloutChunk]:
+        """New tokens since the last poll, without stepping the engine: for whoever follows many handles at once.
+
+        ``done`` that was true before the poll says that there will be no more.
+        """
+        return list(self._news(self._polled))
+
     def __iter__(self) -> Iterator[RolloutChunk]:
         sent = [0] * len(self._requests)
 
@@ -342,19 +350,23 @@ class RolloutHandle:
             if not news():
                 self._loop.drive(news)
             last = self.done
-            for i, r in enumerate(self._requests):
-                first, end = sent[i], len(r.weight_versions)
-                if end > first:
-                    sent[i] = end
-                    span = slice(first, end)
-                    yield RolloutChunk(
-                        index=r.sample_index,
-                        token_ids=r.output[span],
-                        logprobs=r.logprobs[span],
-                        weight_versions=r.weight_versions[span],
-                    )
+            yield from self._news(sent)
             if last:
                 return
+
+    def _news(self, sent: list[int]) -> Iterator[RolloutChunk]:
+        """What there is beyond ``sent`` tokens of each request; these are counted up."""
+        for i, r in enumerate(self._requests):
+            first, end = sent[i], len(r.weight_versions)
+            if end > first:
+                sent[i] = end
+                span = slice(first, end)
+                yield RolloutChunk(
+                    index=r.sample_index,
+                    token_ids=r.output[span],
+                    logprobs=r.logprobs[span],
+                    weight_versions=r.weight_versions[span],
+                )
 
 
 def check_timeout(timeout: Any) -> None:

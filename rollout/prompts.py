@@ -67,26 +67,10 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             raise InvalidRequestError(f"{name} holds half a character: {error}") from error
         ids = tokenizer_of(_tokenizer(tokenizer, "text prompts"))(prompt)["input_ids"]
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(m, dict) for m in prompt):
-        of_images = any(map(_has_image, prompt))
-        chat = _tokenizer(tokenizer, "chat prompts")
-        own = tokenizer_of(chat)
-        if of_images and chat is own:
-            raise InvalidRequestError(
-                f"{name} is a chat with images, which a tokenizer cannot read: give the model's processor, "
-                "RolloutEngine(model, tokenizer=AutoProcessor.from_pretrained(...))"
-            )
-        # Of some processors the tokenizer has no template.
-        whole = of_images or (chat is not own and not getattr(own, "chat_template", None))
-        read, options = (chat, {"return_tensors": "pt"}) if whole else (own, {})
-        try:
-            ids = read.apply_chat_template(
-                list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True, **options
-            )
-        except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
-            raise InvalidRequestError(f"{name}: {error}") from error
-        if whole:
-            return _of_processor(name, ids)
-        ids = ids["input_ids"]
+        prompt = read_chat(name, prompt, tokenizer)
+        if isinstance(prompt, Mapping):
+            return _of_processor(name, prompt)
+        ids = prompt
     elif isinstance(prompt, (Tensor, np.ndarray)):
         if prompt.ndim != 1 or str(prompt.dtype).removeprefix("torch.") not in _INTEGERS:
             raise InvalidRequestError(f"{name} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
@@ -99,6 +83,30 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             f"one alone goes in a list, [{name.split()[0]}]"
         )
     return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids], None
+
+
+def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, **settings: Any) -> Any:
+    """Token ids of a chat, or where it has images all that the processor makes of it.
+
+    settings: of the chat template, over those that end it with what begins an answer.
+    """
+    of_images = any(map(_has_image, chat))
+    processor = _tokenizer(tokenizer, "chat prompts")
+    own = tokenizer_of(processor)
+    if of_images and processor is own:
+        raise InvalidRequestError(
+            f"{name} is a chat with images, which a tokenizer cannot read: give the model's processor, "
+            "RolloutEngine(model, tokenizer=AutoProcessor.from_pretrained(...))"
+        )
+    # Of some processors the tokenizer has no template.
+    whole = of_images or (processor is not own and not getattr(own, "chat_template", None))
+    read = processor if whole else own
+    options = {"add_generation_prompt": True, **({"return_tensors": "pt"} if whole else {}), **settings}
+    try:
+        made = read.apply_chat_template(list(chat), tokenize=True, return_dict=True, **options)
+    except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
+        raise InvalidRequestError(f"{name}: {error}") from error
+    return made if whole else made["input_ids"]
 
 
 def tokenizer_of(tokenizer: Any) -> Any:

@@ -138,6 +138,9 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         names |= {"folder": str(tmp_path / "model"), "reward": trl_async_setup.count_a}
         names |= {"tokenizer": trl_async_setup.chat_tokenizer()}
         names["dataset"] = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in PROMPTS]})
+    if page.stem == "server":
+        pytest.importorskip("openai")
+        pytest.importorskip("uvicorn")
     if page.stem == "images":
         pytest.importorskip("PIL")
         import processors

@@ -46,6 +46,27 @@ def test_chunks_are_the_completion_in_pieces() -> None:
         assert sum(len(c.token_ids) for c in handle) == 48
 
 
+def test_polls_are_the_completion_in_pieces() -> None:
+    """And step nothing: what there is comes of whoever steps."""
+    with build() as engine:
+        (expected,) = engine.generate_batch([PROMPTS[1]], long(n=2))
+        handles = [engine.submit(PROMPTS[1], long(n=2)) for _ in range(2)]
+        assert handles[0].poll() == [] and handles[0].status == "waiting"
+        pieces: list[Any] = []
+        while not handles[0].done:
+            engine.wait(handles[1:], share=0)
+            last = handles[0].done
+            pieces += handles[0].poll()
+        assert last and handles[0].poll() == [] and len(pieces) > 4
+        for completion in expected.completions:
+            own = [piece for piece in pieces if piece.index == completion.index]
+            assert [t for piece in own for t in piece.token_ids] == completion.token_ids
+            assert [p for piece in own for p in piece.logprobs] == pytest.approx(completion.logprobs, abs=2e-5)
+        assert [t for piece in handles[0] for t in piece.token_ids if piece.index == 0] == expected.completions[
+            0
+        ].token_ids
+
+
 def test_a_time_out_leaves_the_request_where_it_is() -> None:
     with build() as engine:
         expected = engine.generate_batch(PROMPTS[:1], long())[0]

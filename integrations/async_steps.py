@@ -1,0 +1,102 @@
+"""Completions that coroutines wait for: one thread steps the engine for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from stoker.rollout import RolloutChunk, RolloutEngine, RolloutHandle, RolloutOutput
+
+_log = logging.getLogger("stoker")
+_WAIT_S = 0.05  # for a completion, before handles that came meanwhile are waited for too
+_PAUSED_S = 0.02
+
+
+class AsyncSteps:
+    """For one event loop, in which ``run`` has to be a task as long as anything is waited for.
+
+    Whoever waits may be cancelled, which aborts the request.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._followed: dict[RolloutHandle, asyncio.Event] = {}
+        self._streams: set[RolloutHandle] = set()
+        self._arrived = asyncio.Event()
+        self._stepper = ThreadPoolExecutor(1, "stoker-steps")
+
+    async def run(self) -> None:
+        """Step the engine for whoever waits, until cancelled."""
+        try:
+            while True:
+                if not self._followed:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                await self._step()
+        finally:
+            self.abort()
+            self._stepper.shutdown(wait=False)
+
+    async def _step(self) -> None:
+        handles = list(self._followed)
+        # Streams are to see every step; whoever waits for the whole is told when one of them has finished.
+        share, timeout = (0.0, 0.0) if self._streams else (1 / len(handles), _WAIT_S)
+        wait = partial(self._engine.wait, handles, share=share, timeout=timeout)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._stepper, wait)
+        except Exception as error:  # it has ended every request, each of which carries an error: there may be others
+            if not all(handle.done for handle in handles):
+                raise
+            _log.warning("a step of the engine failed: %s", error)
+        for handle in handles:
+            if handle in self._followed and (handle.done or handle in self._streams):
+                self._followed[handle].set()
+        if self._streams and self._engine.is_paused:
+            await asyncio.sleep(_PAUSED_S)
+
+    def abort(self) -> None:
+        """End all that is waited for, with the tokens it has."""
+        for handle, event in self._followed.items():
+            handle.abort()
+            event.set()
+
+    async def result(self, handle: RolloutHandle) -> RolloutOutput:
+        """As ``handle.result()``."""
+        event = self._follow(handle)
+        try:
+            await event.wait()
+        finally:
+            self._leave(handle)
+        return handle.result()
+
+    async def chunks(self, handle: RolloutHandle) -> AsyncIterator[list[RolloutChunk]]:
+        """Its new tokens, as they come."""
+        event = self._follow(handle)
+        self._streams.add(handle)
+        try:
+            while True:
+                event.clear()
+                last = handle.done
+                if chunks := handle.poll():
+                    yield chunks
+                if last:
+                    return
+                await event.wait()
+        finally:
+            self._streams.discard(handle)
+            self._leave(handle)
+
+    def _follow(self, handle: RolloutHandle) -> asyncio.Event:
+        event = self._followed[handle] = asyncio.Event()
+        if handle.done:
+            event.set()
+        self._arrived.set()
+        return event
+
+    def _leave(self, handle: RolloutHandle) -> None:
+        del self._followed[handle]
+        if not handle.done:  # by the thread that steps, as it waits for the end of a step
+            self._stepper.submit(handle.abort)

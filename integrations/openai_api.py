@@ -1,0 +1,395 @@
+"""OpenAI's protocol: what a request asks of the engine, and what it is answered. Fields beyond OpenAI's are vLLM's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout import LIVE, Completion, RolloutChunk, RolloutEngine, RolloutOutput, SamplingParams
+from stoker.rollout.messages import shown
+from stoker.rollout.prompts import read_chat
+
+_SAMPLING = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "suppress_token_ids", "seed", "logprobs_mode",
+)  # fmt: skip
+# What changes no completion.
+_NO_MATTER = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+}  # fmt: skip
+# Fields of what is not done here, and the values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_WITHOUT_LIMIT = 1 << 30  # of tokens: a completion ends at max_model_len
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+
+
+class UnknownModelError(InvalidRequestError):
+    """A name that is neither the served model's nor an adapter's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One request, as the engine takes it."""
+
+    id: str
+    model: str  # the name it was asked under
+    prompts: list[Any]
+    params: SamplingParams
+    adapter: Any
+    chat: bool
+    stream: bool
+    usage: bool  # at the end of a stream
+    ids: bool  # also token ids and weight versions
+    logprobs: bool
+    tools: list[Any] | None
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def read_call(body: Any, engine: RolloutEngine, model: str, *, chat: bool) -> Call:
+    """The call that a request's JSON makes. model: the name under which the engine is served.
+
+    Raises ``InvalidRequestError`` for what cannot be, and for any field whose meaning would be dropped.
+    """
+    if not isinstance(body, dict):
+        raise InvalidRequestError("the body is no JSON object: give one, as OpenAI's clients do")
+    fields = {name: value for name, value in body.items() if value is not None and name not in _NO_MATTER}
+    asked = fields.pop("model", model)
+    if asked != model and asked not in engine.adapters:
+        raise UnknownModelError(f"model={shown(asked)}: there are {', '.join((model, *engine.adapters))}")
+    tools = fields.pop("tools", None) if chat else None
+    if fields.get("tool_choice") == "none":
+        tools = None
+    for name, neutral in _NEUTRAL.items():
+        if (value := fields.pop(name, neutral[0])) not in neutral:
+            raise InvalidRequestError(f"{name}={shown(value)}: the server does not do that; leave it out")
+    stream, options = _flag(fields, "stream"), fields.pop("stream_options", {})
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
+    usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
+    params, logprobs = _sampling(fields, chat)
+    if stream and params.logprobs:
+        raise InvalidRequestError("a stream has no top log-probabilities: ask for them without stream")
+    prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields)
+    if fields:
+        raise InvalidRequestError(f"{shown(next(iter(fields)))} is no field the server knows: leave it out")
+    return Call(
+        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}",
+        model=asked,
+        prompts=prompts,
+        params=params,
+        adapter=LIVE if asked == model else asked,
+        chat=chat,
+        stream=stream,
+        usage=usage,
+        ids=ids,
+        logprobs=logprobs,
+        tools=tools,
+    )
+
+
+def _flag(fields: dict[str, Any], name: str, *, default: bool = False) -> bool:
+    value = fields.pop(name, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={shown(value)}: give true or false")
+    return value
+
+
+def _sampling(fields: dict[str, Any], chat: bool) -> tuple[SamplingParams, bool]:
+    """Sampling parameters, and whether log-probabilities are asked for."""
+    settings = {name: fields.pop(name) for name in _SAMPLING if name in fields}
+    if settings.get("top_k") == -1:  # vLLM's "off"
+        settings["top_k"] = 0
+    if chat:
+        settings.setdefault("max_tokens", fields.pop("max_completion_tokens", _WITHOUT_LIMIT))
+        wanted = _flag(fields, "logprobs")
+        settings["logprobs"] = fields.pop("top_logprobs", 0)
+    else:
+        wanted = "logprobs" in fields
+        settings["logprobs"] = fields.pop("logprobs", 0)
+    if settings["logprobs"] and not wanted:
+        raise InvalidRequestError("top_logprobs without logprobs: give logprobs=true")
+    outputs = fields.pop("structured_outputs", {})
+    match outputs:
+        case {"regex": str(pattern)} if len(outputs) == 1:
+            settings["regex"] = pattern
+        case {"choice": [*choices]} if len(outputs) == 1 and choices and all(isinstance(c, str) for c in choices):
+            settings["regex"] = "|".join(map(re.escape, choices))
+        case _ if outputs != {}:
+            raise InvalidRequestError(f"structured_outputs={shown(outputs)}: give a regex, or a choice of strings")
+    return SamplingParams(**settings), wanted
+
+
+def _prompts(fields: dict[str, Any]) -> list[Any]:
+    given = fields.pop("prompt", None)
+    one = isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(t, int) for t in given))
+    prompts = [given] if one else given
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, (str, list)) for p in prompts):
+        raise InvalidRequestError(f"prompt={shown(given)}: give text, a list of token ids, or a list of such")
+    return prompts
+
+
+def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None) -> Any:
+    messages = fields.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError(f"messages={shown(messages)}: give a list of messages")
+    settings = fields.pop("chat_template_kwargs", {})
+    if not isinstance(settings, dict):
+        raise InvalidRequestError(f"chat_template_kwargs={shown(settings)}: give an object")
+    go_on = _flag(fields, "continue_final_message")
+    begin = _flag(fields, "add_generation_prompt", default=not go_on)
+    settings = {**settings, "add_generation_prompt": begin, "continue_final_message": go_on}
+    if tools:
+        settings["tools"] = tools
+    return read_chat("messages", [_message(at, m) for at, m in enumerate(messages)], engine.processor, **settings)
+
+
+def _message(at: int, message: Any) -> dict[str, Any]:
+    """As chat templates take it: text as text, images as transformers names them, arguments of tools as objects."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"messages[{at}] is {shown(message)}: give an object with role and content")
+    found: dict[str, Any] = {"content": "", **{name: value for name, value in message.items() if value is not None}}
+    content = found["content"]
+    if not isinstance(content, str):
+        if not isinstance(content, list):
+            raise InvalidRequestError(f"messages[{at}] has content {shown(content)}: give text, or a list of parts")
+        parts = [_part(at, part) for part in content]
+        text_alone = all(part["type"] == "text" for part in parts)
+        found["content"] = "\n".join(part["text"] for part in parts) if text_alone else parts
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [_with_arguments(call) for call in calls]
+    return found
+
+
+def _part(at: int, part: Any) -> dict[str, Any]:
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)}}:
+            # And no other, which would be a file of this machine.
+            if url.startswith(("data:image/", "http://", "https://")):
+                return {"type": "image", "url": url}
+    raise InvalidRequestError(
+        f"messages[{at}] has the part {shown(part)}: there are text, and image_url with a data: or http(s): URL"
+    )
+
+
+def _with_arguments(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": str(text)} as function}:
+            with suppress(json.JSONDecodeError):  # what a model has written is not always JSON
+                return {**call, "function": {**function, "arguments": json.loads(text)}}
+    return call
+
+
+# -- what is answered --------------------------------------------------------------------------------------------------
+
+
+def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> dict[str, Any]:
+    """Of a call that is not streamed. created: seconds since 1970."""
+    choices = []
+    for row, output in enumerate(outputs):
+        for completion in output.completions:
+            choice: dict[str, Any] = {"index": row * call.params.n + completion.index, **_end(call, completion)}
+            if call.chat:
+                message = _parsed(call, output, completion, tokenizer)
+                choice["message"] = {"role": "assistant", **message}
+                if "tool_calls" in message and completion.finish_reason == "stop":
+                    choice["finish_reason"] = "tool_calls"
+            else:
+                choice["text"] = completion.text or ""
+            top = completion.top_logprobs
+            choice["logprobs"] = _logprobs(call, completion.token_ids, completion.logprobs, top, tokenizer)
+            if call.ids:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+                choice |= {"token_ids": completion.token_ids, "weight_versions": completion.weight_versions}
+            choices.append(choice)
+    return {**_head(call, created, stream=False), "choices": choices, "usage": _usage(outputs)}
+
+
+def _head(call: Call, created: int, *, stream: bool) -> dict[str, Any]:
+    kind = "text_completion" if not call.chat else "chat.completion.chunk" if stream else "chat.completion"
+    return {"id": call.id, "object": kind, "created": created, "model": call.model}
+
+
+def _end(call: Call, completion: Completion) -> dict[str, Any]:
+    return {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+
+
+def _usage(outputs: Sequence[RolloutOutput]) -> dict[str, Any]:
+    prompts = sum(len(o.prompt_token_ids) for o in outputs)
+    sampled = sum(len(c.token_ids) for o in outputs for c in o.completions)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": sampled,
+        "total_tokens": prompts + sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(o.cached_tokens for o in outputs)},
+    }
+
+
+def parses(tokenizer: Any) -> bool:
+    """Whether the tokenizer knows how its model writes reasoning and calls of tools."""
+    return getattr(tokenizer, "response_template", None) is not None
+
+
+def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer: Any) -> dict[str, Any]:
+    """The message, in the parts its tokenizer tells apart. What a model has written in no known form is content."""
+    message: dict[str, Any] = {"content": completion.text or ""}
+    if not parses(tokenizer):
+        return message
+    ids = completion.token_ids[:-1] if isinstance(completion.stop_reason, int) else completion.token_ids
+    try:
+        found = tokenizer.parse_response(ids, prefix=output.prompt_token_ids, tools=call.tools)
+        message |= {name: value for name, value in found.items() if name not in ("role", "tool_calls")}
+        if calls := found.get("tool_calls"):
+            message["tool_calls"] = [_tool_call(c["function"]) for c in calls]
+    except (ValueError, TypeError, KeyError):
+        return {"content": completion.text or ""}
+    return message
+
+
+def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    function = {"name": function["name"], "arguments": written}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def _logprobs(
+    call: Call, ids: list[int], logprobs: list[float], top: list[dict[int, float]] | None, tokenizer: Any
+) -> dict[str, Any] | None:
+    if not call.logprobs:
+        return None
+
+    def text(token: int) -> str:
+        return f"token_id:{token}" if tokenizer is None else tokenizer.decode([token])
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        written = text(token)
+        whole = "�" not in written  # or it is a part of a character
+        return {
+            "token": written,
+            "logprob": max(logprob, _LEAST_LOGPROB),
+            "bytes": list(written.encode()) if whole else None,
+        }
+
+    def by_text(others: dict[int, float]) -> dict[str, float]:  # the likeliest of those written alike
+        return {text(token): max(logprob, _LEAST_LOGPROB) for token, logprob in reversed(others.items())}
+
+    alternatives = top or [{}] * len(ids)
+    if call.chat:
+        rows = zip(ids, logprobs, alternatives, strict=True)
+        return {
+            "content": [
+                {**entry(token, logprob), "top_logprobs": [entry(*item) for item in others.items()]}
+                for token, logprob, others in rows
+            ]
+        }
+    return {
+        "tokens": [text(token) for token in ids],
+        "token_logprobs": [max(logprob, _LEAST_LOGPROB) for logprob in logprobs],
+        "top_logprobs": None if top is None else list(map(by_text, top)),
+    }
+
+
+class Stream:
+    """What a streamed prompt is answered, event by event."""
+
+    def __init__(self, call: Call, row: int, tokenizer: Any, created: int) -> None:
+        self._call = call
+        self._row = row
+        self._tokenizer = tokenizer
+        self._head = _head(call, created, stream=True)
+        self._whole = call.chat and parses(tokenizer)  # what a message consists of is known at its end
+        count = call.params.n
+        self._texts = [TextStream(tokenizer, call.params.stop) for _ in range(count)]
+        self._begun = [False] * count
+
+    def event(self, chunk: RolloutChunk) -> dict[str, Any]:
+        """New tokens. Their text may come later, where characters are incomplete or may begin a stop string."""
+        text = self._texts[chunk.index].add(chunk.token_ids)
+        choice = self._choice(chunk.index, {} if self._whole else {"content": text})
+        choice["logprobs"] = _logprobs(self._call, chunk.token_ids, chunk.logprobs, None, self._tokenizer)
+        if self._call.ids:
+            choice |= {"token_ids": chunk.token_ids, "weight_versions": chunk.weight_versions}
+        return {**self._head, "choices": [choice]}
+
+    def ends(self, output: RolloutOutput) -> list[dict[str, Any]]:
+        """Of each completion, what is left of its text, and how it ended."""
+        events = []
+        for completion in output.completions:
+            if self._whole:
+                message = _parsed(self._call, output, completion, self._tokenizer)
+                if calls := message.get("tool_calls"):
+                    message["tool_calls"] = [{"index": i, **one} for i, one in enumerate(calls)]
+            else:
+                message = {"content": self._texts[completion.index].rest(completion.text or "")}
+            choice = {**self._choice(completion.index, message), **_end(self._call, completion), "logprobs": None}
+            if "tool_calls" in message and completion.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
+            if self._call.ids:
+                choice |= {"prompt_token_ids": output.prompt_token_ids, "token_ids": [], "weight_versions": []}
+            events.append({**self._head, "choices": [choice]})
+        return events
+
+    def usage(self, outputs: Sequence[RolloutOutput]) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": _usage(outputs)}
+
+    def _choice(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": self._row * self._call.params.n + index, "finish_reason": None}
+        if not self._call.chat:
+            return {**choice, "text": message["content"]}
+        if not self._begun[index]:
+            self._begun[index] = True
+            message = {"role": "assistant", **message}
+        return {**choice, "delta": message}
+
+
+class TextStream:
+    """The text of a growing completion, as much of it as stays whatever comes next."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._keep = max(map(len, stops), default=1) - 1  # characters a stop string may begin in
+        self._context: list[int] = []  # tokens whose text is known: how a token decodes may depend on those before it
+        self._pending: list[int] = []
+        self._held = ""
+        self._sent = 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        self._pending += ids
+        before, after = self._decode(self._context), self._decode(self._context + self._pending)
+        new = after[len(before) :]
+        if new and not new.endswith("�"):  # special tokens have no text, and are no context
+            self._held += new
+            self._context, self._pending = self._pending, []
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        sure = max(0, min([len(self._held) - self._keep, *found]))
+        text, self._held = self._held[:sure], self._held[sure:]
+        self._sent += sure
+        return text
+
+    def rest(self, text: str) -> str:
+        """What is left of ``text``, the whole completion's."""
+        return text[self._sent :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""

@@ -1,0 +1,322 @@
+"""An HTTP server on a live engine, in OpenAI's protocol: how agents and environments speak to the model being trained.
+
+    with serve(engine) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+
+Requests run in one batch with those of the trainer, under the weights there are; a pause holds them, and an engine that
+sleeps says so. Needs starlette and uvicorn: pip install 'stoker[server]'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from stoker.integrations.async_steps import AsyncSteps
+from stoker.integrations.openai_api import Call, Stream, UnknownModelError, answer, read_call
+from stoker.kernels.errors import (
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    RequestFailedError,
+    StokerError,
+    UnsupportedModelError,
+    WeightsMismatchError,
+)
+from stoker.rollout import RolloutEngine, RolloutHandle, RolloutOutput
+from stoker.rollout.messages import shown
+
+_STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
+    (UnknownModelError, 404),
+    (InvalidRequestError, 400),
+    (UnsupportedModelError, 400),
+    (WeightsMismatchError, 400),
+    (EngineStateError, 503),
+    (StokerError, 500),
+)
+_GRACE_S = 5  # for answers that are being sent when the server is closed
+
+
+def serve(
+    engine: RolloutEngine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str = "policy",
+    api_key: str | None = None,
+    control: bool = False,
+) -> Server:
+    """Serve ``engine`` from threads of this process, until the server is closed; returns when it listens.
+
+    port: 0 is any free one. name: of the model, in requests; adapters have their own names. api_key: what requests have
+    to bring as a bearer token, where there is one. control: also serve what changes the engine (pause, resume, sleep,
+    wake_up, update_weights, load and unload of adapters), which read files whose paths a request names.
+
+    Raises ``InvalidConfigError`` where it cannot listen there.
+    """
+    return Server(engine, host, port, name, api_key, control)
+
+
+class Server:
+    """A running server, as ``serve`` starts it; also a context manager. The engine stays its owner's."""
+
+    def __init__(
+        self, engine: RolloutEngine, host: str, port: int, name: str, api_key: str | None, control: bool
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._api_key = api_key
+        self._steps = AsyncSteps(engine)
+        self._closing = False
+        # One thread, so that a pause, an update and a resume run in the order they came in.
+        self._control = ThreadPoolExecutor(1, "stoker-control")
+        self._socket = _listen(host, port)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        app = Starlette(
+            routes=self._routes(control),
+            lifespan=self._running,
+            exception_handlers={StokerError: self._refuse},
+        )
+        # The process's logging is not the server's to set up.
+        config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
+        self._server = uvicorn.Server(config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="stoker-server", daemon=True)
+        self._started = threading.Event()
+        self._thread.start()
+        self._started.wait()
+        if self._loop is None:
+            raise InvalidConfigError("the server did not start: the log says why")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        finally:
+            self._started.set()
+
+    @asynccontextmanager
+    async def _running(self, _: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        steps = asyncio.create_task(self._steps.run())
+        self._started.set()
+        try:
+            yield
+        finally:
+            steps.cancel()
+            with suppress(asyncio.CancelledError):
+                await steps
+            self._control.shutdown(wait=False)
+
+    def close(self) -> None:
+        """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort"."""
+        if self._closing:
+            return
+        self._closing = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._steps.abort)
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url}, {self._engine!r})"
+
+    # -- routes ----------------------------------------------------------------------------------------------------
+
+    def _routes(self, control: bool) -> list[Route]:
+        engine = self._engine
+        asked: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
+            "/health": ("GET", self._health),
+            "/v1/models": ("GET", self._models),
+            "/v1/completions": ("POST", partial(self._generate, chat=False)),
+            "/v1/chat/completions": ("POST", partial(self._generate, chat=True)),
+        }
+        changes: dict[str, tuple[Callable[..., Any], dict[str, type]]] = {
+            "/pause": (engine.pause, {"mode": str}),
+            "/resume": (engine.resume, {"recompute": bool}),
+            "/sleep": (engine.sleep, {"level": int}),
+            "/wake_up": (engine.wake_up, {"tags": list}),
+            "/update_weights": (self._update_weights, {"path": str, "version": int}),
+            "/v1/load_lora_adapter": (self._load_adapter, {"lora_name": str, "lora_path": str}),
+            "/v1/unload_lora_adapter": (self._unload_adapter, {"lora_name": str}),
+        }
+        if control:
+            for path, (change, fields) in changes.items():
+                asked[path] = ("POST", partial(self._change, change=change, fields=fields))
+        return [Route(path, self._guarded(endpoint), methods=[method]) for path, (method, endpoint) in asked.items()]
+
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "")
+            if self._api_key is not None and not hmac.compare_digest(
+                given.encode(), f"Bearer {self._api_key}".encode()
+            ):
+                return _error(401, "the API key is missing or another: send it as 'Authorization: Bearer KEY'")
+            if self._closing:
+                return _error(503, "the server is being closed")
+            return await endpoint(request)
+
+        return guarded
+
+    @staticmethod
+    async def _refuse(_: Request, error: Exception) -> Response:
+        return _error(next(status for kind, status in _STATUS if isinstance(error, kind)), str(error))
+
+    async def _health(self, _: Request) -> Response:
+        engine = self._engine
+        state = {"is_sleeping": engine.is_sleeping, "is_paused": engine.is_paused}
+        return JSONResponse({"weight_version": engine.weight_version, **state})
+
+    async def _models(self, _: Request) -> Response:
+        names = (self._name, *self._engine.adapters)
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
+        body = _read(await request.body() or b"{}")
+        given = {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else None
+        if given is None or any(type(value) is not fields.get(name) for name, value in given.items()):
+            takes = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
+            raise InvalidRequestError(f"the body is {shown(body)}: give an object with {takes}")
+        try:
+            change = partial(change, **given)
+            await asyncio.get_running_loop().run_in_executor(self._control, change)
+        except EngineStateError as error:  # of something that is under way, not of the server
+            return _error(409, str(error))
+        return await self._health(request)
+
+    def _update_weights(self, path: str = "", version: int | None = None) -> None:
+        if not path or not Path(path).exists():
+            raise InvalidRequestError(f"path={shown(path)}: give a safetensors file or a folder that is there")
+        self._engine.update_weights(path, version=version)
+
+    def _load_adapter(self, lora_name: str = "", lora_path: str = "") -> None:
+        if lora_name == self._name:
+            raise InvalidRequestError(f"lora_name={shown(lora_name)} is the served model's: give another")
+        self._engine.load_adapter(lora_name, lora_path)
+
+    def _unload_adapter(self, lora_name: str = "") -> None:
+        self._engine.unload_adapter(lora_name)
+
+    async def _generate(self, request: Request, *, chat: bool) -> Response:
+        body = _read(await request.body())
+        call, handles = await asyncio.to_thread(self._start, body, chat)
+        created = int(time.time())
+        if call.stream:
+            events = self._events(call, handles, created)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        outputs = await _unless_gone(request, self._results(handles))
+        if outputs is None:
+            return Response(status_code=499)  # nobody is there to read it
+        return JSONResponse(answer(call, outputs, self._engine.tokenizer, created))
+
+    def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
+        """In a thread: templates and tokenizers take their time, and so does an engine that is being changed."""
+        call = read_call(body, self._engine, self._name, chat=chat)
+        handles = []
+        for row, prompt in enumerate(call.prompts):
+            try:
+                handles.append(self._engine.submit(prompt, call.params, adapter=call.adapter))
+            except InvalidRequestError as error:  # those before it end with their handles
+                raise type(error)(str(error).replace("prompt 0", f"prompt {row}", 1)) from error
+        return call, handles
+
+    async def _results(self, handles: list[RolloutHandle]) -> list[RolloutOutput]:
+        outputs = await asyncio.gather(*map(self._steps.result, handles))
+        for output in outputs:
+            if output.error is not None:
+                raise RequestFailedError(str(output.error))
+        return outputs
+
+    async def _events(self, call: Call, handles: list[RolloutHandle], created: int) -> AsyncIterator[str]:
+        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        streams = [Stream(call, row, self._engine.tokenizer, created) for row in range(len(handles))]
+
+        async def follow(stream: Stream, handle: RolloutHandle) -> RolloutOutput:
+            async for chunks in self._steps.chunks(handle):
+                for chunk in chunks:
+                    events.put_nowait(stream.event(chunk))
+            output = handle.result()
+            for event in stream.ends(output) if output.error is None else ():
+                events.put_nowait(event)
+            return output
+
+        async def follow_all() -> list[RolloutOutput]:
+            try:
+                return await asyncio.gather(*map(follow, streams, handles))
+            finally:
+                events.put_nowait(None)
+
+        following = asyncio.create_task(follow_all())
+        try:
+            while (event := await events.get()) is not None:
+                yield f"data: {json.dumps(event)}\n\n"
+            outputs = await following
+            if (error := next((o.error for o in outputs if o.error is not None), None)) is not None:
+                yield f"data: {json.dumps(_as_json(500, str(error)))}\n\n"
+            elif call.usage:
+                yield f"data: {json.dumps(streams[0].usage(outputs))}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            following.cancel()  # where the client has gone
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError, TypeError) as error:
+        raise InvalidConfigError(f"nothing can listen at {host}:{port} ({error}): give another port, or 0") from error
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is no JSON: {error}") from error
+
+
+def _error(status: int, message: str) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return JSONResponse(_as_json(status, message), status, headers=headers)
+
+
+def _as_json(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What ``work`` gives; None where the client goes first, which cancels it."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
