@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -31,7 +32,7 @@ class EngineConfig:
       take over half of that, ``max_num_seqs`` is lowered, with a warning.
     - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
     - decode_window: most decode steps run between two looks of the scheduler.
-    - use_graphs: capture decode steps in CUDA graphs, where there is CUDA.
+    - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does where that can be; True refuses where it cannot.
     - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
       chunked, preempted or found in the prefix cache. On CUDA, for models without experts whose layers are all fused;
       somewhat slower.
@@ -55,7 +56,7 @@ class EngineConfig:
     kv_cache_memory: int | str = "auto"
     enable_prefix_caching: bool = True
     decode_window: int = 8
-    use_graphs: bool = True
+    use_graphs: bool | Literal["auto"] = "auto"
     deterministic: bool = False
     score_chunk_tokens: int = 512
     check_finite_weights: bool = False
@@ -71,9 +72,11 @@ class EngineConfig:
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")
-        for name in ("enable_prefix_caching", "use_graphs", "deterministic", "check_finite_weights"):
+        for name in ("enable_prefix_caching", "deterministic", "check_finite_weights"):
             if not isinstance(getattr(self, name), bool):  # "False" is true
                 raise InvalidConfigError(f"{name}={shown(getattr(self, name))}: give True or False")
+        if not isinstance(self.use_graphs, bool) and self.use_graphs != "auto":
+            raise InvalidConfigError(f"use_graphs={shown(self.use_graphs)}: give True or False, or 'auto'")
         object.__setattr__(self, "seed", as_int(self.seed))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidConfigError(f"seed={shown(self.seed)} is not an integer")

@@ -235,16 +235,31 @@ def core(
     sampler = Sampler(binding.ops, runtime, config.max_num_seqs, vocab)
     scorer = Scorer(binding.ops, runtime, config.score_chunk_tokens)
     eager = EagerStep(binding.shell, sampler, scorer, kv, binding.ops, runtime)
-    graphs = config.use_graphs and runtime.graphs and binding.ops.static_plans
-    if graphs and finds_outliers(binding.shell.module):
-        graphs = False
-        _log.warning(
-            "decode steps run without CUDA graphs, which is slow: bitsandbytes looks for outliers in 8 bits "
-            "(llm_int8_threshold above 0), and waits for the device to find them. 4 bits have none"
-        )
-    runner: Runner = GraphStep(eager, config.decode_window) if graphs else eager
+    runner: Runner = GraphStep(eager, config.decode_window) if _captures(config, binding, runtime) else eager
     images = ImageReader(adapters.over_images, config.max_num_batched_tokens, alone=config.deterministic)
     return EngineCore(scheduler, inputs, runner, place_adapter=adapters.place, images=images, ahead=runtime.ahead)
+
+
+def _captures(config: EngineConfig, binding: ModelBinding, runtime: Runtime) -> bool:
+    """Whether decode steps run as CUDA graphs."""
+    if not config.use_graphs:
+        return False
+    if not (runtime.graphs and binding.ops.static_plans):
+        if config.use_graphs is True:
+            raise InvalidConfigError(
+                f"use_graphs=True: CUDA graphs need a CUDA device, and the model is on {runtime.device}; leave it at 'auto'"
+            )
+        return False
+    if finds_outliers(binding.shell.module):
+        why = (
+            "bitsandbytes looks for outliers in 8 bits (llm_int8_threshold above 0), and waits for the device to find them. "
+            "4 bits have none"
+        )
+        if config.use_graphs is True:
+            raise InvalidConfigError(f"use_graphs=True: {why}; leave it at 'auto'")
+        _log.warning("decode steps run without CUDA graphs, which is slow: %s", why)
+        return False
+    return True
 
 
 def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:

@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from small_engine import build
 
 from stoker.kernels.errors import InvalidConfigError, StokerError
 from stoker.rollout.config import EngineConfig, parse_bytes
@@ -34,8 +35,17 @@ def test_integers_of_numpy_and_torch_are_integers(number):
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "use_graphs", "deterministic", "check_finite_weights"])
 @pytest.mark.parametrize("value", ["False", 0, None])
 def test_switches_are_on_or_off(name, value):
-    with pytest.raises(InvalidConfigError, match=rf"^{name}={value!r}: give True or False$"):
+    with pytest.raises(InvalidConfigError, match=rf"^{name}={value!r}: give True or False(, or 'auto')?$"):
         EngineConfig(**{name: value})
+
+
+def test_graphs_that_are_asked_for_where_there_can_be_none():
+    with pytest.raises(
+        InvalidConfigError, match="use_graphs=True: CUDA graphs need a CUDA device, and the model is on cpu"
+    ):
+        build(use_graphs=True)
+    for choice in ("auto", False):
+        build(use_graphs=choice).close()
 
 
 @pytest.mark.parametrize("value", [0, 2.5, "4096"])
