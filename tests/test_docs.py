@@ -139,6 +139,7 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         names |= {"tokenizer": trl_async_setup.chat_tokenizer()}
         names["dataset"] = Dataset.from_dict({"prompt": [[{"role": "user", "content": c}] for c in PROMPTS]})
     if page.stem == "server":
+        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         pytest.importorskip("openai")
         pytest.importorskip("uvicorn")
     if page.stem == "images":

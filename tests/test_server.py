@@ -1,46 +1,26 @@
-"""The HTTP server: OpenAI's own client gets what the engine gives, whatever trains or goes away meanwhile."""
+"""The HTTP server: OpenAI's own client gets what the engine gives."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
-import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapted import two_adapters
-from families import make_model
-from small_engine import TEXT_VOCAB, only, tokenizer
+from server_setup import CHAT, CONFIG, client_of, post, text_engine
+from small_engine import only, tokenizer
 from tokenizer_kinds import CORPUS, KINDS
 from tokenizer_kinds import tokenizer as tokenizer_of_kind
 
-from stoker.rollout import EngineConfig, InvalidConfigError, RolloutEngine, SamplingParams
-
-pytest.importorskip("openai", reason="OpenAI's client is not installed")
-pytest.importorskip("starlette", reason="starlette is not installed")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-
-import openai
-
-from stoker.integrations import cli
 from stoker.integrations.openai_api import TextStream
 from stoker.integrations.server import Server, serve
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-CONFIG = EngineConfig(kv_cache_memory="4MiB", max_model_len=256, max_num_seqs=16)
-CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 # As transformers tells reasoning and calls of tools from content.
 RESPONSES = {
     "defaults": {"role": "assistant"},
@@ -58,12 +38,11 @@ RESPONSES = {
     },
 }
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[RolloutEngine]:
-    with RolloutEngine(make_model("llama", vocab_size=TEXT_VOCAB), config=CONFIG, tokenizer=tokenizer()) as engine:
+    with text_engine() as engine:
         yield engine
 
 
@@ -73,39 +52,9 @@ def server(engine: RolloutEngine) -> Iterator[Server]:
         yield server
 
 
-def client_of(server: Server, **options: Any) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "-", "max_retries": 0, "timeout": 60} | options)
-
-
 @pytest.fixture(scope="module")
 def client(server: Server) -> Any:
     return client_of(server)
-
-
-def post(server: Server, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-    """Status and JSON of what the server answers."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(server.url + path, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
-
-
-def until(holds: Any) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def idle(engine: RolloutEngine) -> bool:
-    return not engine.core.has_work
-
-
-# -- what is answered ---------------------------------------------------------------------------------------------------
 
 
 def test_completions_are_the_engines(engine: RolloutEngine, client: Any) -> None:
@@ -345,306 +294,3 @@ def test_clients_at_once_get_what_they_get_alone(engine: RolloutEngine, server: 
         only(own).text == client.completions.create(model="policy", prompt="abc", seed=1, max_tokens=30).choices[0].text
     )
     engine.core.scheduler.check()
-
-
-# -- what is refused ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "message"),
-    [
-        (b"{", 400, "the body is no JSON"),
-        (b"\xff", 400, "the body is no JSON"),
-        ([], 400, "the body is no JSON object"),
-        ({}, 400, "prompt=None: give text"),
-        ({"prompt": ""}, 400, "prompt 0 is empty"),
-        ({"prompt": ["a", ""]}, 400, "prompt 1 is empty"),
-        ({"prompt": [1, TEXT_VOCAB]}, 400, "prompt 0 has 264 at position 1"),
-        ({"prompt": "a" * 300}, 400, "prompt 0"),
-        ({"prompt": "a", "model": "gpt"}, 404, "model='gpt': there are policy"),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
-        ({"prompt": "a", "n": 0}, 400, "n=0"),
-        ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens='many'"),
-        ({"prompt": "a", "best_of": 3}, 400, "best_of=3: the server does not do that"),
-        ({"prompt": "a", "echo": True}, 400, "echo=True: the server does not do that"),
-        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias="),
-        ({"prompt": "a", "stream": "yes"}, 400, "stream='yes': give true or false"),
-        ({"prompt": "a", "stream": True, "logprobs": 2}, 400, "a stream has no top log-probabilities"),
-        ({"prompt": "a", "stream_options": {"x": 1}}, 400, "stream_options="),
-        ({"prompt": "a", "structured_outputs": {"json": {}}}, 400, "structured_outputs="),
-        ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex="),
-        ({"prompt": "a", "tempature": 1}, 400, "'tempature' is no field the server knows"),
-    ],
-)  # fmt: skip
-def test_bad_requests(server: Server, client: Any, body: Any, status: int, message: str) -> None:
-    code, found = post(server, "/v1/completions", body)
-    assert code == status and message in found["error"]["message"] and found["error"]["code"] == status
-    assert client.completions.create(model="policy", prompt="a", max_tokens=1).choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "messages=None: give a list of messages"),
-        ({"messages": []}, "messages=[]: give a list"),
-        ({"messages": ["a"]}, "messages[0] is 'a'"),
-        ({"messages": [*CHAT, {"role": "user", "content": 5}]}, "messages[1] has content 5"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0] has the part"),
-        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice='required'"),
-        ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format="),
-        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs without logprobs"),
-        ({"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs=3"),
-        ({"messages": CHAT, "prompt": "a"}, "'prompt' is no field"),
-    ],
-)
-def test_bad_chats(server: Server, body: Any, message: str) -> None:
-    code, found = post(server, "/v1/chat/completions", body)
-    assert code == 400 and message in found["error"]["message"]
-
-
-def test_what_changes_no_completion_may_be_there(client: Any) -> None:
-    client.completions.create(model="policy", prompt="a", user="me", best_of=1, echo=False, logit_bias={})
-    client.chat.completions.create(
-        model="policy", messages=CHAT, max_tokens=1, store=False, parallel_tool_calls=True, tool_choice="auto"
-    )
-
-
-def test_where_nothing_can_listen(engine: RolloutEngine, server: Server) -> None:
-    for port in (int(server.url.rpartition(":")[2]), 70000, "http"):
-        with pytest.raises(InvalidConfigError, match="nothing can listen at"):
-            serve(engine, port=port)
-
-
-def test_a_key(engine: RolloutEngine) -> None:
-    with serve(engine, port=0, api_key="secret") as server:
-        for key in (None, "another", "sécret"):
-            status, body = post(server, "/v1/completions", {"prompt": "a"}, key)
-            assert status == 401 and "API key" in body["error"]["message"]
-        assert client_of(server, api_key="secret").completions.create(model="policy", prompt="a").choices
-
-
-# -- what happens meanwhile ---------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_sleeps_says_so(engine: RolloutEngine, server: Server, client: Any) -> None:
-    with engine.sleeping():
-        status, body = post(server, "/v1/completions", {"prompt": "a"})
-        assert status == 503 and "the engine is asleep" in body["error"]["message"]
-    patient = client_of(server, max_retries=5)
-    engine.sleep()
-    threading.Timer(0.5, engine.wake_up).start()
-    assert patient.completions.create(model="policy", prompt="a").choices
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_new_weights_under_way(stream: bool) -> None:
-    """A pause holds requests; they go on under the new weights, and new ones wait."""
-    model = make_model("llama", vocab_size=TEXT_VOCAB)
-    with (
-        RolloutEngine(model, config=CONFIG, tokenizer=tokenizer()) as engine,
-        serve(engine, port=0) as server,
-    ):
-        answers: list[Any] = []
-
-        def ask() -> None:
-            body = {"ignore_eos": True, "return_token_ids": True}
-            answer = client_of(server).completions.create(
-                model="policy", prompt="abc", max_tokens=200, extra_body=body, stream=stream
-            )
-            events = list(answer) if stream else [answer]
-            answers.append([v for event in events for v in event.choices[0].weight_versions])
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
-        engine.pause()
-        with torch.no_grad():
-            model.lm_head.weight.mul_(0.5)
-        assert engine.update_weights() == 1
-        time.sleep(0.1)
-        assert thread.is_alive()
-        engine.resume()
-        thread.join(timeout=60)
-        (versions,) = answers
-        assert len(versions) == 200 and versions == sorted(versions) and set(versions) == {0, 1}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away(engine: RolloutEngine, server: Server, stream: bool) -> None:
-    """Its request ends, and others go on."""
-    body = json.dumps({"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 16}).encode()
-    before = engine.stats().finished_requests
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
-    until(lambda: idle(engine))
-    assert engine.stats().finished_requests - before < 16
-    engine.core.scheduler.check()
-    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
-
-
-def test_a_request_that_fails() -> None:
-    model = make_model("llama", vocab_size=TEXT_VOCAB)
-    with (
-        RolloutEngine(model, config=CONFIG, tokenizer=tokenizer()) as engine,
-        serve(engine, port=0) as server,
-    ):
-        with torch.no_grad():
-            model.lm_head.weight.fill_(float("nan"))
-        status, body = post(server, "/v1/completions", {"prompt": "a"})
-        assert status == 500 and "NaN" in body["error"]["message"]
-        with pytest.raises(openai.APIError, match="NaN"):
-            list(client_of(server).completions.create(model="policy", prompt="a", stream=True))
-
-
-def test_a_step_that_fails(
-    engine: RolloutEngine, server: Server, client: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of luck")
-
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "stoker"):
-        patched.setattr(engine.core, "_launch", fail)
-        status, body = post(server, "/v1/completions", {"prompt": "a"})
-    assert status == 500 and "submit it again" in body["error"]["message"]
-    assert any("out of luck" in record.getMessage() for record in caplog.records)
-    assert client.completions.create(model="policy", prompt="a").choices
-
-
-def test_closing(engine: RolloutEngine) -> None:
-    """Whoever waits gets what there is, and nothing of the server is left."""
-    answers: list[Any] = []
-    before = set(threading.enumerate())
-    server = serve(engine, port=0)
-
-    def ask(stream: bool) -> None:
-        answer = client_of(server).completions.create(model="policy", prompt="abc", n=16, stream=stream, **LONG)
-        events = list(answer) if stream else [answer]
-        answers.append([choice.finish_reason for choice in events[-1].choices])
-
-    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-    for thread in threads:
-        thread.start()
-    until(lambda: sum(r.num_output > 2 for r in engine.core.under_way) >= 16 and len(engine.core.under_way) == 32)
-    server.close()
-    server.close()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(answers) == [["abort"], ["abort"] * 16]
-    until(lambda: set(threading.enumerate()) <= before)
-    assert idle(engine)
-    engine.generate_batch(["abc"], SamplingParams(max_tokens=2)).raise_for_errors()
-
-
-# -- control ------------------------------------------------------------------------------------------------------------
-
-
-def test_control_is_not_served_unless_asked_for(server: Server) -> None:
-    for path in ("/pause", "/sleep", "/update_weights", "/v1/load_lora_adapter"):
-        request = urllib.request.Request(server.url + path, b"{}")
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(request, timeout=60)
-
-
-def test_a_trainer_elsewhere(tmp_path: Path) -> None:
-    """It holds the requests, has new weights and adapters read from files, and gives the memory back and takes it."""
-    model = make_model("llama", vocab_size=TEXT_VOCAB)
-    other = make_model("llama", vocab_size=TEXT_VOCAB)
-    with torch.no_grad():
-        other.lm_head.weight.mul_(-1.0)
-    other.save_pretrained(tmp_path / "new")
-    peft = pytest.importorskip("peft")
-    from adapted import lora, shake
-
-    adapted = peft.get_peft_model(make_model("llama", vocab_size=TEXT_VOCAB), lora())
-    shake(adapted)
-    adapted.save_pretrained(tmp_path / "adapter")
-    with (
-        RolloutEngine(model, config=CONFIG, tokenizer=tokenizer()) as engine,
-        serve(engine, port=0, control=True) as server,
-    ):
-        client = client_of(server)
-        thread = threading.Thread(target=lambda: client.completions.create(model="policy", prompt="abc", **LONG))
-        thread.start()
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
-        status, body = post(server, "/sleep", {})
-        assert status == 409 and "under way" in body["error"]["message"]
-        assert post(server, "/pause", {"mode": "keep"}) == (
-            200,
-            {"weight_version": 0, "is_sleeping": False, "is_paused": True},
-        )
-        assert post(server, "/update_weights", {"path": str(tmp_path / "new"), "version": 7})[1]["weight_version"] == 7
-        assert thread.is_alive()
-        assert post(server, "/resume", {"recompute": True})[1]["is_paused"] is False
-        thread.join(timeout=60)
-        assert (
-            client.completions.create(model="policy", prompt="abc", temperature=0).choices[0].text
-            == only(
-                RolloutEngine(other, config=CONFIG, tokenizer=tokenizer()).generate_batch(
-                    ["abc"], SamplingParams(temperature=0)
-                )
-            ).text
-        )
-        assert (
-            post(server, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path / "adapter")})[0] == 200
-        )
-        assert client.completions.create(model="a", prompt="abc").choices
-        assert post(server, "/v1/unload_lora_adapter", {"lora_name": "a"})[0] == 200
-        assert post(server, "/v1/completions", {"model": "a", "prompt": "abc"})[0] == 404
-        assert post(server, "/sleep", {"level": 2})[1]["is_sleeping"] is True and engine.is_sleeping
-        assert post(server, "/v1/completions", {"prompt": "abc"})[0] == 503
-        assert post(server, "/wake_up", {})[1]["is_sleeping"] is False
-        for path, bad, message in (
-            ("/update_weights", {"path": str(tmp_path / "nowhere")}, "give a safetensors file"),
-            ("/update_weights", {}, "give a safetensors file"),
-            ("/update_weights", {"path": str(tmp_path / "new"), "version": 3}, "version=3"),
-            ("/pause", {"mode": "later"}, "mode='later'"),
-            ("/pause", {"mood": "keep"}, "give an object with mode (str)"),
-            ("/sleep", {"level": True}, "give an object with level (int)"),
-            ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x"}, "is the served model's"),
-            ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, "nowhere"),
-            ("/v1/unload_lora_adapter", {"lora_name": "a"}, "adapter"),
-        ):  # fmt: skip
-            status, body = post(server, path, bad)
-            assert 400 <= status < 500 and message in body["error"]["message"], body
-        assert client.completions.create(model="policy", prompt="abc").choices
-
-
-# -- stoker serve -------------------------------------------------------------------------------------------------------
-
-
-def test_the_command(tmp_path: Path) -> None:
-    """It says where it listens, serves, and ends at Ctrl-C."""
-    from cli_setup import make_folder
-
-    code = "import sys; from stoker.integrations.cli import main; sys.exit(main())"
-    command = ["serve", make_folder(tmp_path), "--port", "0", "--name", "m", "--kv-cache-memory", "1MiB"]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *command],
-        env={**os.environ, "STOKER_API_KEY": "key"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening at http://127.0.0.1:")
-        base_url = f"{line.split()[-1]}/v1"
-        with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=base_url, api_key="-").models.list()
-        client = openai.OpenAI(base_url=base_url, api_key="key")
-        assert client.chat.completions.create(model="m", messages=CHAT, max_tokens=4).usage.completion_tokens
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_the_command_without_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "stoker.integrations.server")
-    assert cli.main(["serve", "nowhere"]) == 1
-    assert "stoker serve needs uvicorn, which is not installed: pip install 'stoker[server]'" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""What the HTTP server refuses, and by which status; requests and steps that fail."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from server_setup import CHAT, client_of, openai, post, text_engine, text_model
+from small_engine import TEXT_VOCAB
+
+from stoker.integrations.server import Server, serve
+from stoker.rollout import InvalidConfigError, RolloutEngine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RolloutEngine]:
+    with text_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: RolloutEngine) -> Iterator[Server]:
+    with serve(engine, port=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return client_of(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "the body is no JSON"),
+        (b"\xff", 400, "the body is no JSON"),
+        ([], 400, "the body is no JSON object"),
+        ({}, 400, "prompt=None: give text"),
+        ({"prompt": ""}, 400, "prompt 0 is empty"),
+        ({"prompt": ["a", ""]}, 400, "prompt 1 is empty"),
+        ({"prompt": [1, TEXT_VOCAB]}, 400, "prompt 0 has 264 at position 1"),
+        ({"prompt": "a" * 300}, 400, "prompt 0"),
+        ({"prompt": "a", "model": "gpt"}, 404, "model='gpt': there are policy"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
+        ({"prompt": "a", "n": 0}, 400, "n=0"),
+        ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens='many'"),
+        ({"prompt": "a", "best_of": 3}, 400, "best_of=3: the server does not do that"),
+        ({"prompt": "a", "echo": True}, 400, "echo=True: the server does not do that"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias="),
+        ({"prompt": "a", "stream": "yes"}, 400, "stream='yes': give true or false"),
+        ({"prompt": "a", "stream": True, "logprobs": 2}, 400, "a stream has no top log-probabilities"),
+        ({"prompt": "a", "stream_options": {"x": 1}}, 400, "stream_options="),
+        ({"prompt": "a", "structured_outputs": {"json": {}}}, 400, "structured_outputs="),
+        ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex="),
+        ({"prompt": "a", "tempature": 1}, 400, "'tempature' is no field the server knows"),
+    ],
+)  # fmt: skip
+def test_bad_requests(server: Server, client: Any, body: Any, status: int, message: str) -> None:
+    code, found = post(server, "/v1/completions", body)
+    assert code == status and message in found["error"]["message"] and found["error"]["code"] == status
+    assert client.completions.create(model="policy", prompt="a", max_tokens=1).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "messages=None: give a list of messages"),
+        ({"messages": []}, "messages=[]: give a list"),
+        ({"messages": ["a"]}, "messages[0] is 'a'"),
+        ({"messages": [*CHAT, {"role": "user", "content": 5}]}, "messages[1] has content 5"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0] has the part"),
+        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice='required'"),
+        ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format="),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs without logprobs"),
+        ({"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs=3"),
+        ({"messages": CHAT, "prompt": "a"}, "'prompt' is no field"),
+    ],
+)
+def test_bad_chats(server: Server, body: Any, message: str) -> None:
+    code, found = post(server, "/v1/chat/completions", body)
+    assert code == 400 and message in found["error"]["message"]
+
+
+def test_what_changes_no_completion_may_be_there(client: Any) -> None:
+    client.completions.create(model="policy", prompt="a", user="me", best_of=1, echo=False, logit_bias={})
+    client.chat.completions.create(
+        model="policy", messages=CHAT, max_tokens=1, store=False, parallel_tool_calls=True, tool_choice="auto"
+    )
+
+
+def test_where_nothing_can_listen(engine: RolloutEngine, server: Server) -> None:
+    for port in (int(server.url.rpartition(":")[2]), 70000, "http"):
+        with pytest.raises(InvalidConfigError, match="nothing can listen at"):
+            serve(engine, port=port)
+
+
+def test_a_key(engine: RolloutEngine) -> None:
+    with serve(engine, port=0, api_key="secret") as server:
+        for key in (None, "another", "sécret"):
+            status, body = post(server, "/v1/completions", {"prompt": "a"}, key)
+            assert status == 401 and "API key" in body["error"]["message"]
+        assert client_of(server, api_key="secret").completions.create(model="policy", prompt="a").choices
+
+
+def test_a_request_that_fails() -> None:
+    model = text_model()
+    with (
+        text_engine(model) as engine,
+        serve(engine, port=0) as server,
+    ):
+        with torch.no_grad():
+            model.lm_head.weight.fill_(float("nan"))
+        status, body = post(server, "/v1/completions", {"prompt": "a"})
+        assert status == 500 and "NaN" in body["error"]["message"]
+        with pytest.raises(openai.APIError, match="NaN"):
+            list(client_of(server).completions.create(model="policy", prompt="a", stream=True))
+
+
+def test_a_step_that_fails(
+    engine: RolloutEngine, server: Server, client: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "stoker"):
+        patched.setattr(engine.core, "_launch", fail)
+        status, body = post(server, "/v1/completions", {"prompt": "a"})
+    assert status == 500 and "submit it again" in body["error"]["message"]
+    assert any("out of luck" in record.getMessage() for record in caplog.records)
+    assert client.completions.create(model="policy", prompt="a").choices

@@ -1,0 +1,278 @@
+"""The HTTP server while weights change, clients go away and the server is closed; its control, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_setup import CHAT, CONFIG, LONG, client_of, openai, post, text_engine, text_model, until
+from small_engine import only, tokenizer
+
+from stoker.integrations import cli
+from stoker.integrations.server import Server, serve
+from stoker.rollout import RolloutEngine, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RolloutEngine]:
+    with text_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(engine: RolloutEngine) -> Iterator[Server]:
+    with serve(engine, port=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return client_of(server)
+
+
+def idle(engine: RolloutEngine) -> bool:
+    return not engine.core.has_work
+
+
+def test_an_engine_that_sleeps_says_so(engine: RolloutEngine, server: Server, client: Any) -> None:
+    with engine.sleeping():
+        status, body = post(server, "/v1/completions", {"prompt": "a"})
+        assert status == 503 and "the engine is asleep" in body["error"]["message"]
+    patient = client_of(server, max_retries=5)
+    engine.sleep()
+    threading.Timer(0.5, engine.wake_up).start()
+    assert patient.completions.create(model="policy", prompt="a").choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_new_weights_under_way(stream: bool) -> None:
+    """A pause holds requests; they go on under the new weights, and new ones wait."""
+    model = text_model()
+    with (
+        text_engine(model) as engine,
+        serve(engine, port=0) as server,
+    ):
+        answers: list[Any] = []
+
+        def ask() -> None:
+            body = {"ignore_eos": True, "return_token_ids": True}
+            answer = client_of(server).completions.create(
+                model="policy", prompt="abc", max_tokens=200, extra_body=body, stream=stream
+            )
+            events = list(answer) if stream else [answer]
+            answers.append([v for event in events for v in event.choices[0].weight_versions])
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
+        engine.pause()
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        assert engine.update_weights() == 1
+        time.sleep(0.1)
+        assert thread.is_alive()
+        engine.resume()
+        thread.join(timeout=60)
+        (versions,) = answers
+        assert len(versions) == 200 and versions == sorted(versions) and set(versions) == {0, 1}
+
+
+def test_a_trl_trainer_whose_rollouts_come_over_http(tmp_path: Path) -> None:
+    """The weights are the new ones at each, and the log-probabilities those of TRL's own forward."""
+    trl_setup = pytest.importorskip("trl_setup")
+    pytest.importorskip("trl")
+    from concurrent.futures import ThreadPoolExecutor
+
+    from stoker.integrations.trl import attach, detach
+
+    versions = []
+
+    def episode(prompt: str) -> tuple[list[int], list[int], list[float]]:
+        answer = client.completions.create(
+            model="policy", prompt=prompt, max_tokens=8, logprobs=0, extra_body={"return_token_ids": True}
+        )
+        (choice,) = answer.choices
+        versions.append(set(choice.weight_versions))
+        return choice.prompt_token_ids, choice.token_ids, choice.logprobs.token_logprobs
+
+    def rollout_func(prompts: list[str], _: Any) -> dict[str, Any]:
+        with ThreadPoolExecutor(4) as pool:
+            columns = zip(*pool.map(episode, prompts), strict=True)
+            return dict(zip(("prompt_ids", "completion_ids", "logprobs"), map(list, columns), strict=True))
+
+    makes = trl_setup.trainers(str(tmp_path))
+    trainer = next(makes)(more={"rollout_func": rollout_func})
+    with serve(attach(trainer), port=0) as server:
+        client = client_of(server)
+        trainer.train()
+    differences = trl_setup.logged(trainer, "sampling/sampling_logp_difference/max")
+    assert differences and max(differences) < trl_setup.LOGPROB_TOLERANCE
+    assert {frozenset(v) for v in versions} == {frozenset({1}), frozenset({2}), frozenset({3})}
+    detach(trainer)
+    makes.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away(engine: RolloutEngine, server: Server, stream: bool) -> None:
+    """Its request ends, and others go on."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 16}).encode()
+    before = engine.stats().finished_requests
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
+    until(lambda: idle(engine))
+    assert engine.stats().finished_requests - before < 16
+    engine.core.scheduler.check()
+    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_closing(engine: RolloutEngine) -> None:
+    """Whoever waits gets what there is, and nothing of the server is left."""
+    answers: list[Any] = []
+    before = set(threading.enumerate())
+    server = serve(engine, port=0)
+
+    def ask(stream: bool) -> None:
+        answer = client_of(server).completions.create(model="policy", prompt="abc", n=16, stream=stream, **LONG)
+        events = list(answer) if stream else [answer]
+        answers.append([choice.finish_reason for choice in events[-1].choices])
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    until(lambda: sum(r.num_output > 2 for r in engine.core.under_way) >= 16 and len(engine.core.under_way) == 32)
+    server.close()
+    server.close()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(answers) == [["abort"], ["abort"] * 16]
+    until(lambda: set(threading.enumerate()) <= before)
+    assert idle(engine)
+    engine.generate_batch(["abc"], SamplingParams(max_tokens=2)).raise_for_errors()
+
+
+# -- control ------------------------------------------------------------------------------------------------------------
+
+
+def test_control_is_not_served_unless_asked_for(server: Server) -> None:
+    for path in ("/pause", "/sleep", "/update_weights", "/v1/load_lora_adapter"):
+        request = urllib.request.Request(server.url + path, b"{}")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(request, timeout=60)
+
+
+def test_a_trainer_elsewhere(tmp_path: Path) -> None:
+    """It holds the requests, has new weights and adapters read from files, and gives the memory back and takes it."""
+    model = text_model()
+    other = text_model()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(-1.0)
+    other.save_pretrained(tmp_path / "new")
+    peft = pytest.importorskip("peft")
+    from adapted import lora, shake
+
+    adapted = peft.get_peft_model(text_model(), lora())
+    shake(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with (
+        text_engine(model) as engine,
+        serve(engine, port=0, control=True) as server,
+    ):
+        client = client_of(server)
+        thread = threading.Thread(target=lambda: client.completions.create(model="policy", prompt="abc", **LONG))
+        thread.start()
+        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
+        status, body = post(server, "/sleep", {})
+        assert status == 409 and "under way" in body["error"]["message"]
+        assert post(server, "/pause", {"mode": "keep"}) == (
+            200,
+            {"weight_version": 0, "is_sleeping": False, "is_paused": True},
+        )
+        assert post(server, "/update_weights", {"path": str(tmp_path / "new"), "version": 7})[1]["weight_version"] == 7
+        assert thread.is_alive()
+        assert post(server, "/resume", {"recompute": True})[1]["is_paused"] is False
+        thread.join(timeout=60)
+        assert (
+            client.completions.create(model="policy", prompt="abc", temperature=0).choices[0].text
+            == only(
+                RolloutEngine(other, config=CONFIG, tokenizer=tokenizer()).generate_batch(
+                    ["abc"], SamplingParams(temperature=0)
+                )
+            ).text
+        )
+        assert (
+            post(server, "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": str(tmp_path / "adapter")})[0] == 200
+        )
+        assert client.completions.create(model="a", prompt="abc").choices
+        assert post(server, "/v1/unload_lora_adapter", {"lora_name": "a"})[0] == 200
+        assert post(server, "/v1/completions", {"model": "a", "prompt": "abc"})[0] == 404
+        assert post(server, "/sleep", {"level": 2})[1]["is_sleeping"] is True and engine.is_sleeping
+        assert post(server, "/v1/completions", {"prompt": "abc"})[0] == 503
+        assert post(server, "/wake_up", {})[1]["is_sleeping"] is False
+        for path, bad, message in (
+            ("/update_weights", {"path": str(tmp_path / "nowhere")}, "give a safetensors file"),
+            ("/update_weights", {}, "give a safetensors file"),
+            ("/update_weights", {"path": str(tmp_path / "new"), "version": 3}, "version=3"),
+            ("/pause", {"mode": "later"}, "mode='later'"),
+            ("/pause", {"mood": "keep"}, "give an object with mode (str)"),
+            ("/sleep", {"level": True}, "give an object with level (int)"),
+            ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x"}, "is the served model's"),
+            ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, "nowhere"),
+            ("/v1/unload_lora_adapter", {"lora_name": "a"}, "adapter"),
+        ):  # fmt: skip
+            status, body = post(server, path, bad)
+            assert 400 <= status < 500 and message in body["error"]["message"], body
+        assert client.completions.create(model="policy", prompt="abc").choices
+
+
+# -- stoker serve -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """It says where it listens, serves, and ends at Ctrl-C."""
+    from cli_setup import make_folder
+
+    code = "import sys; from stoker.integrations.cli import main; sys.exit(main())"
+    command = ["serve", make_folder(tmp_path), "--port", "0", "--name", "m", "--kv-cache-memory", "1MiB"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *command],
+        env={**os.environ, "STOKER_API_KEY": "key"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening at http://127.0.0.1:")
+        base_url = f"{line.split()[-1]}/v1"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=base_url, api_key="-").models.list()
+        client = openai.OpenAI(base_url=base_url, api_key="key")
+        assert client.chat.completions.create(model="m", messages=CHAT, max_tokens=4).usage.completion_tokens
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_command_without_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "stoker.integrations.server")
+    assert cli.main(["serve", "nowhere"]) == 1
+    assert "stoker serve needs uvicorn, which is not installed: pip install 'stoker[server]'" in capsys.readouterr().err
