@@ -15,8 +15,9 @@ the trainer's forward in bf16 while the engine samples in fp32, and the correcti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
@@ -86,6 +87,7 @@ class _EngineBackend:
         self._turns_to_come = False
         self._to_sleep = False  # after them
         self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
+        self._seconds, self._tokens = 0.0, 0  # of the rollout under way
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=tokenizer_of(trainer))
@@ -114,20 +116,40 @@ class _EngineBackend:
 
         images: of each prompt the list of those that its ids have placeholders for, or None.
         """
-        params = self._params(prompts, n)
-        given = with_images(self._trainer.processing_class, prompts, images)
-        if self.engine.is_sleeping:
-            self.engine.wake_up()
-        try:
-            batch = self.engine.generate_batch(given, params)
-        finally:
-            if self._trainer.args.vllm_enable_sleep_mode:
-                if self._turns_to_come:
-                    self._to_sleep = True
-                else:
-                    self.engine.sleep()
+        with self._timed():
+            params = self._params(prompts, n)
+            given = with_images(self._trainer.processing_class, prompts, images)
+            if self.engine.is_sleeping:
+                self.engine.wake_up()
+            try:
+                batch = self.engine.generate_batch(given, params)
+            finally:
+                if self._trainer.args.vllm_enable_sleep_mode:
+                    if self._turns_to_come:
+                        self._to_sleep = True
+                    else:
+                        self.engine.sleep()
         batch.raise_for_errors()
+        self._tokens += sum(len(c.token_ids) for output in batch for c in output.completions)
+        if not self._turns_to_come:
+            self._log_cost()
         return batch
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - begun
+
+    def _log_cost(self) -> None:
+        """What the rollout has cost, among the trainer's own metrics, where its kind has such."""
+        metrics = getattr(self._trainer, "_metrics", None)
+        if metrics is not None and self._tokens:
+            now = metrics["train" if self._trainer.model.training else "eval"]
+            now["rollout/seconds"].append(self._seconds)
+            now["rollout/tokens_per_second"].append(self._tokens / self._seconds)
+            now["rollout/weight_version"].append(self.engine.weight_version)
+        self._seconds, self._tokens = 0.0, 0
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """What asks for all turns of a rollout, as one generation: KV is kept between them, and the engine sleeps after.
@@ -143,7 +165,9 @@ class _EngineBackend:
                 self._turns_to_come, self._longest = False, None
                 if self._to_sleep:
                     self._to_sleep = False
-                    self.engine.sleep()
+                    with self._timed():
+                        self.engine.sleep()
+                self._log_cost()
 
         return generation
 

@@ -141,6 +141,24 @@ def test_completions_end_at_the_trainers_eos_ids_and_no_other(make_trainer: Make
 # -- sleep, errors -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation", "sdft", "sdpo", "gold", "iw_opd"])
+def test_logs_say_what_rollouts_cost(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(kind, max_steps=2)
+    engine = attach(trainer)
+    trainer.train()
+    seconds, rates = logged(trainer, "rollout/seconds"), logged(trainer, "rollout/tokens_per_second")
+    assert len(seconds) == len(rates) == 2 and min(seconds) > 0
+    tokens = sum(s * rate for s, rate in zip(seconds, rates, strict=True))
+    assert tokens == pytest.approx(engine.stats().generated_tokens)
+    assert logged(trainer, "rollout/weight_version") == [1, 2]
+    if kind == "grpo":
+        trainer.evaluate()
+        assert len(logged(trainer, "eval_rollout/seconds")) == 1
+    detach(trainer)
+    trainer.train()
+    assert len(logged(trainer, "rollout/seconds")) == 0  # a run of its own, without the engine
+
+
 def test_sleep_mode_sleeps_between_generations(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(vllm_enable_sleep_mode=True)
     engine = attach(trainer)

@@ -151,6 +151,9 @@ def test_tools_are_called_and_their_answers_continued(
     answer = [IDS[c] for c in "fdadg"]
     check_kept([o for call in calls if len(call) < 8 for o in call if o.prompt_token_ids[-5:] == answer], answer)
     assert engine.weight_version == 3  # once a step, however many turns it has
+    costs = zip(logged(trainer, "rollout/seconds"), logged(trainer, "rollout/tokens_per_second"), strict=True)
+    spent = [(seconds, seconds * rate) for seconds, rate in costs]
+    assert len(spent) == 3 and sum(n for _, n in spent) == pytest.approx(engine.stats().generated_tokens)
 
 
 def test_environments_are_stepped(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
