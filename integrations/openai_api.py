@@ -30,7 +30,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 _WITHOUT_LIMIT = 1 << 30  # of tokens: a completion ends at max_model_len
@@ -124,15 +123,45 @@ def _sampling(fields: dict[str, Any], chat: bool) -> tuple[SamplingParams, bool]
         settings["logprobs"] = fields.pop("logprobs", 0)
     if settings["logprobs"] and not wanted:
         raise InvalidRequestError("top_logprobs without logprobs: give logprobs=true")
-    outputs = fields.pop("structured_outputs", {})
-    match outputs:
-        case {"regex": str(pattern)} if len(outputs) == 1:
-            settings["regex"] = pattern
-        case {"choice": [*choices]} if len(outputs) == 1 and choices and all(isinstance(c, str) for c in choices):
-            settings["regex"] = "|".join(map(re.escape, choices))
-        case _ if outputs != {}:
-            raise InvalidRequestError(f"structured_outputs={shown(outputs)}: give a regex, or a choice of strings")
-    return SamplingParams(**settings), wanted
+    given = [name for name in ("structured_outputs", "response_format") if name in fields]
+    patterns = [pattern for name in given if (pattern := _pattern(name, fields.pop(name))) is not None]
+    if len(patterns) > 1:
+        raise InvalidRequestError("structured_outputs and response_format both bind the text: give one of them")
+    return SamplingParams(**settings, regex=patterns[0] if patterns else None), wanted
+
+
+def _pattern(name: str, asked: Any) -> str | None:
+    """The regular expression that ``structured_outputs`` or ``response_format`` stands for."""
+    match asked:
+        case {"regex": str(pattern), **others} if not others:
+            return pattern
+        case {"choice": [*choices], **others} if not others and choices and all(isinstance(c, str) for c in choices):
+            return "|".join(map(re.escape, choices))
+        case {"json": dict(schema), **others} if not others:
+            return _of_schema(name, schema)
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return _of_schema(name, schema)
+        case {"type": "json_object"}:
+            return _of_schema(name, {"type": "object"})
+        case {"type": "text"}:
+            return None
+    raise InvalidRequestError(
+        f"{name}={shown(asked)}: structured_outputs is a regex, a choice of strings or a json schema, and response_format a "
+        "type of text, json_object or json_schema"
+    )
+
+
+def _of_schema(name: str, schema: dict[str, Any]) -> str:
+    try:
+        from outlines_core.json_schema import build_regex_from_schema
+    except ModuleNotFoundError as error:
+        raise InvalidRequestError(
+            f"{name}: JSON schemas need the package outlines_core where the server runs: pip install outlines_core"
+        ) from error
+    try:
+        return str(build_regex_from_schema(json.dumps(schema)))
+    except ValueError as error:
+        raise InvalidRequestError(f"{name}: {error}") from error
 
 
 def _prompts(fields: dict[str, Any]) -> list[Any]:

@@ -207,6 +207,24 @@ def test_structured_outputs(client: Any, outputs: Any, texts: set[str]) -> None:
     assert {choice.text for choice in answer.choices} <= texts
 
 
+@pytest.mark.parametrize("by", ["structured_outputs", "response_format"])
+def test_json_of_a_schema(client: Any, by: str) -> None:
+    pytest.importorskip("outlines_core")
+    properties = {"x": {"type": "integer", "minimum": 0}, "y": {"enum": ["a", "b"]}}
+    schema = {"type": "object", "properties": properties, "required": ["x", "y"]}
+    asked = (
+        {"json": schema} if by == "structured_outputs" else {"type": "json_schema", "json_schema": {"schema": schema}}
+    )
+    answer = client.chat.completions.create(
+        model="policy", messages=CHAT, n=6, max_tokens=100, seed=1, extra_body={by: asked, "top_k": 3}
+    )
+    ended = [choice.message.content for choice in answer.choices if choice.finish_reason == "stop"]
+    assert ended
+    for text in ended:
+        found = json.loads(text)
+        assert set(found) == {"x", "y"} and isinstance(found["x"], int) and found["y"] in "ab"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream: bool) -> None:
     written = '<think>hm</think>so<call>{"name": "add", "arguments": {"x": 3}}</call>'
