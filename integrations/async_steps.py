@@ -27,6 +27,7 @@ class AsyncSteps:
         self._streams: set[RolloutHandle] = set()
         self._arrived = asyncio.Event()
         self._stepper = ThreadPoolExecutor(1, "stoker-steps")
+        self.failure: Exception | None = None  # of the last step that failed
 
     async def run(self) -> None:
         """Step the engine for whoever waits, until cancelled."""
@@ -37,8 +38,9 @@ class AsyncSteps:
                     await self._arrived.wait()
                 await self._step()
         finally:
-            self.abort()
-            self._stepper.shutdown(wait=False)
+            self.close()
+            for event in self._followed.values():
+                event.set()
 
     async def _step(self) -> None:
         handles = list(self._followed)
@@ -50,6 +52,7 @@ class AsyncSteps:
         except Exception as error:  # it has ended every request, each of which carries an error: there may be others
             if not all(handle.done for handle in handles):
                 raise
+            self.failure = error
             _log.warning("a step of the engine failed: %s", error)
         for handle in handles:
             if handle in self._followed and (handle.done or handle in self._streams):
@@ -59,9 +62,13 @@ class AsyncSteps:
 
     def abort(self) -> None:
         """End all that is waited for, with the tokens it has."""
-        for handle, event in self._followed.items():
+        for handle in list(self._followed):
             handle.abort()
-            event.set()
+
+    def close(self) -> None:
+        """The same, and end the thread. For where ``run`` could not."""
+        self.abort()
+        self._stepper.shutdown()
 
     async def result(self, handle: RolloutHandle) -> RolloutOutput:
         """As ``handle.result()``."""
@@ -91,8 +98,6 @@ class AsyncSteps:
 
     def _follow(self, handle: RolloutHandle) -> asyncio.Event:
         event = self._followed[handle] = asyncio.Event()
-        if handle.done:
-            event.set()
         self._arrived.set()
         return event
 

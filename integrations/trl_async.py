@@ -19,25 +19,22 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
 
+from stoker.integrations.async_steps import AsyncSteps
 from stoker.integrations.trl import check_version
 from stoker.integrations.trl_sampling import sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
-from stoker.rollout import EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 check_version()  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
-_WAIT_S = 0.05  # for a completion, before new requests and a stop are looked for
-_IDLE_S = 0.002
 _STOP_S = 30.0  # for a reward function or a tool that runs
 
 
@@ -280,14 +277,13 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         super().__init__(**options)
         self._engine = engine
         self._params = params
-        self._waited: list[tuple[RolloutHandle, asyncio.Future[Any]]] = []
+        self._steps = AsyncSteps(engine)
 
     def run(self) -> None:
-        with ThreadPoolExecutor(1, "stoker-async-steps") as self._stepper:
-            try:
-                super().run()
-            except BaseException:  # which was put where check_health finds it
-                self._drop()  # ``sys.exit`` in a reward function leaves the event loop's tasks where they were
+        try:
+            super().run()
+        except BaseException:  # which was put where check_health finds it
+            self._steps.close()  # ``sys.exit`` in a reward function leaves the event loop's tasks where they were
 
     def request_stop(self) -> None:
         try:
@@ -301,46 +297,20 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                 loops = (
                     self._generate_loop(stop_event=stop_event),
                     self._score_loop(stop_event=stop_event),
-                    self._step_loop(),
+                    self._steps.run(),
                 )
                 tasks = [group.create_task(loop) for loop in loops]
                 await stop_event.wait()
                 for task in tasks:  # which wait for completions that nobody wants any more
                     task.cancel()
         except BaseExceptionGroup as several:
-            raise several.exceptions[0] from None
-        finally:
-            self._drop()
-
-    def _drop(self) -> None:
-        for handle, _ in self._waited:
-            handle.abort()
-
-    async def _step_loop(self) -> None:
-        """Step the engine, in a thread, for whoever waits for a completion."""
-        while True:
-            handles = [handle for handle, _ in self._waited]
-            if not handles:
-                await asyncio.sleep(_IDLE_S)
-                continue
-            wait = partial(self._engine.wait, handles, share=1 / len(handles), timeout=_WAIT_S)
-            await self._loop.run_in_executor(self._stepper, wait)
-            left = []
-            for handle, future in self._waited:
-                if future.cancelled():
-                    handle.abort()
-                elif handle.done:
-                    future.set_result(handle.result())
-                else:
-                    left.append((handle, future))
-            self._waited = left
+            first = several.exceptions[0]
+            raise first from first.__cause__
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        future = self._loop.create_future()
-        self._waited.append((self._engine.submit(prompt_ids, self._params), future))
-        output = await future
+        output = await self._steps.result(self._engine.submit(prompt_ids, self._params))
         if output.error is not None:
-            raise RequestFailedError(str(output.error))
+            raise RequestFailedError(str(output.error)) from self._steps.failure
         (completion,) = output.completions
         return completion.token_ids, completion.logprobs
 

@@ -94,6 +94,22 @@ def test_an_optimizer_step_that_raises_leaves_nothing_paused(make: Make, error: 
     assert len(engine.generate_batch([[3, 4]])[0].completions[0].token_ids) > 0
 
 
+def test_a_step_of_the_engine_that_fails_stops_training_with_its_cause(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(count_a)
+    engine = trainer.rollout_worker.attach(trainer)
+    look_often(trainer)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(engine.core, "_launch", fail)
+    with pytest.raises(EngineStateError, match=r"(?s)RuntimeError: out of luck.*submit it again"):
+        trainer.train()
+    assert not threads() and not engine.core.has_work
+
+
 def test_weights_that_a_failed_step_spoilt_leave_nothing_paused(make: Make) -> None:
     """Though the thread asks for one more completion, which cannot run on them."""
     trainer = make(count_a)

@@ -127,7 +127,7 @@ def async_trainers(folder: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
 
 
 def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith("stoker-async")}
+    return {t.name for t in threading.enumerate() if t.name.startswith(("stoker-async", "stoker-steps"))}
 
 
 def record(rollouts: Any) -> list[Any]:
