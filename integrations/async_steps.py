@@ -1,4 +1,8 @@
-"""Completions that coroutines wait for: one thread steps the engine for all of them."""
+"""Completions that coroutines wait for: one thread steps the engine for all of them.
+
+async with AsyncSteps(engine) as steps:
+    outputs = await asyncio.gather(*(steps.result(engine.submit(prompt)) for prompt in prompts))
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from typing import Self
 
 from stoker.rollout import RolloutChunk, RolloutEngine, RolloutHandle, RolloutOutput
 
@@ -16,7 +22,7 @@ _PAUSED_S = 0.02
 
 
 class AsyncSteps:
-    """For one event loop, in which ``run`` has to be a task as long as anything is waited for.
+    """For one event loop. Within ``async with``, or as long as ``run`` is a task of it, the engine is stepped for whoever waits.
 
     Whoever waits may be cancelled, which aborts the request.
     """
@@ -28,6 +34,15 @@ class AsyncSteps:
         self._arrived = asyncio.Event()
         self._stepper = ThreadPoolExecutor(1, "stoker-steps")
         self.failure: Exception | None = None  # of the last step that failed
+
+    async def __aenter__(self) -> Self:
+        self._running = asyncio.create_task(self.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._running
 
     async def run(self) -> None:
         """Step the engine for whoever waits, until cancelled."""

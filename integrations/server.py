@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -113,15 +113,10 @@ class Server:
     @asynccontextmanager
     async def _running(self, _: Starlette) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
-        steps = asyncio.create_task(self._steps.run())
-        self._started.set()
-        try:
+        async with self._steps:
+            self._started.set()
             yield
-        finally:
-            steps.cancel()
-            with suppress(asyncio.CancelledError):
-                await steps
-            self._control.shutdown(wait=False)
+        self._control.shutdown(wait=False)
 
     def close(self) -> None:
         """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort"."""

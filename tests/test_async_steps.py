@@ -1,0 +1,114 @@
+"""Coroutines that wait for completions: all that a handle gives, for many at once, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from live_setup import PROMPTS, at_rest, build, long, same
+
+from stoker.integrations.async_steps import AsyncSteps
+from stoker.rollout import RolloutChunk, RolloutEngine, RolloutOutput
+
+
+def threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("stoker")]
+
+
+def test_they_get_what_a_batch_gives() -> None:
+    async def rollouts(engine: RolloutEngine) -> list[RolloutOutput]:
+        async def one(i: int) -> RolloutOutput:
+            await asyncio.sleep(0.01 * i)  # they come while others are under way
+            return await steps.result(engine.submit(PROMPTS[i], long(i, n=2)))
+
+        async with AsyncSteps(engine) as steps:
+            return await asyncio.gather(*map(one, range(4)))
+
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS[:4], [long(i, n=2) for i in range(4)])
+        assert same(asyncio.run(rollouts(engine)), expected)
+        at_rest(engine)
+    assert not threads()
+
+
+def test_chunks_are_the_completion_in_pieces() -> None:
+    async def follow(engine: RolloutEngine) -> tuple[list[RolloutChunk], RolloutOutput]:
+        async with AsyncSteps(engine) as steps:
+            other = asyncio.create_task(steps.result(engine.submit(PROMPTS[1], long(1))))
+            pieces = [piece async for some in steps.chunks(engine.submit(PROMPTS[0], long())) for piece in some]
+            return pieces, await other
+
+    with build() as engine:
+        expected, other = engine.generate_batch(PROMPTS[:2], [long(), long(1)])
+        pieces, beside = asyncio.run(follow(engine))
+        assert len(pieces) > 4 and same([beside], [other])
+        assert [t for piece in pieces for t in piece.token_ids] == expected.completions[0].token_ids
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("how", ["result", "chunks"])
+def test_a_task_that_is_cancelled_ends_its_request_and_no_other(how: str) -> None:
+    async def cancel(engine: RolloutEngine) -> RolloutOutput:
+        async with AsyncSteps(engine) as steps:
+            handle = engine.submit(PROMPTS[0], long(max_tokens=100))
+            waiting = asyncio.create_task(drained(steps, handle) if how == "chunks" else steps.result(handle))
+            other = asyncio.create_task(steps.result(engine.submit(PROMPTS[1], long(1))))
+            while not handle.poll():
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            output = await other
+            while not handle.done:
+                await asyncio.sleep(0.001)
+            assert handle.result().completions[0].finish_reason == "abort"
+            return output
+
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS[1:2], long(1))
+        assert same([asyncio.run(cancel(engine))], expected)
+        at_rest(engine)
+
+
+async def drained(steps: AsyncSteps, handle: Any) -> None:
+    async for _ in steps.chunks(handle):
+        pass
+
+
+def test_an_error_inside_leaves_nothing_under_way() -> None:
+    async def fail(engine: RolloutEngine) -> None:
+        async with AsyncSteps(engine) as steps:
+            waiting = [asyncio.create_task(steps.result(engine.submit(p, long(max_tokens=100)))) for p in PROMPTS]
+            await asyncio.sleep(0.05)
+            assert not any(task.done() for task in waiting)
+            raise ZeroDivisionError("of the environment")
+
+    with build() as engine:
+        with pytest.raises(ZeroDivisionError, match="of the environment"):
+            asyncio.run(fail(engine))
+        at_rest(engine)
+    assert not threads()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pause_holds_them(stream: bool) -> None:
+    async def pause(engine: RolloutEngine) -> None:
+        async with AsyncSteps(engine) as steps:
+            handle = engine.submit(PROMPTS[0], long(max_tokens=60))
+            waiting = asyncio.create_task(drained(steps, handle) if stream else steps.result(handle))
+            while len(handle._requests[0].output) < 5:
+                await asyncio.sleep(0.001)
+            engine.pause()
+            stood = len(handle._requests[0].output)
+            await asyncio.sleep(0.1)
+            assert len(handle._requests[0].output) == stood and not waiting.done()
+            assert engine.update_weights() == 1
+            engine.resume()
+            await waiting
+            assert set(handle.result().completions[0].weight_versions) == {0, 1}
+
+    with build() as engine:
+        asyncio.run(pause(engine))
+        at_rest(engine)
