@@ -175,7 +175,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         waiting = request.status is Status.WAITING  # preempted while its last token was being sampled
-        request.status = Status.FINISHED
+        request.end()
         if waiting:
             self.waiting.remove(request)
         self._release(request)
@@ -385,14 +385,14 @@ class Scheduler:
             queue: Any = self.running if request.status is Status.RUNNING else self.waiting
             if request in queue:  # it may never have got there
                 queue.remove(request)
-            request.status, request.finish_reason = Status.FINISHED, "abort"
+            request.end("abort")
             self._release(request)
 
     def abort_all(self, error: StokerError | None = None) -> None:
         """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
         for request in (*self.running, *self.waiting):
             if request.status is not Status.FINISHED:
-                request.status, request.finish_reason, request.error = Status.FINISHED, "abort", error
+                request.end("abort", error)
             request.block_ids, request.slot, request.pending = [], -1, 0
         self.running, self.waiting = [], deque()
         self._reset_blocks()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams, constraints
 
 TOKENIZER = tokenizer("byte-level")
 EOS = TOKENIZER.eos_token_id
@@ -398,6 +398,24 @@ def test_a_next_turn_begins_anew() -> None:
 def test_bad_patterns_are_named_where_they_are_given(params: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         SamplingParams(**params)
+
+
+def test_more_patterns_than_there_is_room_for_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [rf"[a-z ]{{{n}}}" for n in range(20, 28)]
+    params = [SamplingParams(regex=pattern, max_tokens=40, seed=1) for pattern in patterns]
+    with build() as engine:
+        wanted = [o.completions[0].token_ids for o in engine.generate_batch([PROMPT] * 8, params)]
+        size = sum(one.table.nbytes for one in engine._requests.constraint._made.values())
+    monkeypatch.setattr(constraints, "MOST_TOGETHER", size - 1)
+    with build() as engine:
+        with pytest.raises(InvalidRequestError, match="give fewer different patterns at a time"):
+            engine.generate_batch([PROMPT] * 8, params)
+        assert engine.stats().finished_requests == 0
+        handles = [engine.submit(PROMPT, p) for p in params[:7]]
+        with pytest.raises(InvalidRequestError, match="give fewer different patterns at a time"):
+            engine.submit(PROMPT, params[7])
+        assert [handle.result().completions[0].token_ids for handle in handles] == wanted[:7]
+        assert engine.submit(PROMPT, params[7]).result().completions[0].token_ids == wanted[7]
 
 
 def test_what_cannot_be_is_refused_before_any_work() -> None:

@@ -205,9 +205,26 @@ def test_a_constraint_is_made_once_and_anew_where_the_tokenizer_has_grown(monkey
     (token,) = one.convert_tokens_to_ids(["aaa"])
     grown = make("a+", frozenset([eos]), frozenset())
     assert token in taken(grown, []) and token not in taken(first, [])
-    monkeypatch.setattr(constraints, "_KEPT_BYTES", 1)
-    make("b", frozenset([eos]), frozenset())
-    assert len(make._made) == 1
+
+
+def test_patterns_together_keep_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tokenizer("byte-level")
+    maker = ConstraintMaker(one, len(one))
+    make = partial(maker, ends=frozenset([one.eos_token_id]), excluded=frozenset())
+    size = max(make(f"[a-z]{{{n}}}").table.nbytes for n in (4, 5, 6))
+    monkeypatch.setattr(constraints, "MOST_TOGETHER", 3 * size)
+    for _ in range(2):
+        for n in (1, 2, 3, 4, 5, 6):  # of which nobody holds one
+            make(f"[a-z]{{{n}}}")
+            assert sum(kept.table.nbytes for kept in maker._made.values()) <= 3 * size
+        held = [make(f"[a-z]{{{n}}}") for n in (4, 5, 6)]
+        assert [make(f"[a-z]{{{n}}}") for n in (4, 5, 6)] == held
+        with pytest.raises(
+            InvalidRequestError, match=r"'\[a-z\]\{3\}'.* 0 MiB together: give fewer different patterns"
+        ):
+            make("[a-z]{3}")
+        held.append(held)  # as requests of a group do, which go where garbage is collected
+        del held
 
 
 def test_a_tokenizer_whose_tokens_make_other_text_together_is_refused() -> None:
