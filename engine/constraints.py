@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ _ALIGNMENT = 64  # numbers between the beginnings of automata
 _LEAST = 1 << 16  # numbers there is room for
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Constraint:
     """An automaton that every completion has to follow to its end. ``table``: int16 [n], as ``ConstraintRows`` has it."""
 
@@ -42,15 +43,15 @@ class Constraints:
     """Where slots' constraints are on the device. Nothing is there before the first one.
 
     The room for automata grows in powers of two, or stays where it is, as captured steps remember it; where it is full,
-    those that no slot follows make way.
+    those that no slot follows make way. Requests hold constraints, and nothing here does.
     """
 
     def __init__(self, runtime: Runtime, num_slots: int) -> None:
         self.rows: ConstraintRows | None = None
         self._runtime = runtime
         self._num_slots = num_slots
-        self._of_slot: dict[int, Constraint] = {}
-        self._places: dict[Constraint, int] = {}
+        self._of_slot: dict[int, ref[Constraint]] = {}
+        self._places: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
         self._end = 0  # of the last automaton
 
     def start(self, requests: Iterable[tuple[int, Constraint | None, Sequence[int], int]]) -> None:
@@ -61,14 +62,15 @@ class Constraints:
         for slot, constraint, _, _ in requests:
             self._of_slot.pop(slot, None)
             if constraint is not None:
-                self._of_slot[slot] = constraint
+                self._of_slot[slot] = ref(constraint)
         for _, constraint, _, _ in requests:
             if constraint is not None and constraint not in self._places:
                 self._place(constraint)
         assert self.rows is not None
         base = np.zeros(self._num_slots + 1, dtype=np.int64)
-        for slot, constraint in self._of_slot.items():
-            base[slot] = self._places.get(constraint, 0)  # none of a slot that a failed step has left behind
+        for slot, follows in self._of_slot.items():
+            if (constraint := follows()) is not None:
+                base[slot] = self._places.get(constraint, 0)  # none of a slot that a failed step has left behind
         states = [FREE if c is None else c.after(tokens) for _, c, tokens, _ in requests]
         new = np.array([[slot for slot, *_ in requests], states, [first_end for *_, first_end in requests]])
         based, (slots, now, first_end) = self._runtime.upload(base, new)
@@ -89,10 +91,11 @@ class Constraints:
         """
         if self.rows is not None and self._end + len(constraint.table) <= len(self.rows.automata):
             return self._write(self.rows, constraint)
-        kept = dict.fromkeys(self._of_slot.values())
+        kept = dict.fromkeys(one for follows in self._of_slot.values() if (one := follows()) is not None)
         wanted = sum(len(one.table) + _ALIGNMENT for one in kept)
         room = max(_LEAST, 2 ** (wanted * 3 // 2).bit_length())
-        self._places, self._end = {}, 0
+        self._places.clear()
+        self._end = 0
         if self.rows is None or room > len(self.rows.automata):
             automata = torch.zeros(room, dtype=torch.int16, device=self._runtime.device)
             self.rows = self._free_rows(automata) if self.rows is None else replace(self.rows, automata=automata)

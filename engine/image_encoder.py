@@ -28,6 +28,7 @@ _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks",
 _KNOWN |= {"per_layer_inputs"}  # of Gemma 4, which makes them of the tokens alone, in every step
 _OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
 _OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
+_ROWS = 256  # of masks, looked at together
 
 
 def encode(shell: ModelShell, batch: Sequence[ImageInputs], adapter: ImageAdapter, most: int) -> list[ImageFeatures]:
@@ -149,14 +150,31 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
     they do in layers with a window alone. None where these have tokens see later ones in any other way.
     """
     kinds = masks if isinstance(masks, Mapping) else {"full_attention": masks}
-    given = {kind: mask for kind, mask in kinds.items() if isinstance(mask, Tensor) and mask.dim() == 4}
-    seen = {kind: (mask if mask.dtype == torch.bool else mask >= 0)[0, 0] for kind, mask in given.items()}
-    later = next((mask for mask in seen.values() if mask.triu(1).any()), None)
+    given = {kind: mask[0, 0] for kind, mask in kinds.items() if isinstance(mask, Tensor) and mask.dim() == 4}
+    length, device = next(((len(mask), mask.device) for mask in given.values()), (0, None))
+    pieces = [slice(start, start + _ROWS) for start in range(0, length, _ROWS)]
+    at = torch.arange(length, device=device)
+
+    def seen(mask: Tensor, rows: slice) -> Tensor:
+        return mask[rows] if mask.dtype == torch.bool else mask[rows] >= 0
+
+    def sees_later(mask: Tensor) -> bool:
+        return any(bool((seen(mask, rows) & (at > at[rows, None])).any()) for rows in pieces)
+
+    def sees(kind: str, newest: Tensor, near: int | None = None) -> bool:
+        """Whether each token sees all up to the newest it may, ``near`` of them up to itself where that is given."""
+        for rows in pieces:
+            wanted = at <= newest[rows, None]
+            if near is not None:
+                wanted &= at > at[rows, None] - near
+            if not torch.equal(seen(given[kind], rows) if kind in given else at <= at[rows, None], wanted):
+                return False
+        return True
+
+    later = next((mask for mask in given.values() if sees_later(mask)), None)
     if later is None:
         return (), False
-    length = len(later)
-    last = (length - 1 - later.flip(-1).byte().argmax(-1)).tolist()
-    at = torch.arange(length, device=later.device)
+    last = [length - 1 - n for rows in pieces for n in seen(later, rows).flip(-1).byte().argmax(-1).tolist()]
     newest, spans, place = at.clone(), [], 0
     while place < length:
         end = max(place, last[place]) + 1
@@ -164,14 +182,10 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
             spans.append((place, end))
             newest[place:end] = end - 1
         place = end
-    both = at <= newest[:, None]
-    causal = at <= at[:, None]
-    local = "sliding_attention" in seen and torch.equal(seen.get("full_attention", causal), causal)
+    local = "sliding_attention" in given and sees("full_attention", at)
     for kind in kinds:
-        wanted = causal if local else both
-        if kind == "sliding_attention" and window is not None:
-            wanted = both & (at > at[:, None] - window)
-        if not torch.equal(seen.get(kind, causal), wanted):
+        near = window if kind == "sliding_attention" else None
+        if not sees(kind, at if local and near is None else newest, near):
             return None
     return tuple(spans), local
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b, sha256
 
 import numpy as np
@@ -69,6 +69,7 @@ class ImageInputs:
     digest: bytes
     features: ImageFeatures | None = None
     made_under: object = None  # weights and adapter that the features are of
+    _salt: tuple[ImageFeatures, tuple[int, bytes]] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, tokens: list[int], inputs: Mapping[str, Tensor]) -> ImageInputs:
@@ -127,7 +128,12 @@ class ImageInputs:
     def salt(self) -> tuple[int, bytes]:
         """The first token whose KV depends on more than the tokens before it, and what else that depends on."""
         assert self.features is not None
-        first, turns, spans = int(self.features.places[0]), self.features.turns, self.features.spans
+        if self._salt is None or self._salt[0] is not self.features:  # asked for at every block
+            self._salt = self.features, self._salt_of(self.features)
+        return self._salt[1]
+
+    def _salt_of(self, features: ImageFeatures) -> tuple[int, bytes]:
+        first, turns, spans = int(features.places[0]), features.turns, features.spans
         if turns is not None:
             first = min(first, int(turns.any(axis=0).argmax()))
         if not spans:
@@ -158,21 +164,24 @@ def is_by_token(tensor: Tensor, length: int) -> bool:
 ImagePart = tuple[int, int, int, ImageFeatures]
 
 
-def image_rows(parts: Sequence[ImagePart], device: torch.device) -> ImageRows | None:
-    """Those of a step's tokens whose embeddings are given; None where none are."""
+def image_rows(parts: Sequence[ImagePart], upload: Callable[..., list[Tensor]]) -> ImageRows | None:
+    """Those of a step's tokens whose embeddings are given; None where none are. upload: as ``Runtime.upload``."""
     at: list[NDArray[np.int64]] = []
-    found: list[tuple[Tensor, ...]] = []
+    given: list[Tensor] = []  # of each part its embeddings, then what is added after layers
+    kinds = 0
     for where, start, count, features in parts:
         low, high = np.searchsorted(features.places, (start, start + count))
         if low < high:
             at.append(features.places[low:high] - start + where)
-            found.append(
-                tuple(t[low:high].to(device, non_blocking=True) for t in (features.embeddings, *features.deep))
-            )
+            of_part = [t[low:high] for t in (features.embeddings, *features.deep)]
+            given, kinds = given + of_part, len(of_part)
     if not at:
         return None
-    embeddings, *deep = (torch.cat(tensors) for tensors in zip(*found, strict=True))
-    return ImageRows(torch.from_numpy(np.concatenate(at)).to(device, non_blocking=True), embeddings, tuple(deep))
+    # As bytes: numpy has no bf16.
+    places, *sent = upload(np.concatenate(at), *(t.view(torch.uint8).numpy() for t in given))
+    there = [t.view(host.dtype) for t, host in zip(sent, given, strict=True)]
+    embeddings, *deep = (torch.cat(there[kind::kinds]) for kind in range(kinds))
+    return ImageRows(places, embeddings, tuple(deep))
 
 
 def spans_within(parts: Sequence[ImagePart]) -> tuple[tuple[int, int], ...]:

@@ -18,8 +18,8 @@ class PrefixCache:
     The chain starts from what else the KV depends on: weight version and adapter. Two prefixes that differ in any of
     these never share a key. Blocks without a holder stay until the pool needs them (least recently used first).
 
-    With a block goes what scores its tokens, by variant: a cached position has no hidden state to score the next token
-    from, so without it a request that wants scores would compute the position again.
+    With a block goes what scores its tokens, by variant, and the token after it: a cached position has no hidden state to
+    score the next token from, so without it a request that wants scores would compute the position again.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
@@ -28,7 +28,7 @@ class PrefixCache:
         self.enabled = enabled
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._scores: dict[bytes, dict[Variant, Scoring]] = {}
+        self._scores: dict[bytes, dict[Variant, tuple[Scoring, Sequence[int]]]] = {}  # with the tokens they are of
         pool.on_evict = self._evicted
 
     @staticmethod
@@ -75,22 +75,30 @@ class PrefixCache:
         self.pool.retain(block)
         return True
 
-    def keep_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
+    def keep_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring) -> None:
         """Keep a sequence's scores with the blocks of it that are cached. keys: of its blocks, in order."""
         for key in keys[scoring.first // self.block_size : scoring.next // self.block_size]:
             if key in self._block_of:
                 kept = self._scores.setdefault(key, {})
                 known = kept.get(scoring.variant)
-                if known is None or known.first > scoring.first:
-                    kept[scoring.variant] = scoring
+                if known is None or known[0].first > scoring.first:
+                    kept[scoring.variant] = scoring, tokens
                     if len(kept) > _VARIANTS:
                         del kept[next(iter(kept))]
 
-    def take_scores(self, keys: Sequence[bytes], scoring: Scoring) -> None:
-        """Give a sequence the scores of its cached blocks, up to the first that lacks one it wants."""
-        for index, key in enumerate(keys):
-            if not scoring.borrow(self._scores.get(key, {}).get(scoring.variant), (index + 1) * self.block_size):
+    def take_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring, whole: bool) -> None:
+        """Give a sequence the scores of its cached blocks, up to the first that lacks one it wants.
+
+        A block's last position scores the token after it, too, where that is the same. whole: even the last wanted score,
+        as there is something else to compute.
+        """
+        for end, key in enumerate(keys, 1):
+            end *= self.block_size
+            lender, theirs = self._scores.get(key, {}).get(scoring.variant, (None, ()))
+            if not scoring.borrow(lender, end, whole):
                 break
+            if lender is not None and end < min(lender.next, len(tokens)) and theirs[end] == tokens[end]:
+                scoring.borrow(lender, end + 1, whole)
 
     def clear(self) -> None:
         """Forget every prefix: what the blocks hold is no longer what their tokens mean."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 
 from stoker.engine.constraints import Constraint
@@ -145,7 +145,14 @@ class Request:
 
     def fail(self, error: StokerError) -> None:
         """End before it was queued."""
-        self.error, self.finish_reason, self.status = error, "error", Status.FINISHED
+        self.end("error", error)
+
+    def end(self, reason: str | None = None, error: StokerError | None = None) -> None:
+        """Nothing more is to come, so the table of its pattern is not held any more. reason, error: if not known before."""
+        self.status = Status.FINISHED
+        self.finish_reason, self.error = reason or self.finish_reason, error or self.error
+        if self.spec.constraint is not None:
+            self.spec = replace(self.spec, constraint=None)
 
     def take(
         self,

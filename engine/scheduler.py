@@ -145,16 +145,16 @@ class Scheduler:
         for row, (request, samples) in enumerate(zip(plan.requests, plan.num_samples, strict=True)):
             request.pending -= samples
             scores = None if sampled.scores is None else sampled.scores[row]
-            if scores is not None and request.scoring is not None:  # of one aborted too: others may have borrowed them
+            if request.scoring is not None:  # of one aborted too: others may have borrowed them
                 request.scoring.take(scores)
-                self.counters.scored_tokens += scores.end - scores.first
+                self.counters.scored_tokens += 0 if scores is None else scores.end - scores.first
             if request.status is Status.FINISHED:  # by a token of an earlier plan
                 continue
             done = samples > 0 and self._take(request, sampled, row, samples)
             # The key and value of the last token are computed with the next one, of which nothing is known yet.
             self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
             if scores is not None and request.scoring is not None:
-                self.prefix_cache.keep_scores(request.block_keys, request.scoring)
+                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring)
                 done = done or (request.scoring.complete and request.remaining == 0)
             if done:
                 self._finish(request)
@@ -175,7 +175,7 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         waiting = request.status is Status.WAITING  # preempted while its last token was being sampled
-        request.status = Status.FINISHED
+        request.end()
         if waiting:
             self.waiting.remove(request)
         self._release(request)
@@ -303,7 +303,7 @@ class Scheduler:
                 self._extend_keys(request, request.total)
             blocks = cache.lookup(request.block_keys)
             if scoring is not None:
-                cache.take_scores(request.block_keys[: len(blocks)], scoring)
+                cache.take_scores(request.block_keys[: len(blocks)], request.tokens, scoring, bool(request.remaining))
             computed, from_cache = len(blocks) * self.block_size, other is None
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
         if self.states.enabled:
@@ -329,7 +329,7 @@ class Scheduler:
             known = min(request.computed + num_new, len(request.tokens))
             self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
             if scored and request.scoring:
-                self.prefix_cache.keep_scores(request.block_keys, request.scoring)
+                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring)
         border, cache = self.states.border(request.num_prompt), self.prefix_cache
         if request.computed + num_new == border and cache.enabled and not request.older_kv:
             self._extend_keys(request, border)
@@ -385,14 +385,14 @@ class Scheduler:
             queue: Any = self.running if request.status is Status.RUNNING else self.waiting
             if request in queue:  # it may never have got there
                 queue.remove(request)
-            request.status, request.finish_reason = Status.FINISHED, "abort"
+            request.end("abort")
             self._release(request)
 
     def abort_all(self, error: StokerError | None = None) -> None:
         """Sound books again, wherever an exception struck: every request ends, every block and slot is free."""
         for request in (*self.running, *self.waiting):
             if request.status is not Status.FINISHED:
-                request.status, request.finish_reason, request.error = Status.FINISHED, "abort", error
+                request.end("abort", error)
             request.block_ids, request.slot, request.pending = [], -1, 0
         self.running, self.waiting = [], deque()
         self._reset_blocks()

@@ -56,7 +56,8 @@ class TokenScores:
 class Scoring:
     """The scores a request wants, of its tokens ``first`` to ``end``. Each is computed once, whatever happens to the request.
 
-    Some of them another request's plans compute: what is borrowed arrives no later than the request's own last score.
+    Some of them another request's plans compute: what is borrowed arrives no later than what the plan gives in which the
+    request began.
     """
 
     variant: Variant
@@ -77,7 +78,7 @@ class Scoring:
 
     @property
     def complete(self) -> bool:
-        return self.arrived >= self.end - self.first
+        return self.arrived >= self.end - self.first and not self.borrowed
 
     def claim(self, computed: int) -> range:
         """The tokens that a plan scores which takes the request to ``computed`` tokens."""
@@ -91,11 +92,12 @@ class Scoring:
         self.next, self.arrived = self.first, 0
         self.borrowed.clear()
 
-    def take(self, scores: TokenScores) -> None:
-        """scores: of the next tokens that a plan was to score."""
-        self.scores.copy(scores, scores.first, scores.end)
-        self.arrived += scores.end - scores.first
-        if self.complete:
+    def take(self, scores: TokenScores | None) -> None:
+        """scores: of the next tokens that a plan was to score; None where it was to score none."""
+        if scores is not None:
+            self.scores.copy(scores, scores.first, scores.end)
+            self.arrived += scores.end - scores.first
+        if self.arrived >= self.end - self.first:
             self.settle()
 
     def settle(self) -> None:
@@ -105,12 +107,12 @@ class Scoring:
             self.scores.copy(lender.scores, first, end)
         self.borrowed.clear()
 
-    def borrow(self, lender: Scoring | None, block_end: int) -> bool:
-        """Have a lender's plans score the tokens up to ``block_end``; False where they do not.
+    def borrow(self, lender: Scoring | None, upto: int, whole: bool = False) -> bool:
+        """Have a lender's plans score the tokens up to ``upto``; False where they do not.
 
-        The last wanted token is left: something has to be computed.
+        Unless ``whole``, the last wanted token is left: something has to be computed.
         """
-        end = min(block_end, self.end - 1)
+        end = min(upto, self.end if whole else self.end - 1)
         if end > self.next:
             if lender is None or not lender.first <= self.next < end <= lender.next:
                 return False

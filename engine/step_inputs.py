@@ -290,7 +290,7 @@ class StepInputs:
             adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
             sampled=self._sampled,
             state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(new.max())),
-            images=image_rows(of_images, self.runtime.device) if of_images else None,
+            images=image_rows(of_images, self.runtime.upload) if of_images else None,
             turns=self._put_turns(of_images, tokens),
         )
 

@@ -28,7 +28,7 @@ from packaging.version import Version
 from transformers import TrainerCallback
 
 from stoker.integrations.trl_images import with_images
-from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
+from stoker.integrations.trl_sampling import check_pattern, live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
@@ -47,7 +47,8 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
-    where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run.
+    where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run,
+    ``InvalidRequestError`` for sampling settings that no completion could follow.
     """
     backend = _check(trainer)(trainer, config)
     for owner, name, value in backend.seam():
@@ -354,5 +355,5 @@ def _check(trainer: Any) -> type[_EngineBackend]:
             f"{trainer.vllm_importance_sampling_mode!r}: set it to 'token_truncate' or 'token_mask', or set "
             "vllm_importance_sampling_correction=False"
         )
-    sampling_params(trainer)
+    check_pattern(trainer, sampling_params(trainer))
     return _BACKENDS[kind]

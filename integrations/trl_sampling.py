@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import SamplingParams
+from stoker.rollout.constraints import ConstraintMaker
 
 # Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and two it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
@@ -70,6 +71,16 @@ def sampling_params(trainer: Any) -> SamplingParams:
         regex=getattr(trainer.args, "vllm_structured_outputs_regex", None),
         **penalties,
     )
+
+
+def check_pattern(trainer: Any, params: SamplingParams) -> None:
+    """Raise ``InvalidRequestError`` where no completion can match the pattern that ``params`` has, if any."""
+    if params.regex is not None:
+        vocab = live_model(trainer).config.get_text_config().vocab_size
+        ends, excluded = (
+            frozenset(t for t in ids if t < vocab) for ids in (params.stop_token_ids, params.suppress_token_ids)
+        )
+        ConstraintMaker(tokenizer_of(trainer), vocab)(params.regex, ends, excluded)
 
 
 def _placeholders(trainer: Any) -> list[int]:

@@ -131,6 +131,7 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         BLOCK_H=triton.next_power_of_2(heads),
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=triton.next_power_of_2(value_dim),
+        **launch.options(key.device, waits=False),
     )
 
 
@@ -309,6 +310,7 @@ class _Launch:
             WITH_LSE=lse is not None,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **launch.options(out.device, waits=False),
         )
 
 

@@ -236,9 +236,15 @@ def plan_attention(
         shared = shared and not deterministic and len(seq_lens) > 1
         every = Lanes(buffers, seq_lens, None, None, shared, buffers.lists)
         if shared:
-            grid = (len(seq_lens),)
+            grid, options = (len(seq_lens),), launch.options(device, waits=False)
             common_blocks_kernel[grid](
-                block_tables, seq_lens, buffers.common, block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=64
+                block_tables,
+                seq_lens,
+                buffers.common,
+                block_tables.stride(0),
+                BLOCK_SIZE=block_size,
+                BLOCK=64,
+                **options,
             )
             units_kernel[grid](
                 buffers.common,
@@ -248,6 +254,7 @@ def plan_attention(
                 BLOCK_SIZE=block_size,
                 LEAST=LEAST_SHARED,
                 UNIT=UNIT_ROWS,
+                **options,
             )
         every.build()
         return AttentionPlan(block_tables, block_size, (every,), None)

@@ -181,7 +181,6 @@ def causal_conv(
         TOKENS=config.tokens,
         CHANNELS=config.channels,
         num_warps=config.num_warps,
-        enable_fp_fusion=False,
-        **launch.options(x.device),
+        **launch.options(x.device, fused=False),
     )
     return out

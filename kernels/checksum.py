@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 
@@ -115,5 +116,6 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
                 COLUMNS=_COLUMNS,
                 ROWS=_ROWS,
                 num_warps=_WARPS,
+                **launch.options(device, waits=False),
             )
     return sums

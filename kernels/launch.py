@@ -1,4 +1,6 @@
-"""Kernels that come up while the one before them still runs: CUDA's programmatic dependent launch, of Hopper and later.
+"""How kernels are launched: where that can be, to come up while the one before them still runs.
+
+This is CUDA's programmatic dependent launch, of Hopper and later.
 
 A step for few rows is a hundred kernels of some microseconds, and between two of them the chip would stand still for about
 one: the last programs end, others start, and their first loads are on their way. With this a kernel's programs take the
@@ -30,10 +32,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
-def options(device: torch.device) -> dict[str, Any]:
-    """How a kernel that calls ``await_turn`` is launched."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"DEPENDENT": able, "launch_pdl": able}
+def starts_early(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> dict[str, Any]:
+    """How a kernel is launched. waits: it calls ``await_turn``. fused: ``a * b + c`` may be rounded once, as one FMA.
+
+    Always said, as versions of Triton differ in what they do where it is not.
+    """
+    asked: dict[str, Any] = {"enable_fp_fusion": fused}
+    if waits:
+        asked["DEPENDENT"] = asked["launch_pdl"] = starts_early(device)
+    return asked
 
 
 @triton.jit

@@ -59,10 +59,11 @@ def store_outputs(
         total = act_times(gate, up, dtype, GATED)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    at = rows.to(tl.int64)[:, None]
     if RESIDUAL:
-        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask=inside, other=0.0)
+        residual = tl.load(residual_ptr + at * residual_stride + columns[None, :], mask=inside, other=0.0)
         total = (total.to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(out_ptr + rows[:, None] * width + columns[None, :], total, mask=inside)
+    tl.store(out_ptr + at * width + columns[None, :], total, mask=inside)
 
 
 @triton.jit
@@ -203,7 +204,7 @@ def _skinny_kernel(
     inside = (columns < full_width)[None, :]
     rows = tl.arange(0, 16)
     real = (rows < tokens)[:, None]
-    x_tile = x_ptr + rows[:, None] * x_stride
+    x_tile = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     total, squares = sum_over(x_tile, weight_tile, norm_ptr, real, inside, 0, depth, NORM, OFFSET, 16, BLOCK_N, BLOCK_K)
     if NORM:
         total *= tl.rsqrt(squares / depth + eps)[:, None]

@@ -71,7 +71,7 @@ def _streamed_kernel(
     )
     inside = (rows < tokens)[:, None]
     total, squares = sum_over(
-        x_ptr + rows[:, None] * x_stride,
+        x_ptr + rows.to(tl.int64)[:, None] * x_stride,
         weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride,
         norm_ptr,
         inside,

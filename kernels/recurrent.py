@@ -31,7 +31,6 @@ from stoker.kernels.recurrent_chunks import (
 from stoker.kernels.reference.recurrent import NORM_EPS, StateRows
 
 _TILE = 2048  # numbers of a state: 64 registers of each thread
-_LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 # Where these lie follows from the number of rows: a kernel specialised on it would be compiled again.
 _ROWS = ["slots_ptr", "starts_ptr"]
 
@@ -139,7 +138,7 @@ def gated_delta_rule(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), decay.stride(0), beta.stride(0),
         state.stride(0), most, key_dim**-0.5, HEADS=heads, SHARED=heads // key_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         NORM_EPS=NORM_EPS if normalise else None, DECODE=rows.longest == 1, KEYS=triton.next_power_of_2(key_dim), VALUES=width,
-        TILES=tiles, **_LAUNCH, **launch.options(out.device),
+        TILES=tiles, num_warps=1, **launch.options(out.device, fused=False),
     )  # fmt: skip
     return out
 
@@ -237,7 +236,7 @@ def selective_scan(
         x, dt, A, B, C, A if D is None else D, A if dt_bias is None else dt_bias, state, rows.slots, rows.starts, out,
         x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1), state.stride(0), most, *map(float, dt_limit),
         HEADS=heads, SHARED=heads // groups, DIM=dim, SIZE=size, A_LOG=a_log, SKIP=D is not None, BIAS=dt_bias is not None,
-        DECODE=rows.longest == 1, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, **_LAUNCH,
-        **launch.options(out.device),
+        DECODE=rows.longest == 1, ROWS=width, COLUMNS=triton.next_power_of_2(size), TILES=tiles, num_warps=1,
+        **launch.options(out.device, fused=False),
     )  # fmt: skip
     return out

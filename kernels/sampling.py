@@ -9,6 +9,8 @@ launches; below about 100 rows the launches are what it costs.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,13 +25,16 @@ from stoker.kernels.reference.sampling import SAMPLE_BLOCK
 # 8 blocks a program: one row of 152k logits makes 149 programs, one for each multiprocessor of a large GPU.
 _BLOCKS = 8
 SPLIT = _BLOCKS * SAMPLE_BLOCK
-# Without fused multiply-adds the same arithmetic gives the same bits in each kernel that holds it.
-_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _QUADS = 64
 # Arguments whose alignment follows from the number of rows: a kernel specialised on it would be compiled again in the middle
 # of a rollout.
 _WORK = ["best_ptr", "best_id_ptr", "top_ptr", "top_id_ptr"]
 _SCORES = ["entropies_ptr", "logprobs_ptr", "entropy_ptr"]
+
+
+def _launch(device: torch.device, *, waits: bool = True) -> dict[str, Any]:
+    """Without fused multiply-adds the same arithmetic gives the same bits in each kernel that holds it."""
+    return {"num_warps": 4} | launch.options(device, waits=waits, fused=False)
 
 
 @triton.jit
@@ -88,7 +93,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: in
     out = torch.empty(rows, count, dtype=torch.float32, device=seed.device)
     columns = (t.contiguous() for t in (seed, position, sample_index))
     grid = rows, triton.cdiv(count, 4 * _QUADS)
-    _noise_kernel[grid](*columns, out, count, QUADS=_QUADS, **_LAUNCH, **launch.options(out.device))
+    _noise_kernel[grid](*columns, out, count, QUADS=_QUADS, **_launch(out.device))
     return out
 
 
@@ -185,16 +190,14 @@ def sample(
     inverse = inverse_temperature.contiguous()
     random = noise is not None
     modes = {"GREEDY": greedy is not None or not random, "RANDOM": random, "BLOCK": SAMPLE_BLOCK}
-    modes |= launch.options(logits.device)
+    modes |= _launch(logits.device)
     draws, draws_stride = (noise, noise.stride(0)) if noise is not None else (floats, 0)
     work = (floats[0], floats[1], ids[0], floats[2], ids[1])
-    _sample_splits[rows, splits](
-        logits, stride, vocab, inverse, draws, draws_stride, *work, BLOCKS=_BLOCKS, **modes, **_LAUNCH
-    )
+    _sample_splits[rows, splits](logits, stride, vocab, inverse, draws, draws_stride, *work, BLOCKS=_BLOCKS, **modes)
     chosen_greedy = greedy.contiguous() if greedy is not None else tokens
     _sample_rows[rows,](
         logits, stride, vocab, inverse, chosen_greedy, draws, draws_stride, *work, tokens, logprobs, splits,
-        SPLITS=triton.next_power_of_2(splits), **modes, **_LAUNCH,
+        SPLITS=triton.next_power_of_2(splits), **modes,
     )  # fmt: skip
     return tokens, logprobs
 
@@ -249,12 +252,13 @@ def _score(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor, full: bo
     rank = torch.empty(rows, dtype=torch.int64, device=logits.device)
     inverse, tokens = inverse_temperature.contiguous(), tokens.contiguous()
     work = (masses, entropies, larger)
+    settings = {"FULL": full} | _launch(logits.device, waits=False)
     _score_splits[rows, splits](
-        logits, stride, vocab, inverse, tokens, *work, FULL=full, BLOCKS=_BLOCKS, BLOCK=SAMPLE_BLOCK, **_LAUNCH
+        logits, stride, vocab, inverse, tokens, *work, BLOCKS=_BLOCKS, BLOCK=SAMPLE_BLOCK, **settings
     )
     _score_rows[rows,](
         logits, stride, inverse, tokens, *work, logprobs, entropy, rank, splits,
-        FULL=full, SPLITS=triton.next_power_of_2(splits), **_LAUNCH,
+        SPLITS=triton.next_power_of_2(splits), **settings,
     )  # fmt: skip
     return logprobs, entropy, rank
 

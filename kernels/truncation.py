@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stoker.kernels import launch
+
 _CHUNK = 4096
 
 
@@ -118,8 +120,9 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))
-    _thresholds[rows,](logits, stride, vocab, top_k, top_p, min_p, bounds, tops, CHUNK=chunk, num_warps=16)
+    settings = {"CHUNK": chunk} | launch.options(logits.device, waits=False)
+    _thresholds[rows,](logits, stride, vocab, top_k, top_p, min_p, bounds, tops, num_warps=16, **settings)
     _apply_thresholds[rows, triton.cdiv(vocab, chunk)](
-        logits, stride, vocab, min_p, bounds, tops, out, CHUNK=chunk, num_warps=4
+        logits, stride, vocab, min_p, bounds, tops, out, num_warps=4, **settings
     )
     return out

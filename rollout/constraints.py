@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,18 +21,19 @@ from stoker.rollout.regex import DEAD, START, ByteAutomaton, byte_automaton, dis
 from stoker.rollout.token_texts import Texts, TokenTexts
 
 MOST_BYTES = 64 << 20  # of one pattern's table
-_KEPT_BYTES = 256 << 20  # of those that were used last
+MOST_TOGETHER = 512 << 20  # of the tables of all patterns that requests have, or that were used last
 _Functions = tuple[NDArray[np.int32], NDArray[np.int16]]
 
 
 @dataclass(slots=True)
 class ConstraintMaker:
-    """Constraints of one tokenizer and vocabulary; those used last are kept."""
+    """Constraints of one tokenizer and vocabulary. Those used last are kept, where those of requests leave room."""
 
     tokenizer: Any
     vocab: int
     _texts: tuple[int, TokenTexts] | None = None  # with how many tokens the tokenizer had
-    _made: OrderedDict[object, Constraint] = field(default_factory=OrderedDict)
+    _made: WeakValueDictionary[object, Constraint] = field(default_factory=WeakValueDictionary)  # all there are
+    _last: OrderedDict[object, Constraint] = field(default_factory=OrderedDict)
     _lock: Any = field(default_factory=Lock)
 
     def __call__(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
@@ -48,11 +51,28 @@ class ConstraintMaker:
             )
         with self._lock:
             key = (regex, ends, excluded, len(self.tokenizer))
-            found = self._made.pop(key, None) or self._make(regex, ends, excluded)
-            self._made[key] = found
-            while len(self._made) > 1 and sum(c.table.nbytes for c in self._made.values()) > _KEPT_BYTES:
-                self._made.popitem(last=False)
+            if (found := self._made.get(key)) is None:
+                found = self._make(regex, ends, excluded)
+                self._make_room(regex, found.table.nbytes)
+                self._made[key] = found
+            self._last[key] = found
+            self._last.move_to_end(key)
             return found
+
+    def _make_room(self, regex: str, wanted: int) -> None:
+        """Forget patterns, those used last at the end, until there is room for ``wanted`` bytes more."""
+        while self._bytes() + wanted > MOST_TOGETHER and self._last:
+            self._last.popitem(last=False)
+        if self._bytes() + wanted > MOST_TOGETHER:
+            gc.collect()  # requests that are done
+        if self._bytes() + wanted > MOST_TOGETHER:
+            raise InvalidRequestError(
+                f"regex={shown(regex)}: its table of {wanted / 2**20:.1f} MiB and those of the other patterns of requests are more "
+                f"than {MOST_TOGETHER >> 20} MiB together: give fewer different patterns at a time, or smaller ones"
+            )
+
+    def _bytes(self) -> int:
+        return sum(one.table.nbytes for one in self._made.values())
 
     def _make(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
         if self._texts is None or self._texts[0] != len(self.tokenizer):

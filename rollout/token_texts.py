@@ -42,10 +42,12 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, vocab: int) -> None:
         self._tokenizer = tokenizer
-        names = {token: name for name, token in sorted(tokenizer.get_vocab().items()) if token < vocab}
+        # By a token's name, which of some tokenizers is its bytes, and of special tokens among these a string.
+        named = sorted(tokenizer.get_vocab().items(), key=lambda item: str(item[0]))
+        names = {token: name for name, token in named if token < vocab}
         alone = {token: self._decode([token]) for token in names}
         letters = (t for t, text in sorted(alone.items()) if text.isascii() and text.isalnum())
-        anchor = next((t for t in letters if _FALLBACK.fullmatch(names[t]) is None), None)  # bytes may make a character
+        anchor = next((t for t in letters if not _is_fallback(names[t])), None)  # bytes may make a character
         if anchor is None:
             raise self._refused("no token is a letter or digit")
         known = [(b"", b"")] * vocab
@@ -81,7 +83,7 @@ class TokenTexts:
         )
 
 
-def _bytes(name: Any, text: str) -> bytes | None:
+def _bytes(name: str | bytes, text: str) -> bytes | None:
     """Of a token that decodes to ``text``; None where that is cut, and its name does not say what there was."""
     if _CUT not in text:
         return text.encode()
@@ -96,8 +98,14 @@ def _is_cut(text: bytes) -> bool:
         return True
 
 
-def _cut_bytes(name: str) -> bytes | None:
-    """The bytes that a token's name stands for: a byte's number, or, in byte-level vocabularies, a character for each."""
+def _is_fallback(name: str | bytes) -> bool:
+    return isinstance(name, str) and _FALLBACK.fullmatch(name) is not None
+
+
+def _cut_bytes(name: str | bytes) -> bytes | None:
+    """The bytes that a token's name is, or stands for: a byte's number, or, in byte-level vocabularies, a character for each."""
+    if isinstance(name, bytes):
+        return name
     if (number := _FALLBACK.fullmatch(name)) is not None:
         return bytes([int(number[1], 16)])
     try:

@@ -36,7 +36,7 @@ launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
 
 def as_on_hopper() -> None:
     """Kernels are launched as there, also where tensors are a CPU's."""
-    launching.options = lambda device: {"DEPENDENT": True, "launch_pdl": True}  # type: ignore[assignment]
+    launching.starts_early = lambda device: True  # type: ignore[assignment]
     launching.multiprocessors = lambda device: 132  # type: ignore[assignment]
 
 

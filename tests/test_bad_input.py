@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import VOCAB
 from small_engine import llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -346,58 +346,6 @@ def test_a_version_that_is_none_or_goes_back(engine):
     ):
         with pytest.raises(InvalidRequestError, match=message):
             engine.update_weights(version=version)
-
-
-# -- configurations ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"device": "cuda"}, r"device=cuda and the model is on cpu: set device='auto'"),
-        ({"device": "cpu:1"}, r"device=cpu:1 and the model is on cpu: set device='auto'"),
-        ({"max_model_len": 257}, r"max_model_len=257 is beyond the model's 256 positions"),
-        ({"kv_cache_memory": 1000}, r"kv_cache_memory=1000 holds no block: two blocks of 16 tokens take \d+ bytes"),
-        ({"kv_cache_memory": "100TiB"}, r"kv_cache_memory='100TiB'"),
-        ({"kv_cache_memory": 10**14}, r"no memory for the KV cache: \d+ bytes wanted.*kv_cache_memory"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_the_model_leaves_it_alone(fields, message):
-    model = make_model("llama")
-    before = {n: p.data_ptr() for n, p in model.named_parameters()}
-    storages = {n: p.untyped_storage().resizable() for n, p in model.named_parameters()}
-    with pytest.raises(InvalidConfigError, match=message):
-        RolloutEngine(model, config=EngineConfig(**{"kv_cache_memory": "1MiB"} | fields))
-    assert {n: p.untyped_storage().resizable() for n, p in model.named_parameters()} == storages
-    if "kv_cache_memory" not in fields:
-        assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
-
-
-def test_a_folder_that_is_no_model(tmp_path):
-    with pytest.raises(InvalidConfigError, match=r"is no model folder \(no config.json in it\)"):
-        RolloutEngine.from_pretrained(tmp_path / "nothing")
-    llama().config.save_pretrained(tmp_path)
-    with pytest.raises(InvalidConfigError, match=r"no file named model.safetensors"):
-        RolloutEngine.from_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
-    with pytest.raises(InvalidConfigError, match=r"cannot be loaded"):
-        RolloutEngine.from_pretrained(tmp_path)
-    llama().save_pretrained(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(InvalidConfigError, match=r"the tokenizer in .* cannot be loaded"):
-        RolloutEngine.from_pretrained(tmp_path)
-    if not torch.cuda.is_available():
-        with pytest.raises(InvalidConfigError, match=r"cannot be loaded on cuda"):
-            RolloutEngine.from_pretrained(tmp_path, tokenizer=None, config=EngineConfig(device="cuda"))
-
-
-def test_a_checkpoint_with_a_tensor_missing_is_not_filled_up_at_random(tmp_path):
-    model = make_model("llama")
-    state = model.state_dict()
-    del state["model.layers.1.mlp.up_proj.weight"]
-    model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(InvalidConfigError, match=r"lacks.*model.layers.1.mlp.up_proj.weight"):
-        RolloutEngine.from_pretrained(tmp_path)
 
 
 def test_every_error_is_a_stoker_error():

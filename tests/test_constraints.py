@@ -8,44 +8,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import regex as partial_regex
 import torch
+from constrained import (
+    EOS,
+    PATTERNS,
+    PROMPT,
+    TOKENIZER,
+    VOCAB,
+    build,
+    model,
+    text_of,
+)
 from families import make_model
-from pretend_device import STATIC, PretendDevice
-from pretend_device import build as build_pretended
 from small_engine import only
 from tokenizer_kinds import KINDS, tokenizer
-from transformers import PreTrainedModel
 
-from stoker.engine.device import CpuRuntime
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
-
-TOKENIZER = tokenizer("byte-level")
-EOS = TOKENIZER.eos_token_id
-VOCAB = len(TOKENIZER) + 6
-PROMPT = [40, 50, 60, 70]
-
-
-@cache
-def model() -> PreTrainedModel:
-    return make_model("llama", vocab_size=VOCAB)
-
-
-def build(**settings: Any) -> RolloutEngine:
-    fields = {"kv_cache_memory": "4MiB", "max_num_seqs": 16, "block_size": 4} | settings
-    return RolloutEngine(model(), config=EngineConfig(**fields), tokenizer=TOKENIZER)
-
-
-def text_of(tokens: list[int]) -> str:
-    return TOKENIZER.decode(tokens, skip_special_tokens=True)
+from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams, constraints
 
 
 def may_follow(pattern: str, tokens: list[int]) -> list[int]:
@@ -73,16 +56,6 @@ def oracle(pattern: str, max_tokens: int, prompt: list[int] = PROMPT) -> tuple[l
         processed.append(float(among.log_softmax(-1)[tokens[-1]]))
         scaled.append(float(logits.log_softmax(-1)[tokens[-1]]))
     return tokens, processed, scaled
-
-
-PATTERNS = [
-    "yes|no|maybe",
-    r"<answer>\n[ -~]{0,12}\n</answer>",
-    r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?",
-    r'\{"name": "[a-z ]{1,6}", "age": [0-9]{1,3}\}',
-    r"(?ia)(the|cat|sat| ){2,7}",
-    r"[^0-9\x80-\U0010ffff]{1,9}[0-9]",
-]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -163,137 +136,6 @@ def test_every_completion_that_stops_matches(kind: str) -> None:
     assert stopped > 8
 
 
-MIXED = [
-    SamplingParams(regex=PATTERNS[i % len(PATTERNS)] if i % 3 else None, seed=i, max_tokens=20, n=1 + i % 2, **kind)
-    for i, kind in enumerate(
-        [
-            {},
-            {"temperature": 0},
-            {"top_k": 5, "top_p": 0.9},
-            {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
-            {"min_tokens": 5, "logprobs": 3},
-            {"logprobs_mode": "raw", "temperature": 0.7},
-            {"suppress_token_ids": list(range(60, 90))},
-            {"logprobs_mode": "processed"},
-            {"stop": ["9"]},
-        ]
-        * 2
-    )
-]
-ROWS = [PROMPT + [30 + i % 4] * (i % 7) for i in range(len(MIXED))]
-
-
-def shown(completions: list[Completion]) -> list[Any]:
-    return [(c.token_ids, c.finish_reason, c.stop_reason, [round(p, 3) for p in c.logprobs]) for c in completions]
-
-
-@cache
-def alone() -> list[Any]:
-    """Each by itself."""
-    with build() as engine:
-        return [
-            shown(engine.generate_batch([row], params)[0].completions) for row, params in zip(ROWS, MIXED, strict=True)
-        ]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"decode_window": 1},
-        {"max_num_batched_tokens": 3, "max_num_seqs": 3},
-        {"max_num_seqs": 2},
-        {"enable_prefix_caching": False},
-        {"block_size": 1, "max_num_batched_tokens": 7},
-    ],
-    ids=str,
-)
-def test_neighbours_windows_and_chunks_change_nothing(settings: dict[str, Any]) -> None:
-    with build(**settings) as engine:
-        assert [shown(o.completions) for o in engine.generate_batch(ROWS, MIXED)] == alone()
-
-
-def test_the_state_comes_back_after_preemption() -> None:
-    """A KV cache too small for all: requests lose what they have, and replay the tokens they know."""
-    bytes_a_token = 3 * 2 * 2 * 16 * 4
-    with build(kv_cache_memory=30 * 4 * bytes_a_token) as engine:
-        assert [shown(o.completions) for o in engine.generate_batch(ROWS, MIXED)] == alone()
-        assert engine.core.scheduler.counters.preemptions > 0
-
-
-@contextmanager
-def pretended(**settings: Any) -> Iterator[RolloutEngine]:
-    """An engine whose decode steps are captured, and launched before what they go on from was read."""
-    settings = {"max_num_seqs": 8, "kv_cache_memory": "1MiB", "max_model_len": None} | settings
-    with build_pretended(model(), **settings) as engine:
-        engine._requests.tokenizer = engine._requests.constraint.tokenizer = TOKENIZER
-        engine._requests.eos_ids = frozenset([EOS])
-        yield engine
-
-
-def automata_of(engine: RolloutEngine) -> set[int | None]:
-    """Addresses of automata under which steps were captured, None for steps without."""
-    return {key[-1] for key in engine.core.runner._graphs}  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("window", [1, 4])
-@pytest.mark.parametrize("runtime", [CpuRuntime, PretendDevice])
-def test_captured_windows_follow_as_steps_do(runtime: type[CpuRuntime], window: int) -> None:
-    """Where plans are launched ahead, of tokens nobody has read, and new patterns come under graphs that are there."""
-    with pretended(runtime=runtime, decode_window=window) as engine:
-        for some in (
-            slice(0, 6),
-            slice(6, 12),
-            slice(12, 18),
-            slice(0, 18, 3),
-            slice(0, 6),
-        ):  # the fourth has no patterns
-            found = engine.generate_batch(ROWS[some], MIXED[some])
-            assert [shown(o.completions) for o in found] == alone()[some]
-        if runtime is PretendDevice:
-            assert None in automata_of(engine) and len(automata_of(engine)) > 1
-
-
-def test_a_new_pattern_needs_no_new_graph_and_room_is_made_where_there_is_none() -> None:
-    def run(patterns: list[str]) -> None:
-        params = [SamplingParams(regex=pattern, max_tokens=12, seed=1) for pattern in patterns]
-        for output, pattern in zip(engine.generate_batch([PROMPT] * len(patterns), params), patterns, strict=True):
-            (completion,) = output.completions
-            assert partial_regex.fullmatch(pattern, completion.text.rstrip("�"), partial=True)
-            assert completion.finish_reason == "length" or re.fullmatch(pattern, completion.text)
-
-    with pretended(max_num_seqs=4) as engine:
-        for pattern in ("[ab]{2,9}", "[cd]{2,9}", "[ef]{3,8}", r"\d+"):
-            run([pattern] * 2)
-        before = automata_of(engine)
-        assert len(before) == 1
-        rows = engine.core.inputs.constraints.rows
-        assert rows is not None
-        room = len(rows.automata)
-        for first in range(0, 60, 4):
-            run([rf"[^\d]{{1,{10 + n}}}" for n in range(first, first + 4)])
-        rows = engine.core.inputs.constraints.rows
-        assert rows is not None and room < len(rows.automata) <= 1 << 20  # those that nothing follows are gone
-        assert automata_of(engine) == {rows.automata.data_ptr()} != before
-
-
-def test_steps_without_a_constraint_are_what_they_were() -> None:
-    launched: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        return lambda *args: launched.append(name) or getattr(STATIC, name)(*args)
-
-    ops = replace(STATIC, constrain=noted("constrain"), follow=noted("follow"))
-    with pretended(ops=ops) as engine:
-        engine.generate_batch([PROMPT], SamplingParams(max_tokens=8))
-        assert not launched and engine.core.inputs.constraints.rows is None
-        engine.generate_batch([PROMPT], SamplingParams(regex="yes and no", max_tokens=8))
-        assert set(launched) == {"constrain", "follow"}
-        launched.clear()
-        engine.generate_batch([PROMPT] * 3, SamplingParams(max_tokens=8))
-        assert not launched
-
-
 # -- where a completion ends -----------------------------------------------------------------------------------------------
 
 
@@ -351,38 +193,6 @@ def test_a_stop_string_ends_earlier() -> None:
         assert found.text == "aa" and found.stop_reason == "ab"
 
 
-# -- requests that live longer than a step -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [build, pretended], ids=["steps", "captured"])
-@pytest.mark.parametrize("how", ["keep", "recompute", "sleep"])
-def test_a_pause_changes_nothing(how: str, make: Callable[..., Any]) -> None:
-    params = SamplingParams(regex=r"[a-z ]{30,60}", max_tokens=40, seed=5, n=3)
-    with make(decode_window=2) as engine:
-        (wanted,) = engine.generate_batch([PROMPT], params)
-        handle = engine.submit(PROMPT, params)
-        for _ in range(4):
-            engine.wait([handle], share=0)
-        engine.pause("keep")
-        if how == "sleep":
-            engine.sleep()
-            assert engine.core.inputs.constraints.rows is None
-            engine.wake_up()
-        engine.update_weights()
-        engine.resume(recompute=how == "recompute")
-        assert shown(handle.result().completions) == shown(wanted.completions)
-
-
-def test_a_next_turn_begins_anew() -> None:
-    with build() as engine:
-        params = SamplingParams(regex="(yes|no), [0-9]{2}", max_tokens=30, seed=1)
-        (first,) = engine.generate_batch([PROMPT], params)
-        turn = PROMPT + first.completions[0].token_ids + PROMPT
-        (second,) = engine.generate_batch([turn], params)
-        for output in (first, second):
-            assert re.fullmatch("(yes|no), [0-9]{2}", output.completions[0].text)
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +208,24 @@ def test_a_next_turn_begins_anew() -> None:
 def test_bad_patterns_are_named_where_they_are_given(params: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequestError, match=words):
         SamplingParams(**params)
+
+
+def test_more_patterns_than_there_is_room_for_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns = [rf"[a-z ]{{{n}}}" for n in range(20, 28)]
+    params = [SamplingParams(regex=pattern, max_tokens=40, seed=1) for pattern in patterns]
+    with build() as engine:
+        wanted = [o.completions[0].token_ids for o in engine.generate_batch([PROMPT] * 8, params)]
+        size = sum(one.table.nbytes for one in engine._requests.constraint._made.values())
+    monkeypatch.setattr(constraints, "MOST_TOGETHER", size - 1)
+    with build() as engine:
+        with pytest.raises(InvalidRequestError, match="give fewer different patterns at a time"):
+            engine.generate_batch([PROMPT] * 8, params)
+        assert engine.stats().finished_requests == 0
+        handles = [engine.submit(PROMPT, p) for p in params[:7]]
+        with pytest.raises(InvalidRequestError, match="give fewer different patterns at a time"):
+            engine.submit(PROMPT, params[7])
+        assert [handle.result().completions[0].token_ids for handle in handles] == wanted[:7]
+        assert engine.submit(PROMPT, params[7]).result().completions[0].token_ids == wanted[7]
 
 
 def test_what_cannot_be_is_refused_before_any_work() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 from triton_oracle import (
     DEVICE,
     DTYPES,
@@ -59,7 +59,7 @@ def test_a_gate_before_the_norm_of_groups(shape: tuple[int, ...], dtype: torch.d
     x, gate = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, scale=2)
     exact = x.double() * F.silu(gate.double())
     expected = weight.double() * exact * (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    module = BambaRMSNormGated(weight.numel(), shape[2], EPS).to(DEVICE, dtype)
+    module = Zamba2RMSNormGated(weight.numel(), shape[2], EPS).to(DEVICE, dtype)
     module.weight.data.copy_(weight.flatten())
     with torch.no_grad():
         wanted = module(x.flatten(1), gate.flatten(1)).view(shape)

@@ -236,6 +236,23 @@ def test_prompt_logprobs_beside_samples(family: str) -> None:
                 scored.check(output.prompt_logprobs, model, output.prompt_token_ids, 1, top_k=2)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_again_go_on_from_the_state_that_is_kept(family: str, max_tokens: int) -> None:
+    """Of prompts that end below, at and above the end of a block."""
+    model = make_model(family)
+    params = SamplingParams(seed=2, max_tokens=max_tokens, prompt_logprobs=2)
+    prompts = [draw(length, length) for length in range(BLOCK, 2 * BLOCK + 2)]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        found = [engine.generate_batch([prompt], params)[0] for prompt in prompts for _ in range(2)]
+        for first, again in zip(found[::2], found[1::2], strict=True):
+            assert again.cached_tokens == border(len(again.prompt_token_ids)) and ids(again) == ids(first)
+            for output in (first, again):
+                assert output.prompt_logprobs is not None
+                scored.check(output.prompt_logprobs, model, output.prompt_token_ids, 1, top_k=2)
+        engine.core.scheduler.check()
+
+
 def test_scores_never_come_of_old_states() -> None:
     model = make_model("qwen3_5")
     sequence = draw(3, 27)

@@ -9,13 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
 import sharded_images
 import torch
+from numpy.typing import NDArray
 from test_images import EXACT, GREEDY, LAYOUTS, SETTINGS, SOME, TEXT, at_rest, check, engine_of, mixed, model_of, tokens
 from vision import IMAGE, KINDS, Prompt, greedy, logprobs, make_model, make_prompt, token_ids
 
+from stoker.engine.images import ImageFeatures, image_rows
+from stoker.engine.packed_inputs import arrays_in, place, tensors_in
 from stoker.rollout import (
     EngineConfig,
     InvalidRequestError,
@@ -223,6 +227,34 @@ def test_chats(kind: str) -> None:
         with pytest.raises(InvalidRequestError, match="^prompt 0 is a chat with images, which a tokenizer cannot read"):
             engine.generate_batch(chats, params)
         at_rest(engine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_step_takes_of_images_is_sent_with_one_copy(dtype: torch.dtype) -> None:
+    """As ``Runtime.upload`` of a CUDA device packs it, from pinned memory."""
+    copies = []
+
+    def upload(*arrays: NDArray[Any]) -> list[torch.Tensor]:
+        specs = [(array.dtype.type, array.shape) for array in arrays]
+        block = np.zeros(place(specs)[1], dtype=np.uint8)
+        for packed, array in zip(arrays_in(block, specs), arrays, strict=True):
+            packed[:] = array
+        copies.append(block.nbytes)
+        return tensors_in(torch.from_numpy(block), specs)
+
+    def features(*places: int) -> ImageFeatures:
+        made = [torch.randn(len(places), 7).to(dtype) for _ in range(3)]
+        return ImageFeatures(np.array(places), made[0], tuple(made[1:]), None, 0)
+
+    first, second, beyond = features(1, 2, 3, 9), features(0, 4, 5), features(20)
+    # Tokens 2 to 5 of the first, none of the images of the next, all of the last.
+    rows = image_rows([(0, 2, 4, first), (4, 0, 6, beyond), (10, 0, 6, second)], upload)
+    assert rows is not None and len(copies) == 1
+    assert rows.at.tolist() == [0, 1, 10, 14, 15] and len(rows.deep) == 2
+    pairs = zip((first.embeddings, *first.deep), (second.embeddings, *second.deep), strict=True)
+    for found, (one, other) in zip((rows.embeddings, *rows.deep), pairs, strict=True):
+        assert torch.equal(found, torch.cat([one[1:3], other]))
+    assert image_rows([(0, 0, 6, beyond)], upload) is None and len(copies) == 1
 
 
 # -- what is kept --------------------------------------------------------------------------------------------------------

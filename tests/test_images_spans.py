@@ -13,6 +13,7 @@ import torch
 from families import VOCAB, WINDOW, make_config, randomise
 from machine import Machine, make_group, make_images, make_scheduler, make_spec
 from pretend_device import STATIC, PretendDevice
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from stoker.engine.image_encoder import _spans
@@ -254,6 +255,50 @@ def test_masks_that_say_anything_else_are_not_taken_for_spans() -> None:
     others = [(causal, both), (both, causal & near), (both, None), (both, both), (causal & near, both & near)]
     others += [(hole, hole & near), (beyond, beyond & near), (both, both & near | within)]
     assert all(found(*masks) is None for masks in others)
+
+
+class Made(TorchDispatchMode):
+    """Bytes of the largest storage that operations make."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self._known, self.largest = {tensor.untyped_storage().data_ptr() for tensor in known}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_looking_at_masks_takes_memory_for_some_rows_of_them(dtype: torch.dtype) -> None:
+    def mask(length: int) -> torch.Tensor:
+        at = torch.arange(length)
+        newest = at.clone()
+        newest[length - 9 : length - 2] = length - 3
+        both = at <= newest[:, None]
+        return (both if dtype == torch.bool else torch.zeros(both.shape).masked_fill(~both, -1e9))[None, None]
+
+    largest = []
+    for length in (1000, 2000):
+        given = mask(length)
+        with Made(given) as made:
+            assert _spans({"full_attention": given, "sliding_attention": given}, None) == (
+                ((length - 9, length - 2),),
+                False,
+            )
+        largest.append(made.largest)
+    assert largest[1] == 2 * largest[0] > 0
+
+
+def test_what_keys_depend_on_is_found_once_for_all_blocks() -> None:
+    images = make_images([1, 2, 3, 4, 5, 6, 7], b"a", ((1, 3), (4, 6)))
+    known = images.salt
+    assert images.salt is known
+    images.features = make_images(images.tokens, b"a", ((2, 3), (4, 5))).features
+    assert images.salt != known and images.salt[0] == 2
 
 
 def test_keys_of_a_prefix_have_all_in_them_that_its_tokens_see() -> None:

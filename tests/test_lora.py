@@ -305,47 +305,6 @@ def test_nothing_of_the_trainers_is_written(tmp_path: Path) -> None:
     assert [oracle.greedy(merged, p, 9) for p in PROMPTS] == live
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: peft_model(r=65), r"adapter 'default' has rank 65.*max_lora_rank=64"),
-        (lambda: peft_model(modules_to_save=["input_layernorm"]), r"saves model.layers.0.input_layernorm.*may name"),
-    ],
-)
-def test_what_is_refused(make: Any, message: str) -> None:
-    model = make()
-    places = {n: p.data_ptr() for n, p in model.named_parameters()}
-    owned = [p.untyped_storage().resizable() for p in model.parameters()]
-    with pytest.raises(UnsupportedModelError, match=message):
-        RolloutEngine(model, config=CONFIG)
-    assert owned == [p.untyped_storage().resizable() for p in model.parameters()]
-    del places
-
-
-def test_merged_is_refused_until_it_is_not() -> None:
-    model = two_adapters()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        before = tokens(engine)
-        model.merge_adapter(["default"])
-        for call in (engine.update_weights, lambda: tokens(engine, adapter=None)):
-            with pytest.raises(UnsupportedModelError, match=r"'default' is merged into .*unmerge_adapter"):
-                call()
-        model.unmerge_adapter()
-        assert tokens(engine) == expected_tokens(model)
-        assert tokens(engine) == before
-
-
-def test_bad_choices() -> None:
-    with RolloutEngine(peft_model(), config=CONFIG) as engine:
-        for call in (lambda a: tokens(engine, adapter=a), lambda a: engine.score(PROMPTS, adapter=a)):
-            with pytest.raises(InvalidRequestError, match=r"3 adapters for 4 rows"):
-                call([None, LIVE, "default"])
-            for bad in ("no such", 3, ["default", None, LIVE, "no such"]):
-                with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
-                    call(bad)
-        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
-
-
 def test_a_live_adapter_of_nan_fails_its_own_requests_and_no_others() -> None:
     """Also where they go through one product, beside each other and beside rows without an adapter."""
     model = two_adapters()

@@ -73,6 +73,8 @@ def their_conv(x: Tensor, state: Tensor, *, weight: Tensor, bias: Tensor, activa
 def their_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, normalise: bool
 ) -> tuple[Tensor, Tensor]:
+    shared = value.shape[1] // key.shape[1]  # which older versions leave to their layers
+    query, key = (t.repeat_interleave(shared, dim=1) for t in (query, key))
     out, new = qwen3_next.torch_chunk_gated_delta_rule(
         *(t[None] for t in (query, key, value, decay, beta)),
         initial_state=state[None],

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
+SAID = {"enable_fp_fusion": True}
+
 
 @triton.jit
 def _double(x, out, size, BLOCK: tl.constexpr, MASKED: tl.constexpr):
@@ -72,10 +74,10 @@ def _every(x, out, step, BLOCK: tl.constexpr):
 def test_an_access_beyond_a_tensor_is_found(does: str, size_in: int, size_out: int) -> None:
     x, out = torch.ones(16)[:size_in], torch.zeros(16)[:size_out]  # beyond them is nobody else's memory
     with sanitized() as found:
-        _double[(2,)](x, out, 10, BLOCK=8, MASKED=True)
+        _double[(2,)](x, out, 10, BLOCK=8, MASKED=True, **SAID)
         assert not found and out.sum() == 20
         with pytest.raises(InterpreterError, match=f"_double {does} outside of every tensor"):
-            _double[(2,)](x, out, 10, BLOCK=8, MASKED=False)
+            _double[(2,)](x, out, 10, BLOCK=8, MASKED=False, **SAID)
 
 
 def test_lanes_that_meet_in_memory_need_a_barrier() -> None:
@@ -85,7 +87,7 @@ def test_lanes_that_meet_in_memory_need_a_barrier() -> None:
         (False, {"_through_memory stores, then loads in another lane, with no barrier between"}),
     ):
         with sanitized() as found:
-            _through_memory[(1,)](x, scratch, out, BLOCK=8, BARRIER=barrier)
+            _through_memory[(1,)](x, scratch, out, BLOCK=8, BARRIER=barrier, **SAID)
         assert torch.equal(out, x.flip(0)) and found == fault
 
 
@@ -97,11 +99,11 @@ def test_programs_that_meet_in_memory_have_to_wait() -> None:
         out = torch.zeros(1)
         with sanitized() as found:
             _last_adds_up[(3,)](
-                torch.ones(24), torch.empty(3), torch.zeros(1, dtype=torch.int32), out, BLOCK=8, WAIT=wait
+                torch.ones(24), torch.empty(3), torch.zeros(1, dtype=torch.int32), out, BLOCK=8, WAIT=wait, **SAID
             )
         assert out == 24 and found == fault
     with sanitized() as found:
-        _to_one_place[(2,)](torch.ones(1), torch.zeros(1))
+        _to_one_place[(2,)](torch.ones(1), torch.zeros(1), **SAID)
     assert found == {"_to_one_place one program stores what another stores, and neither waits"}
 
 
@@ -109,12 +111,19 @@ def test_masked_lanes_hold_anything() -> None:
     for other in True, False:
         out = torch.zeros(1)
         with sanitized() as found:
-            _sum_of_some[(1,)](torch.ones(5), out, 5, BLOCK=8, OTHER=other)
+            _sum_of_some[(1,)](torch.ones(5), out, 5, BLOCK=8, OTHER=other, **SAID)
         assert bool(out.isnan()) is not other and not found
 
 
 def test_hints_are_true() -> None:
     for step, fault in (4, set()), (3, {"_every calls a number a multiple of 4 that is none"}):
         with sanitized() as found:
-            _every[(1,)](torch.ones(16), torch.zeros(4), step, BLOCK=4)
+            _every[(1,)](torch.ones(16), torch.zeros(4), step, BLOCK=4, **SAID)
+        assert found == fault
+
+
+def test_a_launch_says_whether_products_and_sums_are_fused() -> None:
+    for said, fault in (SAID, set()), ({}, {"_to_one_place does not say whether products and sums are fused"}):
+        with sanitized() as found:
+            _to_one_place[(1,)](torch.ones(1), torch.zeros(1), **said)
         assert found == fault

@@ -30,9 +30,17 @@ def taken(constraint: Constraint, tokens: list[int]) -> set[int]:
     return {t for t in range(constraint.vocab) if row[constraint.table[HEADER + t]] != REFUSED}
 
 
+class NamedByBytes(PreTrainedTokenizerFast):
+    """Its vocabulary has the bytes of tokens, and special ones by a string, as of tokenizers over tiktoken."""
+
+    def get_vocab(self) -> dict[str | bytes, int]:  # type: ignore[override]
+        texts = [b"a", b"b", b"ab", b"ba", b"\xc3", b"\xa9", b" ", b" a", b"\xa9b", b"b\xc3"]
+        return {text: token for token, text in enumerate(texts)} | {"</s>": len(texts)}
+
+
 def small(kind: str) -> PreTrainedTokenizerFast:
     """A vocabulary of few tokens, so that all of their sequences can be looked at. Its last one is the EOS."""
-    if kind == "byte-level":  # é is two of these
+    if kind in ("byte-level", "bytes"):  # é is two of these
         core = Tokenizer(
             models.BPE(dict(zip(["a", "b", "ab", "ba", "Ã", "©", "Ġ", "Ġa", "©b", "bÃ"], range(10), strict=True)), [])
         )
@@ -44,7 +52,7 @@ def small(kind: str) -> PreTrainedTokenizerFast:
         core = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces]))
         end = [decoders.Strip(" ", 1, 0)] if kind == "llama" else []
         core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *end])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+    return (NamedByBytes if kind == "bytes" else PreTrainedTokenizerFast)(tokenizer_object=core, eos_token="</s>")
 
 
 FINITE = [
@@ -64,7 +72,7 @@ FINITE = [
 
 
 @pytest.mark.parametrize("pattern", FINITE)
-@pytest.mark.parametrize("kind", ["byte-level", "llama", "gemma", "words"])
+@pytest.mark.parametrize("kind", ["byte-level", "bytes", "llama", "gemma", "words"])
 def test_exactly_those_tokens_come_next_that_can_end_in_a_match(kind: str, pattern: str) -> None:
     one = small(kind)
     eos = one.eos_token_id
@@ -197,9 +205,26 @@ def test_a_constraint_is_made_once_and_anew_where_the_tokenizer_has_grown(monkey
     (token,) = one.convert_tokens_to_ids(["aaa"])
     grown = make("a+", frozenset([eos]), frozenset())
     assert token in taken(grown, []) and token not in taken(first, [])
-    monkeypatch.setattr(constraints, "_KEPT_BYTES", 1)
-    make("b", frozenset([eos]), frozenset())
-    assert len(make._made) == 1
+
+
+def test_patterns_together_keep_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tokenizer("byte-level")
+    maker = ConstraintMaker(one, len(one))
+    make = partial(maker, ends=frozenset([one.eos_token_id]), excluded=frozenset())
+    size = max(make(f"[a-z]{{{n}}}").table.nbytes for n in (4, 5, 6))
+    monkeypatch.setattr(constraints, "MOST_TOGETHER", 3 * size)
+    for _ in range(2):
+        for n in (1, 2, 3, 4, 5, 6):  # of which nobody holds one
+            make(f"[a-z]{{{n}}}")
+            assert sum(kept.table.nbytes for kept in maker._made.values()) <= 3 * size
+        held = [make(f"[a-z]{{{n}}}") for n in (4, 5, 6)]
+        assert [make(f"[a-z]{{{n}}}") for n in (4, 5, 6)] == held
+        with pytest.raises(
+            InvalidRequestError, match=r"'\[a-z\]\{3\}'.* 0 MiB together: give fewer different patterns"
+        ):
+            make("[a-z]{3}")
+        held.append(held)  # as requests of a group do, which go where garbage is collected
+        del held
 
 
 def test_a_tokenizer_whose_tokens_make_other_text_together_is_refused() -> None:

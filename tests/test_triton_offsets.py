@@ -44,14 +44,17 @@ def norms_and_activations(same: Same) -> list[Tensor]:
 
 
 def weights(same: Same) -> list[Tensor]:
-    x, weight = torch.randn(5, 64), same(torch.randn(6, 64))
-    options = {"norm": None, "gated": None, "residual": None, "scale": 1.0}
-    arrived = torch.zeros(1, dtype=torch.int32)
-    return [
-        *(TRITON.linear(x[:tokens], weight) for tokens in (1, 3)),
-        streamed(x, weight, None, splits=2, arrived=arrived, **options),  # type: ignore[arg-type]
-        DETERMINISTIC.linear(same(x), weight, residual=same(torch.randn(5, 6))),
-    ]
+    weight, arrived, found = same(torch.randn(6, 64)), torch.zeros(1, dtype=torch.int32), []
+    for residual in (None, same(torch.randn(4, 6))):
+        x = same(torch.randn(4, 64))
+        options = {"norm": None, "gated": None, "residual": residual, "scale": 1.0}
+        found += [
+            TRITON.linear(x[:1], weight, residual=None if residual is None else residual[:1]),
+            TRITON.linear(x, weight, residual=residual),
+            streamed(x, weight, None, splits=2, arrived=arrived, **options),  # type: ignore[arg-type]
+            DETERMINISTIC.linear(x, weight, residual=residual),
+        ]
+    return found
 
 
 def logits(same: Same) -> list[Tensor]:

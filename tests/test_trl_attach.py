@@ -290,6 +290,9 @@ def test_settings_that_cannot_work_are_refused(
 
 def test_a_pattern_that_cannot_be_is_refused(make_trainer: MakeTrainer) -> None:
     refused(make_trainer(vllm_structured_outputs_regex="a(?=b)"), InvalidRequestError, "has a look-around")
+    refused(
+        make_trainer(vllm_structured_outputs_regex="[0-9]+"), InvalidRequestError, "matched by no sequence of tokens"
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

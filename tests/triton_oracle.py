@@ -51,6 +51,6 @@ def assert_early_starts_change_nothing(chain: Callable[[], Tensor], monkeypatch:
         captured = chain()
     for _ in range(20):
         graph.replay()
-    monkeypatch.setattr(launch, "options", lambda device: {"DEPENDENT": False, "launch_pdl": False})
+    monkeypatch.setattr(launch, "starts_early", lambda device: False)
     wanted = chain()
     assert wanted.isfinite().all() and torch.equal(early, wanted) and torch.equal(captured, wanted)
