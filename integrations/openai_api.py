@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 _WITHOUT_LIMIT = 1 << 30  # of tokens: a completion ends at max_model_len
+_MOST_SAMPLES = 16384  # a request that asks for more would have the memory of all
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -82,6 +83,8 @@ def read_call(body: Any, engine: RolloutEngine, model: str, *, chat: bool) -> Ca
         raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
     usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
     params, logprobs = _sampling(fields, chat)
+    if params.n > _MOST_SAMPLES:
+        raise InvalidRequestError(f"n={params.n}: the server makes at most {_MOST_SAMPLES} completions of a prompt")
     if stream and params.logprobs:
         raise InvalidRequestError("a stream has no top log-probabilities: ask for them without stream")
     prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields)

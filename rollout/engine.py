@@ -132,6 +132,7 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.check_not_paused()
+        self._loop.settle()  # what requests hold whose handles were dropped counts no more
         read = read_prompts(prompts, attention_mask, self.processor)
         params = params_per_prompt(sampling_params, len(read))
         for row, ((prompt, _), p) in enumerate(zip(read, params, strict=True)):
@@ -218,6 +219,7 @@ class RolloutEngine:
         sampling_params, adapter: as for ``generate_batch``. Raises as that does, before any work starts.
         """
         self._check_ready()
+        self._loop.settle()
         (read,) = read_prompts([prompt], None, self.processor)
         (params,) = params_per_prompt(sampling_params, 1)
         self._requests.check_prompt(0, read[0], params)

@@ -179,7 +179,10 @@ class RequestMaker:
             same = row and prompt == prompts[row - 1][0] and images is encoded[row - 1]
             if not same or adapter is not adapters[row - 1]:
                 group, scorings = [], {}
-            spec = self._lower(prompt, p)
+            try:
+                spec = self._lower(prompt, p)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {row}: {error}") from error
             requests = []
             for index in range(p.n):
                 checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
@@ -258,16 +261,17 @@ class RequestMaker:
         if seed is None:
             name = f"{self.seed}:{next(self.prompts)}".encode()
             seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
+        max_tokens = min(p.max_tokens, self.max_model_len - len(prompt))
         return SamplingSpec(
             temperature=p.temperature,
             top_p=p.top_p,
-            top_k=p.top_k,
+            top_k=p.top_k if p.top_k < self.vocab else 0,
             min_p=p.min_p,
             repetition_penalty=p.repetition_penalty,
             presence_penalty=p.presence_penalty,
             frequency_penalty=p.frequency_penalty,
-            max_tokens=min(p.max_tokens, self.max_model_len - len(prompt)),
-            min_tokens=p.min_tokens,
+            max_tokens=max_tokens,
+            min_tokens=min(p.min_tokens, max_tokens),
             stop_ids=self._stop_ids(p),
             suppressed=frozenset(p.suppress_token_ids),
             constraint=self._constraint(p),

@@ -143,12 +143,10 @@ def test_an_adapter_of_experts_that_does_not_fit() -> None:
 )
 def test_what_is_refused_leaves_the_model_as_it_was(make: Any, message: str) -> None:
     model = make()
-    places = {n: p.data_ptr() for n, p in model.named_parameters()}
     owned = [p.untyped_storage().resizable() for p in model.parameters()]
     with pytest.raises(UnsupportedModelError, match=message):
         RolloutEngine(model, config=CONFIG)
     assert owned == [p.untyped_storage().resizable() for p in model.parameters()]
-    del places
 
 
 def test_merged_is_refused_until_it_is_not() -> None:

@@ -199,6 +199,15 @@ def test_suppressed_ids_are_not_sampled_and_others_are_as_likely_as_before():
         torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
+def test_numbers_beyond_64_bits_are_as_large_ones():
+    with build() as engine:
+        large = SamplingParams(max_tokens=2**70, min_tokens=2**69, top_k=2**70, seed=5)
+        plain = SamplingParams(max_tokens=10**6, min_tokens=10**5, seed=5)
+        expected = only(engine.generate_batch([[1, 2, 3]], plain))
+        assert len(expected.token_ids) == engine.max_model_len - 3
+        assert only(engine.generate_batch([[1, 2, 3]], large)).token_ids == expected.token_ids
+
+
 def test_min_tokens_keeps_stop_ids_from_being_sampled():
     stops = tuple(range(2, VOCAB, 2))
     with build() as engine:
