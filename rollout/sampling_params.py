@@ -93,7 +93,7 @@ class SamplingParams:
             check(self.regex)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequestError(f"ignore_eos={shown(self.ignore_eos)}: give True or False")
-        if self.logprobs_mode not in _MODES:
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in _MODES:
             raise InvalidRequestError(f"logprobs_mode={shown(self.logprobs_mode)}: choose one of {', '.join(_MODES)}")
 
     def _stops(self) -> None:

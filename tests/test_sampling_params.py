@@ -34,7 +34,7 @@ def test_defaults_sample_from_the_full_distribution():
         *(("stop", v) for v in ("", ("a", ""), (1,), 3, None)),
         *((f"{kind}_token_ids", v) for kind in ("stop", "suppress") for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
         *(("seed", v) for v in (1.5, "0", True)),
-        *(("logprobs_mode", v) for v in ("scale", None)),
+        *(("logprobs_mode", v) for v in ("scale", None, np.array([1, 2]))),
         *(("ignore_eos", v) for v in ("no", 1, None)),
     ],
 )
