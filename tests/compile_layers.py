@@ -89,6 +89,25 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     constraints.follow(slots, followed, slots, 256000)
 
 
+def launch_others(dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Of Gemma 4: keys that are values, values with a norm, inputs and a factor of each layer; of Llama 4: queries with one."""
+    norm_rotary.rms_norm(zeros(8, dim), zeros(dim), 1e-6, residual=zeros(8, dim), scale=zeros(1))
+    norm_rotary.act_mul(zeros(8, 256), "gelu_tanh", up=zeros(8, 30, 256)[:, 1])
+    norm = QKNorm(zeros(head_dim), zeros(head_dim), 1e-6, values=True)
+    tables, slots = (torch.zeros(8, head_dim), torch.zeros(8, head_dim)), torch.zeros(8, dtype=torch.long)
+    for written, factor in ((0, None), (kv_heads, None), (2 * kv_heads, torch.ones(8, 1))):
+        norm_rotary.qk_norm_rotary_write(
+            zeros(8, heads + written, head_dim),
+            heads,
+            min(written, kv_heads),
+            norm,
+            tables,
+            *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
+            slots,
+            factor=factor,
+        )
+
+
 def adapt(
     tokens: int,
     rank: int,
@@ -190,6 +209,7 @@ if __name__ == "__main__":
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
+    launch_others(5376, 32, 4, 512)  # Gemma 4 31B
     launch_adapters()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))
