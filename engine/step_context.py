@@ -59,12 +59,13 @@ class StepContext:
         cos_sin: tuple[Tensor, Tensor] | None,
         *,
         interleaved: bool,
+        factor: Tensor | None,
         **options: Any,
     ) -> Tensor:
-        """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
+        """From the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
         caches = self.layers[layer]
         query = self.ops.qk_norm_rotary_write(
-            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved
+            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved, factor=factor
         )
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 

@@ -320,7 +320,10 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     [
         ("qwen3", 1, {"num_hidden_layers": 1}),
         ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
-        ("gpt_oss", 0, {"num_hidden_layers": 2, "layer_types": None}),
+        ("gpt_oss", 2, {"num_hidden_layers": 2, "layer_types": None}),
+        ("olmoe", 0, {"num_hidden_layers": 1}),
+        ("gemma4", 4, {}),
+        ("llama4", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "moe_layers": []}),
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("glm4", 1, {"num_hidden_layers": 1}),
         ("granite", 1, {"num_hidden_layers": 1}),
@@ -338,8 +341,12 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
         return call
 
     mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
-    if family in ("gemma3", "glm4"):
+    if family == "gpt_oss":
+        mine |= {"rms_norm", "experts"}
+    if family in ("gemma3", "gemma4", "glm4"):
         mine.add("rms_norm")  # after attention and after the MLP
+    if family == "gemma4":
+        mine.add("act_mul")  # of the input of each layer
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     model = make_model(family, **sizes)
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]
