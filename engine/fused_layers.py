@@ -44,6 +44,7 @@ class _Mixing:
 
     inputs: Linears
     mixer: Mixer
+    inner: tuple[Linears, ...]  # of the mixer
     out: Linears
     scale: float
     in_scale: float
@@ -54,7 +55,7 @@ class _Mixing:
 
     @property
     def linears(self) -> tuple[Linears, ...]:
-        return self.inputs, self.out
+        return self.inputs, *self.inner, self.out
 
     def __call__(self, x: Tensor, norm: Norm | None, given: _Given, **add: Any) -> Tensor:
         """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
@@ -362,15 +363,16 @@ def _fused(
             )
             return
         mixers: Iterable[Mixer]
+        inner = tuple(linears((name,)) for name in branch.inner)
         if (act := branch.plain_act) is not None:
             mixers = [lambda x, *_: act(x)]
         else:
-            linears_of = inputs.linears, out.linears[0]
+            linears_of = inputs.linears, inner, out.linears[0]
             takes = index in shell.same_keys
             mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
         scales = {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
-            yield _Mixing(inputs=inputs, mixer=mixer, out=out, post_norm=post_norm, **scales)
+            yield _Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, post_norm=post_norm, **scales)
 
     for chosen in itertools.product(*map(ways, structure.branches)):
         branches = iter(chosen)

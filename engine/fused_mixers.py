@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.layer_structure import norm_of
+from stoker.engine.linears import Linears
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
@@ -78,6 +79,37 @@ class Attention:
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         query, key, value = torch.split(qkv, widths, dim=1)
         return torch.cat((self.ops.rms_norm(query, *query_norm), self.ops.rms_norm(key, *key_norm), value), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose queries, keys and values are projected through fewer numbers (DeepSeek-AI, 2024)."""
+
+    layer: int
+    widths: tuple[
+        int, ...
+    ]  # of the query or what it is projected from, of what keys and values are, of the keys' rotation
+    head_dim: int
+    query: Linears | None
+    query_norm: Norm | None
+    key_value: Linears
+    key_value_norm: Norm
+    options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
+    interleaved: bool = False
+    tempered: bool = False
+
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
+        """projected: [T, N], in the order of ``widths``; returns [T, heads * value dim]."""
+        query, latent, key_rotary = torch.split(projected, list(self.widths), dim=1)
+        if self.query is not None:
+            query = self.query(query, norm=self.query_norm)
+        query = query.view(query.shape[0], -1, self.head_dim)
+        key_value = self.key_value(latent, norm=self.key_value_norm).view(*query.shape[:2], -1)
+        cos, sin, factor, *_ = (*(table[0] for table in tables), None)
+        rotation = {"interleaved": self.interleaved, "factor": factor if self.tempered else None}
+        heads = query, key_value, key_rotary
+        out: Tensor = context.attend_latent(self.layer, *heads, (cos, sin), **rotation, **self.options)
+        return out.flatten(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +201,7 @@ def mixers_of(
     module: Any,
     ops: Ops,
     inputs: Sequence[Any],
+    inner: Sequence[Linears],
     out: Any,
     asked: Sequence[Mapping[str, Any]],
     *,
@@ -177,7 +210,7 @@ def mixers_of(
 ) -> Iterator[Mixer]:
     """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
 
-    inputs: the linears that read its input; out: the one that makes its output; asked: what the layer asked of
+    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer asked of
     attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of another layer.
     """
     widths, out_width = [linear.out_features for linear in inputs], out.in_features
@@ -220,6 +253,11 @@ def mixers_of(
     (options,) = asked
     if options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters()):
         return  # computed from what may change
+    factors = (False, True)[: max(len(tables) - 1, 1)]
+    if inner:
+        if len(tables) > 1:
+            yield from _latent(module, widths, inner, options, factors)
+        return
     head_norm = whole_norms = None
     dim, heads = module.head_dim, out_width // module.head_dim
     names = next((n for n in _HEAD_NORMS if isinstance(getattr(module, n[0], None), nn.Module)), ())
@@ -256,5 +294,33 @@ def mixers_of(
         options=options,
     )
     rotations = (*(((True, False), (True, True)) if tables else ()), (False, False))
-    for (rotary, interleaved), tempered in itertools.product(rotations, (False, True)[: max(len(tables) - 1, 1)]):
+    for (rotary, interleaved), tempered in itertools.product(rotations, factors):
         yield replace(attention, rotary=rotary, interleaved=interleaved, tempered=tempered)
+
+
+def _latent(
+    module: Any,
+    widths: Sequence[int],
+    inner: Sequence[Linears],
+    options: Mapping[str, Any],
+    factors: Sequence[bool],
+) -> Iterator[Mixer]:
+    *query, key_value = inner
+    rotated = module.qk_rope_head_dim
+    query_norm = norm_of(module.q_a_layernorm) if query else None
+    key_value_norm = norm_of(module.kv_a_layernorm)
+    if key_value_norm is None or (query and query_norm is None):
+        return
+    for interleaved, tempered in itertools.product((True, False), factors):
+        yield LatentAttention(
+            layer=module.layer_idx,
+            widths=(widths[0], widths[1] - rotated, rotated),
+            head_dim=module.qk_nope_head_dim + rotated,
+            query=query[0] if query else None,
+            query_norm=query_norm,
+            key_value=key_value,
+            key_value_norm=key_value_norm,
+            options=options,
+            interleaved=interleaved,
+            tempered=tempered,
+        )

@@ -60,6 +60,11 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "conv": ((("in_proj",), "out_proj"),),  # LFM2's short convolution
     "mamba": ((("in_proj",), "out_proj"),),  # Mamba-2
 }
+# Latent attention: what reads its input, what makes queries, keys and values of that, and the output.
+_LATENT = (
+    (("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj"), "o_proj"),
+    (("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), "o_proj"),
+)
 # Alike of MLPs: gate and up, then down; and those without a gate.
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 _GATED = (
@@ -81,6 +86,7 @@ class Branch:
 
     path: str  # empty: the layer itself
     inputs: tuple[str, ...] = ()  # linears that read its input; none: it stays as it is, a mixture of experts say
+    inner: tuple[str, ...] = ()  # linears between these and the output, each of its own input
     out: str = ""  # the linear that makes its output
     act: Activation | None = None  # of an MLP with a gate
     plain_act: Callable[[Tensor], Tensor] | None = None  # of one without
@@ -172,8 +178,9 @@ def structure_of(layer: nn.Module) -> Structure | None:
 
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
+    latent = hasattr(module, "kv_b_proj")
     if kind == "self_attn":
-        if not hasattr(module, "head_dim"):
+        if not latent and not hasattr(module, "head_dim"):
             return None
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
             return None  # a probe need not reach the bound
@@ -181,7 +188,14 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     else:
         scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
     branch = Branch(name, scale=_multiplier(layer, "residual") * scale, in_scale=in_scale)
-    return _through_linears(module, branch, _MIXERS[kind])
+    if not latent:
+        return _through_linears(module, branch, _MIXERS[kind])
+    for inputs, inner, out in _LATENT:
+        if all(_is_linear(module, path) for path in inner):
+            found = _through_linears(module, branch, ((inputs, out),))
+            if found is not None:
+                return replace(found, inner=tuple(f"{name}.{path}" for path in inner))
+    return None
 
 
 def _mlp(layer: nn.Module, name: str) -> Branch:

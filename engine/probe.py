@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+from stoker.kernels.reference.norm_rotary import latent_heads, qk_norm_rotary
 from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule, selective_scan
 
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
@@ -81,3 +81,17 @@ class Recorder:
     ) -> Tensor:
         query, *own = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor)
         return self.attend(layer, query, *(own if kv_heads else self.kept[self.same_keys[layer]]), **options)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        key_rotary: Tensor,
+        cos_sin: Any,
+        *,
+        interleaved: bool,
+        factor: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        return self.attend(layer, *latent_heads(query, key_value, key_rotary, cos_sin, interleaved, factor), **options)

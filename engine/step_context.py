@@ -69,6 +69,23 @@ class StepContext:
         )
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        key_rotary: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        *,
+        interleaved: bool,
+        factor: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """From the projections of latent attention, before rotation, as ``Ops.latent_heads_write`` takes them."""
+        caches, rotation = self.layers[layer], {"interleaved": interleaved, "factor": factor}
+        query = self.ops.latent_heads_write(query, key_value, key_rotary, cos_sin, *caches, self.slots, **rotation)
+        return self.ops.paged_attention(query, *caches, self.plan, **options)
+
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """As ``Ops.causal_conv``."""
         return self.ops.causal_conv(x, weight, bias, self.states[layer][0], self.rows, **options)

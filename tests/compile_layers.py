@@ -20,6 +20,7 @@ from stoker.kernels import (
     constraints,
     gates,
     grouping,
+    latent,
     linear,
     linear_invariant,
     linear_streamed,
@@ -108,6 +109,15 @@ def launch_others(dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
+def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
+    projected, slots = zeros(8, 1536 + 512 + rotated), torch.zeros(8, dtype=torch.long)
+    tables = torch.zeros(8, rotated), torch.zeros(8, rotated)
+    inputs = zeros(8, heads, plain + rotated), zeros(8, heads, plain + value), projected[:, 2048:]
+    caches = zeros(4, 16, heads, plain + rotated), zeros(4, 16, heads, value)
+    for interleaved, factor in ((True, None), (False, torch.ones(8, 1))):
+        latent.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
+
+
 def adapt(
     tokens: int,
     rank: int,
@@ -193,6 +203,7 @@ if __name__ == "__main__":
     as_on_hopper()
     of_layers = [
         norm_rotary,
+        latent,
         linear,
         linear_invariant,
         linear_streamed,
@@ -210,6 +221,8 @@ if __name__ == "__main__":
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
     launch_others(5376, 32, 4, 512)  # Gemma 4 31B
+    launch_latent(128, 128, 64, 128)  # DeepSeek V3
+    launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
     launch_adapters()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

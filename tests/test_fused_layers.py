@@ -21,12 +21,10 @@ from stoker.engine.layer_structure import norm_of, structure_of
 from stoker.engine.plain_model import PlainModel
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-# Families whose layers all keep their own forward: LayerNorms, latent attention, bounds on what is projected.
+# Families whose layers all keep their own forward: LayerNorms, bounds on what is projected.
 OWN = {
     "cohere2",
     "starcoder2",
-    "deepseek_v2",
-    "deepseek_v3",
     "gpt_neox",
     "olmoe",
 }
@@ -36,6 +34,8 @@ OWN_MLP = {
     "mixtral": [0, 1, 2],
     "gpt_oss": [0, 1, 2],
     "glm4_moe": [1, 2],
+    "deepseek_v2": [1, 2],
+    "deepseek_v3": [1, 2],
     "llama4": [1, 2],
     "llama4+images": [1, 2],
     "qwen3_next": [0, 1, 2],
@@ -180,6 +180,15 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
         ("llama4", {"moe_layers": [], "attention_bias": True}, True, True),
         ("llama4", {"moe_layers": [], "use_qk_norm": False}, True, True),
         ("llama4", {"moe_layers": [], "attn_temperature_tuning": False}, True, True),
+        ("deepseek_v2", {"first_k_dense_replace": 3, "q_lora_rank": 24, "attention_bias": True}, True, True),
+        (
+            "deepseek_v2",
+            {"first_k_dense_replace": 3, "attention_bias": True},
+            False,
+            False,
+        ),  # of two that are one, one has
+        ("deepseek_v3", {"first_k_dense_replace": 3, "rope_interleave": False}, True, True),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "q_lora_rank": None, "attention_bias": False}, True, True),
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, True, True),
     ],
 )
@@ -299,6 +308,7 @@ def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype
         "glm4",
         "granite",
         "phi3",
+        "deepseek_v3",
         "ministral3",
         "lfm2",
         "bamba",

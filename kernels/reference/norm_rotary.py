@@ -134,6 +134,28 @@ def qk_norm_rotary(
     return query, both[:, heads:], value
 
 
+def latent_heads(
+    query: Tensor,
+    key_value: Tensor,
+    key_rotary: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    interleaved: bool = False,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the heads of latent attention (DeepSeek-AI, 2024) to what attention takes: the last numbers of a head are rotated.
+
+    query: [T, H, N + R]; key_value: [T, H, N + V]; key_rotary: [T, R], of the keys of all heads; cos_sin: [T, R] each;
+    interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query and key [T, H, N + R], value [T, H, V].
+    """
+    heads, plain = query.shape[1], query.shape[2] - key_rotary.shape[1]
+    both = rotary(torch.cat((query[..., plain:], key_rotary[:, None]), dim=1), *cos_sin, interleaved)
+    query = torch.cat((query[..., :plain], both[:, :heads]), dim=-1)
+    if factor is not None:
+        query = (query * factor[:, :, None]).to(key_value.dtype)
+    key = torch.cat((key_value[..., :plain], both[:, heads:].expand(-1, heads, -1)), dim=-1)
+    return query, key, key_value[..., plain:]
+
+
 def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0, up: Tensor | None = None) -> Tensor:
     """SwiGLU's and GeGLU's ``act(scale * gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I].
 
