@@ -17,6 +17,7 @@ from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
 # Of queries, keys and values, as far as there are any.
 _HEAD_NORMS = (("q_norm", "k_norm", "v_norm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm"))
+_OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_a_layernorm", "q_a_layernorm")
 _OF_MAMBA2 = (
     "A_log",
     "D",
@@ -88,7 +89,7 @@ class LatentAttention:
     layer: int
     widths: tuple[
         int, ...
-    ]  # of the query or what it is projected from, of what keys and values are, of the keys' rotation
+    ]  # of queries or what they are projected from, of what keys and values are, of keys' rotation
     head_dim: int
     query: Linears | None
     query_norm: Norm | None
@@ -210,8 +211,9 @@ def mixers_of(
 ) -> Iterator[Mixer]:
     """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
 
-    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer asked of
-    attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of another layer.
+    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer
+    asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
+    another layer.
     """
     widths, out_width = [linear.out_features for linear in inputs], out.in_features
     if hasattr(module, "conv"):
@@ -306,6 +308,8 @@ def _latent(
     factors: Sequence[bool],
 ) -> Iterator[Mixer]:
     *query, key_value = inner
+    if not all(hasattr(module, name) for name in _OF_LATENT[: 4 if query else 3]):
+        return
     rotated = module.qk_rope_head_dim
     query_norm = norm_of(module.q_a_layernorm) if query else None
     key_value_norm = norm_of(module.kv_a_layernorm)

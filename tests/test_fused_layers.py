@@ -12,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from stoker.engine import plain_model as plain_model_module
@@ -255,7 +257,29 @@ def test_what_keys_are_taken_of_stays_as_it_is_with_what_takes_them(
         assert_like_hugging_face(engine, model)
 
 
-@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4"])
+class Projection(nn.Linear):
+    """Of another class, as of a model's own repository."""
+
+
+@pytest.mark.parametrize("names", [("v_proj",), ("k_proj", "v_proj"), ("k_proj",)])
+def test_projections_that_are_something_else_are_not_taken_for_keys_or_for_none(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = LlamaAttention.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for linear in map(self.get_submodule, names):
+            linear.__class__ = Projection
+
+    monkeypatch.setattr(LlamaAttention, "__init__", other)
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not fused_layers(engine)
+        assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2"])
 def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,6 +306,7 @@ def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
         (LlamaRMSNorm, False),
         (Olmo2RMSNorm, False),
         (Gemma3RMSNorm, True),
+        (Gemma4RMSNorm, False),
         (Cohere2LayerNorm, None),
         (nn.LayerNorm, None),
         (nn.Identity, None),
@@ -296,6 +321,15 @@ def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype
         assert norm is None
     else:
         assert norm is not None and norm.weight is module.weight and norm[1:] == (1e-4, offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("module", [Llama4TextL2Norm(1e-4), Gemma4RMSNorm(0, 1e-4, with_scale=False)])
+def test_a_norm_without_a_weight_is_one_of_ones_where_its_width_is_known(module: Any, dtype: torch.dtype) -> None:
+    like = torch.zeros(2, dtype=dtype)
+    assert norm_of(module) is None
+    norm = norm_of(module, 24, like)
+    assert norm is not None and torch.equal(norm.weight, like.new_ones(24)) and norm[1:] == (1e-4, False)
 
 
 @pytest.mark.parametrize(
