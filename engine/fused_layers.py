@@ -10,142 +10,116 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from stoker.engine.fused_mixers import Mixer, mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
+from stoker.engine.linears import Linears
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
-from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
-from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
+from stoker.engine.plain_model import PlainModel
+from stoker.engine.probe import TOLERANCE, Recorder
+from stoker.engine.rotary import Rotary
+from stoker.engine.step_context import PackedPositions
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _log = logging.getLogger("stoker")
 
 
-class _Linears:
-    """Linears that read the same input: one matmul where their weights lie side by side, else one each."""
+class _Given(NamedTuple):
+    """What a layer gets besides hidden states."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        paths: tuple[str, ...],
-        linears: Sequence[Any],
-        lora: Adapted,
-        weight: Tensor | None,
-        bias: Tensor | None,
-    ) -> None:
-        self.ops = ops
-        self.paths = paths
-        self.lora = lora
-        self.linears = linears
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        gated: Activation | None = None,
-        residual: Tensor | None = None,
-        scale: float = 1.0,
-        in_place: bool = False,
-    ) -> Tensor:
-        """As ``Ops.linear``; adapters come after the projection and before all else."""
-        rows = self.lora.rows
-        if self.weight is not None and rows is None:
-            options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
-            return self.ops.linear(x, self.weight, self.bias, **options)
-        x = x if norm is None else self.ops.rms_norm(x, *norm)
-        # Adapters that only add may add to the residual as well.
-        onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
-        if self.weight is not None:
-            out = self.ops.linear(x, self.weight, self.bias, residual=onto, in_place=onto is not None)
-        else:
-            onto = None
-            out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
-        if rows is not None:
-            out = self.lora.apply(x, out, rows, gated)
-        elif gated is not None:
-            out = self.ops.act_mul(out, gated)
-        if residual is None or onto is not None:
-            return out
-        return torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+    tables: tuple[Tensor, ...] | None  # of ``Rotary``
+    context: Any
+    per_layer: Tensor | None  # [T, P], of a model that gives each layer an input of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mixing:
     """Attention, what stands in its place, or an activation, between the linears before and after it."""
 
-    inputs: _Linears
+    inputs: Linears
     mixer: Mixer
-    out: _Linears
+    inner: tuple[Linears, ...]  # of the mixer
+    out: Linears
     scale: float
     in_scale: float
+    post_norm: Norm | None
 
     own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
+    norm: ClassVar[None] = None
 
     @property
-    def linears(self) -> tuple[_Linears, ...]:
-        return self.inputs, self.out
+    def linears(self) -> tuple[Linears, ...]:
+        return self.inputs, *self.inner, self.out
 
-    def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None, given: _Given, **add: Any) -> Tensor:
         """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
-        return self.out(self.mixer(self.inputs(x, norm=norm), rotary, context), **add)
+        return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mlp:
-    gate_up: _Linears
+    gate_up: Linears
     act: Activation
     gate_scale: float
-    down: _Linears
+    per_layer: bool  # the gate is of the layer's own input, and the first linear makes the gate alone
+    down: Linears
     scale: float
+    post_norm: Norm | None
 
     in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = False
+    norm: ClassVar[None] = None
 
     @property
-    def linears(self) -> tuple[_Linears, ...]:
+    def linears(self) -> tuple[Linears, ...]:
         return self.gate_up, self.down
 
-    def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
-        if self.gate_scale == 1.0:
+    def __call__(self, x: Tensor, norm: Norm | None, given: _Given, **add: Any) -> Tensor:
+        if self.gate_scale == 1.0 and not self.per_layer:
             return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
-        ops = self.gate_up.ops
-        return self.down(ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale), **add)
+        up = given.per_layer if self.per_layer else None
+        gated = self.gate_up.ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale, up)
+        return self.down(gated, **add)
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A module of the original layer."""
+    """A module of the original layer, or experts with the router before them."""
 
     module: Any
+    router: Any
     scale: float
+    norm: Norm | None  # of its own, and the router's input is not normed
+    post_norm: Norm | None
+    ops: Ops
 
     in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = True
-    linears: ClassVar[tuple[_Linears, ...]] = ()
+    linears: ClassVar[tuple[Linears, ...]] = ()
 
     def __call__(
         self,
         x: Tensor,
         norm: Norm | None,
-        rotary: Any,
-        context: Any,
+        given: _Given,
         *,
         residual: Tensor | None = None,
         scale: float = 1.0,
         in_place: bool = False,
     ) -> Tensor:
         assert norm is None
-        out = self.module(x[None])
-        out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
+        if self.router is not None:
+            _, weights, chosen = self.router(x)
+            out = self.module(x if self.norm is None else self.ops.rms_norm(x, *self.norm), chosen, weights)
+        else:
+            out = self.module(x[None])
+        out = (out[0] if isinstance(out, tuple) else out).view(x.shape)  # some return what their router saw, too
         return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
 
 
@@ -160,15 +134,27 @@ class _Block:
     @property
     def norm_is_read(self) -> bool:
         """Whether by other than one linear, which would do the norm on its way."""
-        return len(self.branches) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in self.branches)
+        readers = [branch for branch in self.branches if branch.norm is None]
+        return len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
 
 
 class FusedDecoderLayer(nn.Module):
     """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
 
-    def __init__(self, layer: Any, index: int, blocks: Sequence[_Block], ops: Ops, returned: Any) -> None:
-        """returned: by the original, whose model may take hidden states from a tuple."""
+    def __init__(
+        self,
+        layer: Any,
+        index: int,
+        blocks: Sequence[_Block],
+        scale: Tensor | None,
+        ops: Ops,
+        rotary: Rotary,
+        returned: Any,
+    ) -> None:
+        """scale: of its output, [1]; returned: by the original, whose model may take hidden states from a tuple."""
         super().__init__()
+        vars(self)["scale"] = scale  # not a buffer of this
+        self.rotary = rotary
         vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
@@ -190,39 +176,57 @@ class FusedDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
+        per_layer_input: Tensor | None = None,
         *,
         stoker_context: Any,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
+        position_ids: Any = None,
         **_: Any,
     ) -> Any:
         """What the original returns, but for what attention saw."""
-        out = self.hidden(hidden_states, position_embeddings, stoker_context)
+        tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
+        per_layer = None if per_layer_input is None else per_layer_input[0]
+        out = self.hidden(hidden_states, tables, stoker_context, per_layer)
         return out if self.besides is None else (out, *self.besides)
 
     def hidden(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
+        tables: tuple[Tensor, ...] | None,
         context: Any,
+        per_layer: Tensor | None = None,
         *,
         in_place: bool = False,
     ) -> Tensor:
-        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; position_embeddings: cos and sin, [1, T, R],
-        of a model that has some."""
-        x = hidden_states[0]
+        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
+        x, given = hidden_states[0], _Given(tables, context, per_layer)
         for block in self.blocks:
-            given, norm = x, block.norm
+            read, norm = x, block.norm
             if norm is not None and block.norm_is_read:
-                given, norm = self.ops.rms_norm(x, *norm), None
+                read, norm = self.ops.rms_norm(x, *norm), None
+            added = None  # by its branches, where there is a norm of that
             for branch in block.branches:
-                scaled = given if branch.in_scale == 1.0 else given * branch.in_scale
-                inputs = scaled, norm, position_embeddings, context
-                if block.post_norm is None:
-                    x = branch(*inputs, residual=x, scale=branch.scale, in_place=in_place)
+                scaled = read if branch.in_scale == 1.0 else read * branch.in_scale
+                inputs = (scaled, norm, given) if branch.norm is None else (x, None, given)
+                if branch.post_norm is not None:
+                    added = self.ops.rms_norm(branch(*inputs), *branch.post_norm, residual=added)
+                elif block.post_norm is not None:
+                    added = branch(*inputs)
                 else:
-                    x = self.ops.rms_norm(branch(*inputs), *block.post_norm, residual=x)
-                in_place = True  # from here on it is the layer's own
+                    x = branch(*inputs, residual=x, scale=branch.scale, in_place=in_place)
+                    in_place = True  # from here on it is the layer's own
+            if block.post_norm is not None:
+                assert added is not None
+                last = self.scale if block is self.blocks[-1] else None
+                x = self.ops.rms_norm(added, *block.post_norm, residual=x, scale=last)
+                in_place = True
         return x[None]
+
+
+def _per_layer_width(layer: Any, structure: Structure) -> int:
+    """Of what the layer is given besides hidden states; 0 where it is given nothing."""
+    outs = [branch.out for branch in structure.branches if branch.gates_per_layer]
+    return int(layer.get_submodule(outs[0]).in_features) if outs else 0
 
 
 def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
@@ -243,23 +247,34 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     forward is passed over. That is all of it unless a layer keeps an MLP of its own.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
-        if not has_rotary(shell):
+        try:
+            rotary = Rotary(shell)
+        except Exception:  # of any kind: positions alone do not give them
             return 0, False
-        for path, siblings, index, layer, structure in list(_candidates(shell)):
-            replacement = _fused(layer, structure, shell, ops, fused, path)
-            if replacement is not None:
-                siblings[index] = replacement
-                own = next((f"{path}.{branch.path}" for branch in structure.branches if not branch.inputs), None)
-                shell.lora.replaced(path, replacement.adapted, own)
+        shared: dict[str, Any] = {}  # keys and values that layers take of others
+        found = [
+            (candidate, _fused(*candidate[3:], shell, ops, fused, candidate[0], rotary, shared))
+            for candidate in _candidates(shell)
+        ]
+        done = {replacement.index for _, replacement in found if replacement is not None}
+        # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.
+        done -= {of for index, of in shell.same_keys.items() if index not in done}
+        for (path, siblings, at, _, structure), replacement in found:
+            if replacement is not None and replacement.index in done:
+                siblings[at] = replacement
+                shell.lora.replaced(path, replacement.adapted, [f"{path}.{name}" for name in structure.kept])
         layers = [m for m in shell.module.modules() if isinstance(m, FusedDecoderLayer)]
         if len(layers) < shell.num_layers:
             kept = shell.num_layers - len(layers)
             _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
         if len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
             return len(layers), False
-        plain = PlainModel(shell, ops)
+        plain = PlainModel(shell, ops, rotary)
         if not plain.agrees():
             return len(layers), False
+        if plain.per_layer is not None:
+            project = plain.per_layer.project
+            shell.lora.replaced(project.paths[0], {project.paths: project.lora})
         shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
     return len(layers), all(layer.complete for layer in layers)
 
@@ -282,19 +297,29 @@ def _fused(
     ops: Ops,
     fused: Mapping[tuple[str, ...], Tensor],
     path: str,
+    rotary: Rotary,
+    shared: dict[str, Any],
 ) -> FusedDecoderLayer | None:
     """The fused form of a layer, or None where there is none that gives the same output on a few random tokens."""
     index = next((m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")), None)
-    names = [name for block in structure.blocks for name in (block.norm, block.post_norm) if name is not None]
-    norms = {name: norm_of(layer.get_submodule(name)) for name in names}
+    norms = {name: norm_of(layer.get_submodule(name)) for name in structure.norms}
     if index is None or None in norms.values():
         return None
-    like = layer.get_submodule(next((branch.out for branch in structure.branches if branch.out), names[0])).weight
+    like = layer.get_submodule(
+        next((branch.out for branch in structure.branches if branch.out), structure.norms[0])
+    ).weight
     generator = torch.Generator().manual_seed(index)
-    x = torch.randn(1, POSITIONS.numel(), like.shape[0], generator=generator, device="cpu").to(like)
-    positions, recorder = POSITIONS.to(like.device), Recorder()
-    rotary = rotary_embedding(shell, x, positions, rotary_kinds(shell)[index])
-    arguments = {"position_ids": positions[None], "position_embeddings": rotary, "stoker_context": recorder}
+    positions, recorder, kind = rotary.probed(like.device), Recorder(shell.same_keys), rotary.kinds[index]
+    x, per_layer = (
+        torch.randn(1, positions.numel(), width, generator=generator, device="cpu").to(like)
+        for width in (like.shape[0], _per_layer_width(layer, structure))
+    )
+    embeddings = rotary.given(x, positions, kind)
+    tables = rotary.tables(embeddings, positions, kind)
+    arguments = {"position_ids": positions[None], "position_embeddings": embeddings, "stoker_context": recorder}
+    arguments |= {"past_key_values": PackedPositions(positions), "shared_kv_states": shared}
+    if per_layer.numel():
+        arguments["per_layer_input"] = per_layer
     try:
         with shell.recurrent.within(recorder):
             returned = layer(x, attention_mask=None, **arguments)
@@ -305,46 +330,67 @@ def _fused(
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
 
-    def linears(names: tuple[str, ...]) -> _Linears:
+    def norm_by(name: str | None) -> Norm | None:
+        return None if name is None else norms[name]
+
+    def linears(names: tuple[str, ...]) -> Linears:
         modules = [layer.get_submodule(name) for name in names]
         if len(names) == 1:
             weight, bias = modules[0].weight, modules[0].bias
         else:
             weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
         paths = tuple(f"{path}.{name}" for name in names)
-        return _Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
+        return Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
 
     def ways(branch: Branch) -> Iterator[_Mixing | _Mlp | _Own]:
         """What a branch may be."""
         module = layer.get_submodule(branch.path)
         if not branch.inputs:
-            yield _Own(module, branch.scale)
+            router = None if branch.router is None else layer.get_submodule(branch.router)
+            yield _Own(module, router, branch.scale, norm_by(branch.norm), norm_by(branch.post_norm), ops)
             return
+        post_norm = norm_by(branch.post_norm)
         inputs, out = linears(branch.inputs), linears((branch.out,))
         if branch.act is not None:
-            yield _Mlp(gate_up=inputs, act=branch.act, gate_scale=branch.gate_scale, down=out, scale=branch.scale)
+            yield _Mlp(
+                gate_up=inputs,
+                act=branch.act,
+                gate_scale=branch.gate_scale,
+                per_layer=branch.gates_per_layer,
+                down=out,
+                scale=branch.scale,
+                post_norm=post_norm,
+            )
             return
         mixers: Iterable[Mixer]
+        inner = tuple(linears((name,)) for name in branch.inner)
         if (act := branch.plain_act) is not None:
             mixers = [lambda x, *_: act(x)]
         else:
-            widths = [m.out_features for m in inputs.linears], out.linears[0].in_features
-            mixers = mixers_of(module, ops, *widths, recorder.options, rotates=rotary is not None)
+            linears_of = inputs.linears, inner, out.linears[0]
+            takes = index in shell.same_keys
+            mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
+        scales = {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
-            yield _Mixing(inputs=inputs, mixer=mixer, out=out, scale=branch.scale, in_scale=branch.in_scale)
+            yield _Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, post_norm=post_norm, **scales)
 
     for chosen in itertools.product(*map(ways, structure.branches)):
         branches = iter(chosen)
         blocks = [
             _Block(
-                norm=norms[block.norm] if block.norm else None,
+                norm=norm_by(block.norm),
                 branches=tuple(itertools.islice(branches, len(block.branches))),
-                post_norm=norms[block.post_norm] if block.post_norm else None,
+                post_norm=norm_by(block.post_norm),
             )
             for block in structure.blocks
         ]
-        out = FusedDecoderLayer(layer, index, blocks, ops, returned).eval()
-        errors = (expected.float() - out.hidden(x, rotary, recorder).float()).abs().amax(-1).flatten()
+        scale = None if structure.scale is None else getattr(layer, structure.scale)
+        out = FusedDecoderLayer(layer, index, blocks, scale, ops, rotary, returned).eval()
+        try:
+            actual = out.hidden(x, tables, recorder, per_layer[0])
+        except Exception:  # of any kind: sizes that do not fit together
+            continue
+        errors = (expected.float() - actual.float()).abs().amax(-1).flatten()
         # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
         error = errors.max() if out.complete else errors.median()
         if error <= TOLERANCE.get(like.dtype, 0.0) * added + rounding:

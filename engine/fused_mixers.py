@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.engine.layer_structure import norm_of
+from stoker.engine.linears import Linears
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))  # of queries and keys
+# Of queries, keys and values, as far as there are any.
+_HEAD_NORMS = (("q_norm", "k_norm", "v_norm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm"))
+_OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_a_layernorm", "q_a_layernorm")
 _OF_MAMBA2 = (
     "A_log",
     "D",
@@ -26,7 +29,7 @@ _OF_MAMBA2 = (
     "conv_dim",
     "time_step_limit",
 )
-# From the projection of a layer's input, [T, N], rotary embeddings and the step's context to what is projected: [T, M].
+# From the projection of a layer's input, [T, N], ``Rotary.tables`` and the step's context to what is projected: [T, M].
 Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 
@@ -38,16 +41,18 @@ class Attention:
     layer: int
     head_dim: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # none: keys and values are those of another layer
     gated: bool  # the projection has a gate behind each query head
     head_norm: QKNorm | None  # of each query and key head
     whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
     options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
     rotary: bool = True
     interleaved: bool = False
+    tempered: bool = False  # queries have a factor of their position
 
-    def __call__(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], context: Any) -> Tensor:
-        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where ``gated``; position_embeddings: cos and sin, [1, T, R].
+    def __call__(self, qkv: Tensor, tables: tuple[Tensor, ...] | None, context: Any) -> Tensor:
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where ``gated``, and narrower where the keys' projection is the
+        values' too.
 
         Returns [T, heads * value dim].
         """
@@ -57,14 +62,16 @@ class Attention:
         if self.gated:
             query, rest = torch.split(by_head, [2 * self.heads, 2 * self.kv_heads], dim=1)
             by_head, gate = torch.cat((query[:, ::2], rest), dim=1), query[:, 1::2]
+        cos, sin, factor, *_ = (*(table[0] for table in tables or ()), None, None, None)
         out: Tensor = context.attend_projected(
             self.layer,
             by_head,
             self.heads,
             self.kv_heads,
             self.head_norm,
-            (position_embeddings[0][0], position_embeddings[1][0]) if self.rotary else None,
+            (cos, sin) if self.rotary else None,
             interleaved=self.interleaved,
+            factor=factor if self.tempered else None,
             **self.options,
         )
         return out.flatten(1) if gate is None else (out * gate.sigmoid()).flatten(1)
@@ -73,6 +80,37 @@ class Attention:
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         query, key, value = torch.split(qkv, widths, dim=1)
         return torch.cat((self.ops.rms_norm(query, *query_norm), self.ops.rms_norm(key, *key_norm), value), dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose queries, keys and values are projected through fewer numbers (DeepSeek-AI, 2024)."""
+
+    layer: int
+    widths: tuple[
+        int, ...
+    ]  # of queries or what they are projected from, of what keys and values are, of keys' rotation
+    head_dim: int
+    query: Linears | None
+    query_norm: Norm | None
+    key_value: Linears
+    key_value_norm: Norm
+    options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
+    interleaved: bool = False
+    tempered: bool = False
+
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
+        """projected: [T, N], in the order of ``widths``; returns [T, heads * value dim]."""
+        query, latent, key_rotary = torch.split(projected, list(self.widths), dim=1)
+        if self.query is not None:
+            query = self.query(query, norm=self.query_norm)
+        query = query.view(query.shape[0], -1, self.head_dim)
+        key_value = self.key_value(latent, norm=self.key_value_norm).view(*query.shape[:2], -1)
+        cos, sin, factor, *_ = (*(table[0] for table in tables), None)
+        rotation = {"interleaved": self.interleaved, "factor": factor if self.tempered else None}
+        heads = query, key_value, key_rotary
+        out: Tensor = context.attend_latent(self.layer, *heads, (cos, sin), **rotation, **self.options)
+        return out.flatten(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +124,7 @@ class DeltaNet:
     beta_scale: float
     by_key_head: bool  # the projections are in this order for each key head, and not for all of them
 
-    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
         """projected: [T, N], in order query, key, value, gate, beta, decay; returns [T, heads * value dim]."""
         m, tokens = self.module, projected.shape[0]
         qkv, gate, b, a = (self._in_order if self.by_key_head else self._split)(projected)
@@ -120,7 +158,7 @@ class ShortConvolution:
     layer: int
     module: Any  # the original, for its parameters
 
-    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
         """projected: [T, 3 * D], in order first gate, second gate, input; returns [T, D]."""
         conv = self.module.conv
         before, after, x = projected.chunk(3, dim=1)
@@ -141,7 +179,7 @@ class Mamba2:
     groups: int  # that are normed each by itself
     gate_first: bool
 
-    def __call__(self, projected: Tensor, position_embeddings: Any, context: Any) -> Tensor:
+    def __call__(self, projected: Tensor, tables: Any, context: Any) -> Tensor:
         """projected: [T, N], in order gate, input, B, C, step; returns [T, heads * dim]."""
         m, dtype, tokens = self.module, projected.dtype, projected.shape[0]
         if (scales := getattr(m, "mup_vector", None)) is not None:  # Falcon-H1's
@@ -163,17 +201,21 @@ class Mamba2:
 def mixers_of(
     module: Any,
     ops: Ops,
-    widths: Sequence[int],
-    out_width: int,
+    inputs: Sequence[Any],
+    inner: Sequence[Linears],
+    out: Any,
     asked: Sequence[Mapping[str, Any]],
     *,
-    rotates: bool,
+    tables: Sequence[Tensor],
+    takes_keys: bool,
 ) -> Iterator[Mixer]:
     """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
 
-    widths: of the linears that read its input; out_width: of what its output is made of; asked: what the layer asked of
-    attention when it ran, each time; rotates: whether it was given rotary embeddings.
+    inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer
+    asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
+    another layer.
     """
+    widths, out_width = [linear.out_features for linear in inputs], out.in_features
     if hasattr(module, "conv"):
         if sum(widths) != 3 * out_width:
             return
@@ -213,29 +255,76 @@ def mixers_of(
     (options,) = asked
     if options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters()):
         return  # computed from what may change
+    factors = (False, True)[: max(len(tables) - 1, 1)]
+    if inner:
+        if len(tables) > 1:
+            yield from _latent(module, widths, inner, options, factors)
+        return
     head_norm = whole_norms = None
-    norms = next((n for n in _HEAD_NORMS if hasattr(module, n[0])), None)
-    if norms is not None:
-        query, key = (norm_of(getattr(module, name)) for name in norms)
-        if query is None or key is None or query[1:] != key[1:]:
+    dim, heads = module.head_dim, out_width // module.head_dim
+    names = next((n for n in _HEAD_NORMS if isinstance(getattr(module, n[0], None), nn.Module)), ())
+    found = [norm_of(getattr(module, name), dim, inputs[0].weight) for name in names if hasattr(module, name)]
+    norms = [norm for norm in found if norm is not None]
+    if len(norms) < len(found) or len({norm[1:] for norm in norms}) > 1:
+        return
+    if norms:
+        query, key = norms[0], norms[min(1, len(norms) - 1)]
+        if (of_values := len(norms) > 2) and hasattr(module.v_norm, "weight"):
             return
-        if query.weight.numel() == module.head_dim:
-            head_norm = QKNorm(query.weight, *key)
+        if query.weight.numel() == dim:
+            head_norm = QKNorm(query.weight, *key, of_values)
+        elif of_values:
+            return
         else:
             whole_norms = query, key
     options = {**options, "scale": options["scale"] * getattr(module, "key_multiplier", 1.0)}
-    dim, heads = module.head_dim, out_width // module.head_dim
     gated = len(widths) == 3 and widths[0] == 2 * heads * dim
+    kv_heads = sum(widths) // dim - heads * (1 + gated)
+    if len(widths) != 2:  # else keys are values
+        kv_heads //= 2
+    if (kv_heads == 0) != takes_keys:
+        return
     attention = Attention(
         ops=ops,
         layer=module.layer_idx,
         head_dim=dim,
         heads=heads,
-        kv_heads=(sum(widths) // dim - heads * (1 + gated)) // 2,
+        kv_heads=kv_heads,
         gated=gated,
         head_norm=head_norm,
         whole_norms=whole_norms,
         options=options,
     )
-    for rotary, interleaved in (*(((True, False), (True, True)) if rotates else ()), (False, False)):
-        yield replace(attention, rotary=rotary, interleaved=interleaved)
+    rotations = (*(((True, False), (True, True)) if tables else ()), (False, False))
+    for (rotary, interleaved), tempered in itertools.product(rotations, factors):
+        yield replace(attention, rotary=rotary, interleaved=interleaved, tempered=tempered)
+
+
+def _latent(
+    module: Any,
+    widths: Sequence[int],
+    inner: Sequence[Linears],
+    options: Mapping[str, Any],
+    factors: Sequence[bool],
+) -> Iterator[Mixer]:
+    *query, key_value = inner
+    if not all(hasattr(module, name) for name in _OF_LATENT[: 4 if query else 3]):
+        return
+    rotated = module.qk_rope_head_dim
+    query_norm = norm_of(module.q_a_layernorm) if query else None
+    key_value_norm = norm_of(module.kv_a_layernorm)
+    if key_value_norm is None or (query and query_norm is None):
+        return
+    for interleaved, tempered in itertools.product((True, False), factors):
+        yield LatentAttention(
+            layer=module.layer_idx,
+            widths=(widths[0], widths[1] - rotated, rotated),
+            head_dim=module.qk_nope_head_dim + rotated,
+            query=query[0] if query else None,
+            query_norm=query_norm,
+            key_value=key_value,
+            key_value_norm=key_value_norm,
+            options=options,
+            interleaved=interleaved,
+            tempered=tempered,
+        )

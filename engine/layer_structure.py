@@ -31,12 +31,25 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
 )
+# Gemma 4's experts beside the MLP: a router that reads what the block does, before any norm, and norms of their own.
+_EXPERTS = {
+    "router",
+    "experts",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+}
+# What Gemma 4 adds last, of each layer's own input, and what the whole is multiplied by.
+_PER_LAYER = {"act_fn", "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"}
+_SCALE = "layer_scalar"
 # What mixes tokens: the linears that read its input, and the one that makes its output.
 _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "self_attn": (
         (("q_proj", "k_proj", "v_proj"), "o_proj"),
         (("q_proj", "k_proj", "v_proj"), "out_proj"),
         (("qkv_proj",), "o_proj"),
+        (("q_proj", "k_proj"), "o_proj"),  # keys are values
+        (("q_proj",), "o_proj"),  # keys and values are those of another layer
     ),
     # A gated delta net: query, key and value, then the gate, beta and the decay.
     "linear_attn": (
@@ -47,6 +60,11 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "conv": ((("in_proj",), "out_proj"),),  # LFM2's short convolution
     "mamba": ((("in_proj",), "out_proj"),),  # Mamba-2
 }
+# Latent attention: what reads its input, what makes queries, keys and values of that, and the output.
+_LATENT = (
+    (("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj", "kv_b_proj"), "o_proj"),
+    (("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), "o_proj"),
+)
 # Alike of MLPs: gate and up, then down; and those without a gate.
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
 _GATED = (
@@ -66,14 +84,19 @@ _Name = TypeVar("_Name", bound=str)
 class Branch:
     """A module of a layer, by its path, and paths of what it consists of."""
 
-    path: str
+    path: str  # empty: the layer itself
     inputs: tuple[str, ...] = ()  # linears that read its input; none: it stays as it is, a mixture of experts say
+    inner: tuple[str, ...] = ()  # linears between these and the output, each of its own input
     out: str = ""  # the linear that makes its output
     act: Activation | None = None  # of an MLP with a gate
     plain_act: Callable[[Tensor], Tensor] | None = None  # of one without
     scale: float = 1.0  # of what it adds
     in_scale: float = 1.0  # of its input, after the norm
     gate_scale: float = 1.0  # of an MLP's gate, before the activation
+    gates_per_layer: bool = False  # what the gate is of is not projected, but the layer's own input
+    router: str | None = None  # of experts, which reads what the block does, before any norm
+    norm: str | None = None  # of its own, in place of the block's
+    post_norm: str | None = None  # of its own, before what other branches add
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +113,17 @@ class Structure:
     """Names of modules in a layer. It holds on the meta device too."""
 
     blocks: tuple[Block, ...]
+    scale: str | None = None  # a tensor of one number, which the layer's output is multiplied by
+
+    @property
+    def norms(self) -> list[str]:
+        parts: list[Block | Branch] = [*self.blocks, *self.branches]
+        return [name for part in parts for name in (part.norm, part.post_norm) if name is not None]
+
+    @property
+    def kept(self) -> list[str]:
+        """Modules that stay as they are."""
+        return [name for b in self.branches if not b.inputs for name in (b.path, b.router) if name is not None]
 
     @property
     def branches(self) -> list[Branch]:
@@ -106,12 +140,16 @@ def structure_of(layer: nn.Module) -> Structure | None:
 
     The mixer is attention, what stands in its place, or both of them side by side; the MLP may be two, too.
     """
+    if not {*layer._parameters, *layer._buffers} <= {_SCALE}:
+        return None
     names = {name for name, child in layer.named_children() if not isinstance(child, nn.Dropout | nn.Identity)}
     if names == {"norm", "mixer"}:  # Nemotron-H
         kinds = {"conv1d": "mamba", "q_proj": "self_attn"}
         kind = next((of for name, of in kinds.items() if hasattr(layer.mixer, name)), None)
         branch = _mlp(layer, "mixer") if kind is None else _mixer(layer, "mixer", kind)
         return None if branch is None else Structure((Block("norm", (branch,), None),))
+    has_experts, has_input = names >= _EXPERTS, names >= _PER_LAYER
+    names -= (_EXPERTS if has_experts else set()) | (_PER_LAYER if has_input else set())
     of_mixers, of_mlps = ([name for name in known if name in names] for known in (_MIXERS, _MLPS))
     norms = next((n for n in _NORM_NAMES if names == {*of_mixers, *of_mlps, *filter(None, n)}), None)
     if norms is None or not of_mixers or not of_mlps:
@@ -122,13 +160,27 @@ def structure_of(layer: nn.Module) -> Structure | None:
         return None
     if any(len(branches) > 1 and post is not None for branches, post in ((mixers, norms[1]), (mlps, norms[3]))):
         return None
-    return Structure((Block(norms[0], mixers, norms[1]), Block(norms[2], mlps, norms[3])))
+    if has_experts:
+        before, after = "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+        experts = Branch("experts", router="router", norm=before, post_norm=after)
+        mlps = replace(mlps[0], post_norm="post_feedforward_layernorm_1"), experts
+    blocks = [Block(norms[0], mixers, norms[1]), Block(norms[2], mlps, norms[3])]
+    if has_input:
+        gate, out, post = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+        act = _activation_of(layer, ACTIVATIONS)
+        if act is None or not all(_is_linear(layer, name) for name in (gate, out)):
+            return None
+        blocks.append(Block(None, (Branch("", inputs=(gate,), out=out, act=act, gates_per_layer=True),), post))
+    if not hasattr(layer, _SCALE):
+        return Structure(tuple(blocks))
+    return None if blocks[-1].post_norm is None else Structure(tuple(blocks), _SCALE)
 
 
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
+    latent = hasattr(module, "kv_b_proj")
     if kind == "self_attn":
-        if not hasattr(module, "head_dim"):
+        if not latent and not hasattr(module, "head_dim"):
             return None
         if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
             return None  # a probe need not reach the bound
@@ -136,7 +188,14 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     else:
         scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
     branch = Branch(name, scale=_multiplier(layer, "residual") * scale, in_scale=in_scale)
-    return _through_linears(module, branch, _MIXERS[kind])
+    if not latent:
+        return _through_linears(module, branch, _MIXERS[kind])
+    for inputs, inner, out in _LATENT:
+        if all(_is_linear(module, path) for path in inner):
+            found = _through_linears(module, branch, ((inputs, out),))
+            if found is not None:
+                return replace(found, inner=tuple(f"{name}.{path}" for path in inner))
+    return None
 
 
 def _mlp(layer: nn.Module, name: str) -> Branch:
@@ -171,12 +230,19 @@ def _through_linears(
     return None
 
 
-def norm_of(module: nn.Module) -> Norm | None:
-    """The RMS norm that a module is, in either convention of its weight; None for any other."""
+def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> Norm | None:
+    """The RMS norm that a module is, in either convention of its weight; None for any other.
+
+    width: of what it norms, and like: a tensor of that dtype, for one that may have no weight.
+    """
     weight: Any = getattr(module, "weight", None)
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if eps is None or len(list(module.parameters())) != 1 or weight is None:
+    if eps is None or len(list(module.parameters())) != (weight is not None):
         return None
+    if weight is None:
+        if like is None:
+            return None
+        weight = like.new_ones(width)
     x = torch.linspace(-2, 3, weight.numel()).to(weight)[None]  # its mean is not 0: a LayerNorm is another
     expected = module(x).float()
     norms = [Norm(weight, float(eps), offset) for offset in (False, True)]

@@ -120,13 +120,15 @@ class LoraLayers:
         linears = [self._modules[path] for path in paths]
         return Adapted(self, [m.out_features for m in linears], [m.bias for m in linears])
 
-    def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: str | None = None) -> None:
+    def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: Sequence[str] = ()) -> None:
         """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.
 
-        kept: one of them that is called as before, with all below it.
+        kept: those of them that are called as before, with all below them.
         """
         self._fused |= {
-            name for name in self._modules if _at_or_below(name, path) and not (kept and _at_or_below(name, kept))
+            name
+            for name in self._modules
+            if _at_or_below(name, path) and not any(_at_or_below(name, other) for other in kept)
         }
         for paths, group in groups.items():
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}

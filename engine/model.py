@@ -94,6 +94,7 @@ class ModelShell:
         self.num_layers = int(self.config.num_hidden_layers)
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
         self.has_wide_head = False
+        self.same_keys: dict[int, int] = {}  # of layers that attend to the keys of another: which one
 
     def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Put the trainer's tensors in place by name. No copies.
@@ -124,7 +125,7 @@ class ModelShell:
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
         self._base, self._tail, self._given = _split(self.module)
-        self._text = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
+        self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
         self.has_wide_head = self._cast_to_wide_head()
 
     def _cast_to_wide_head(self) -> bool:
@@ -178,6 +179,7 @@ class ModelShell:
                 f"{name} does not run in the engine ({error}): use model.generate for it"
             ) from error
         shapes = probe.shapes(self.num_layers)
+        self.same_keys = {i: shape.same_as for i, shape in enumerate(shapes) if shape.same_as is not None}
         if not any(shape.heads for shape in shapes):
             raise UnsupportedModelError(
                 f"{name} has no layer that attends through transformers' AttentionInterface: use model.generate for it"
@@ -249,7 +251,7 @@ class ModelShell:
                     given |= {"visual_pos_masks": visual, "deepstack_visual_embeds": images.deep}
             return args, given
 
-        hook = self._text.register_forward_pre_hook(place, with_kwargs=True)
+        hook = self.text.register_forward_pre_hook(place, with_kwargs=True)
         try:
             yield
         finally:

@@ -2,62 +2,53 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stoker.engine.layer_structure import norm_of
+from stoker.engine.linears import Linears
 from stoker.engine.model import ModelShell
-from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
+from stoker.engine.probe import TOLERANCE, Recorder
+from stoker.engine.rotary import Rotary
 from stoker.kernels.ops import Ops
 
 _KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
 _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
-
-
-_ROTARY = ("rotary_emb", "pos_emb")
 _LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+_PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def _part(shell: ModelShell, names: tuple[str, ...]) -> Any:
-    """What a decoder has by one of these names, or None."""
-    return next((part for name in names if (part := getattr(shell.decoder, name, None)) is not None), None)
+def _last_norm(shell: ModelShell) -> Any:
+    """The norm before the head, or None."""
+    found = (getattr(shell.text, name, None) for name in _LAST_NORM)
+    return next((norm for norm in found if norm is not None), None)
 
 
-def rotary_kinds(shell: ModelShell) -> list[str | None]:
-    """Of each layer, which of its model's rotary embeddings it takes; None where there is but one, or none."""
-    rotary = _part(shell, _ROTARY)
-    if rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters:
-        return list(shell.config.layer_types)
-    return [None] * shell.num_layers
+class PerLayerInputs:
+    """What each layer gets besides hidden states: embeddings of the tokens, and what is projected from their others (Gemma 4)."""
 
+    def __init__(self, shell: ModelShell, ops: Ops) -> None:
+        body = shell.text
+        self.embed, self.ops = body.embed_tokens_per_layer, ops
+        linear, width = body.per_layer_model_projection, body.hidden_size_per_layer_input
+        paths = (next(name for name, module in shell.module.named_modules() if module is linear),)
+        self.project = Linears(ops, paths, [linear], shell.lora.group(paths), linear.weight, linear.bias)
+        self.shape = -1, linear.out_features // width, width
+        norm = norm_of(body.per_layer_projection_norm)
+        assert norm is not None
+        # A norm of what is scaled is one with another epsilon.
+        self.norm = norm._replace(eps=norm.eps / body.per_layer_model_projection_scale**2)
+        self.scale = linear.weight.new_tensor([body.per_layer_input_scale], dtype=torch.float32)
 
-def rotary_embedding(shell: ModelShell, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor] | None:
-    """cos and sin, each [1, T, R], in the dtype of ``x`` or fp32; None where the model has none. positions: int64 [T], or
-    [3, T]."""
-    rotary: Any = _part(shell, _ROTARY)
-    if rotary is None:
-        return None
-    positions = positions.view(-1, 1, positions.shape[-1])
-    # Of time, height and width, which are one for text.
-    positions = positions.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else positions[0]
-    named = {} if kind is None else {"layer_type": kind}
-    cos, sin = rotary(x, position_ids=positions, **named)
-    return cos, sin
-
-
-def has_rotary(shell: ModelShell) -> bool:
-    """Whether positions alone give the model's rotary embeddings, or it has none."""
-    like = shell.module.get_input_embeddings().weight[None, :1]
-    try:
-        for kind in {*rotary_kinds(shell)}:
-            rotary_embedding(shell, like, POSITIONS.to(like.device), kind)
-    except Exception:  # of any kind: they want more
-        return False
-    return True
+    def __call__(self, token_ids: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """token_ids: int64 [T]; x: their embeddings, images' in place, [T, D]. Returns for each layer [T, P]."""
+        of_tokens, projected = (t.view(self.shape) for t in (self.embed(token_ids), self.project(x)))
+        return self.ops.rms_norm(projected, *self.norm, residual=of_tokens, scale=self.scale).unbind(1)
 
 
 class PlainModel:
@@ -67,18 +58,21 @@ class PlainModel:
     a dozen kernels of every step.
     """
 
-    def __init__(self, shell: ModelShell, ops: Ops) -> None:
+    def __init__(self, shell: ModelShell, ops: Ops, rotary: Rotary) -> None:
         """shell: one of which ``is_plain`` is true."""
-        body: Any = shell.decoder
-        self.last_norm = _part(shell, _LAST_NORM)
+        body: Any = shell.text
+        self.last_norm = _last_norm(shell)
         norm = norm_of(self.last_norm)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
         self.embed: Any = body.get_input_embeddings()
         self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
-        self.layers = list(zip(body.layers, rotary_kinds(shell), strict=True))
-        self.rotary = _part(shell, _ROTARY)
-        self.kinds = set() if self.rotary is None else {kind for _, kind in self.layers}
+        self.layers = list(zip(body.layers, rotary.kinds, strict=True))
+        self.rotary = rotary
+        self.kinds = set() if rotary.module is None else {kind for _, kind in self.layers}
+        has_inputs = hasattr(body, "per_layer_model_projection")
+        self.per_layer = PerLayerInputs(shell, ops) if has_inputs else None
+        self.ids: Tensor | None = None  # which token each one is taken for, where that is not itself
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
         if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
             self.kept, self.of = self._tables(), self._frequencies()
@@ -88,7 +82,7 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body, norm = shell.decoder, _part(shell, _LAST_NORM)
+        body, norm = shell.text, _last_norm(shell)
         return (
             hasattr(body, "layers")
             and norm is not None
@@ -105,19 +99,19 @@ class PlainModel:
         expected, actual = self.shell.module_logits(x).float(), self.head(x).float()
         return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
 
-    def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, R] each. positions: int64 [T]."""
+    def _rotary(self, positions: Tensor, kind: str | None) -> list[Tensor]:
+        """Of ``Rotary``, without their first dimension. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
-        found = rotary_embedding(self.shell, x, positions, kind)
+        found = self.rotary.at(x, positions, kind)
         assert found is not None
-        return found[0][0], found[1][0]
+        return [table[0] for table in found]
 
     def _bytes(self, kind: str | None) -> int:
         one = self._rotary(torch.zeros(1, dtype=torch.long, device=self.embed.weight.device), kind)
         return self.shell.max_model_len * sum(t.nbytes for t in one)
 
     def _tables(self) -> dict[str | None, tuple[Tensor, ...]]:
-        count = max(self.shell.max_model_len, int(POSITIONS.max()) + 1)
+        count = max(self.shell.max_model_len, int(self.rotary.probed(self.shell.device).max()) + 1)
         pieces = torch.split(torch.arange(count, device=self.embed.weight.device), _POSITIONS)
         return {
             kind: tuple(torch.cat(parts) for parts in zip(*(self._rotary(p, kind) for p in pieces), strict=True))
@@ -125,11 +119,14 @@ class PlainModel:
         }
 
     def _frequencies(self) -> list[Tensor]:
-        return [] if self.rotary is None else [buffer.clone() for buffer in self.rotary.buffers()]
+        return [buffer.clone() for buffer in self._buffers()]
+
+    def _buffers(self) -> Sequence[Tensor]:
+        return () if self.rotary.module is None else tuple(self.rotary.module.buffers())
 
     def refresh(self) -> None:
         """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
-        if self.kept is None or self.rotary is None or all(map(torch.equal, self.of, self.rotary.buffers())):
+        if self.kept is None or all(map(torch.equal, self.of, self._buffers())):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
             for kind, tables in self._tables().items():
@@ -139,6 +136,8 @@ class PlainModel:
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """Before the last norm, which only rows that are projected need."""
+        if self.ids is not None:
+            token_ids = self.ids.index_select(0, token_ids)
         x = self.embed(token_ids)[None]
         images, places = context.images, positions if context.rotary is None else context.rotary
         if images is not None:
@@ -147,15 +146,16 @@ class PlainModel:
             x = x * self.multiplier
         rotary: dict[str | None, tuple[Tensor, ...] | None]
         if self.kept is None or places.dim() > 1:
-            rotary = {kind: rotary_embedding(self.shell, x, places, kind) for kind in self.kinds}
+            rotary = {kind: self.rotary.at(x, places, kind) for kind in self.kinds}
         else:
             rotary = {
                 kind: tuple(table.index_select(0, places)[None] for table in tables)
                 for kind, tables in self.kept.items()
             }
         deep = iter(() if images is None else images.deep)
-        for layer, kind in self.layers:
-            x = layer.hidden(x, rotary.get(kind), context, in_place=True)
+        own: Iterable[Tensor | None] = repeat(None) if self.per_layer is None else self.per_layer(token_ids, x[0])
+        for (layer, kind), per_layer in zip(self.layers, own, strict=False):
+            x = layer.hidden(x, rotary.get(kind), context, per_layer, in_place=True)
             if (features := next(deep, None)) is not None:
                 x.index_add_(1, images.at, features.to(x.dtype)[None])
         return x[0]  # type: ignore[no-any-return]
@@ -170,10 +170,20 @@ class PlainModel:
         return self.ops.linear(hidden, self.head.weight, self.head.bias, norm=self.norm)
 
     def agrees(self) -> bool:
-        """Whether the logits are those of the model's own forward."""
-        shell, device = self.shell, self.shell.device
-        tokens = torch.arange(POSITIONS.numel(), device=device) % shell.vocab
-        arguments = (tokens, POSITIONS.to(device), Recorder())
-        expected, actual = (m.logits(m.hidden(*arguments)).float() for m in (shell, self))
-        tolerance = TOLERANCE.get(shell.module.dtype, 0.0)
-        return bool((expected - actual).abs().max() <= tolerance * expected.abs().max())
+        """Whether the logits are those of the model's own forward, which may take placeholders of images for padding."""
+        shell, positions = self.shell, self.rotary.probed(self.shell.device)
+        config = shell.module.config
+        found = (getattr(config, name, None) for name in _PLACEHOLDERS)
+        placeholders = [token for token in found if token is not None and 0 <= token < shell.vocab]
+        tokens = torch.arange(positions.numel()) % shell.vocab
+        tokens[1 : 1 + len(placeholders)] = torch.tensor(placeholders, dtype=torch.long)
+        arguments = (tokens.to(shell.device), positions, Recorder(shell.same_keys))
+        expected = shell.logits(shell.hidden(*arguments)).float()
+        tolerance = TOLERANCE.get(shell.module.dtype, 0.0) * expected.abs().max()
+        ways: list[Tensor | None] = [None]
+        if placeholders and (padding := shell.config.pad_token_id) is not None:
+            ways.append(torch.arange(shell.vocab).index_fill(0, torch.tensor(placeholders), padding).to(shell.device))
+        for self.ids in ways:
+            if bool((expected - self.logits(self.hidden(*arguments)).float()).abs().max() <= tolerance):
+                return True
+        return False

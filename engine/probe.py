@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stoker.kernels.reference.norm_rotary import qk_norm_rotary
+from stoker.kernels.reference.norm_rotary import latent_heads, qk_norm_rotary
 from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule, selective_scan
 
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
@@ -26,11 +27,15 @@ class Recorder:
     images = None
     rotary = None
 
-    def __init__(self) -> None:
+    def __init__(self, same_keys: Mapping[int, int]) -> None:
+        """same_keys: of layers that attend to the keys of another, which one."""
         self.options: list[dict[str, Any]] = []
+        self.same_keys = same_keys
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         self.options.append(options)
+        self.kept[self.same_keys.get(layer, layer)] = key, value
         group = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
@@ -71,6 +76,22 @@ class Recorder:
         cos_sin: Any,
         *,
         interleaved: bool = False,
+        factor: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        return self.attend(layer, *qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved), **options)
+        query, *own = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor)
+        return self.attend(layer, query, *(own if kv_heads else self.kept[self.same_keys[layer]]), **options)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        key_rotary: Tensor,
+        cos_sin: Any,
+        *,
+        interleaved: bool,
+        factor: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        return self.attend(layer, *latent_heads(query, key_value, key_rotary, cos_sin, interleaved, factor), **options)

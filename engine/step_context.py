@@ -59,13 +59,31 @@ class StepContext:
         cos_sin: tuple[Tensor, Tensor] | None,
         *,
         interleaved: bool,
+        factor: Tensor | None,
         **options: Any,
     ) -> Tensor:
-        """From the projection, before norm and rotation: qkv [T, heads + 2 * kv_heads, dim]."""
+        """From the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
         caches = self.layers[layer]
         query = self.ops.qk_norm_rotary_write(
-            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved
+            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved, factor=factor
         )
+        return self.ops.paged_attention(query, *caches, self.plan, **options)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: Tensor,
+        key_value: Tensor,
+        key_rotary: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        *,
+        interleaved: bool,
+        factor: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
+        """From the projections of latent attention, before rotation, as ``Ops.latent_heads_write`` takes them."""
+        caches, rotation = self.layers[layer], {"interleaved": interleaved, "factor": factor}
+        query = self.ops.latent_heads_write(query, key_value, key_rotary, cos_sin, *caches, self.slots, **rotation)
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:

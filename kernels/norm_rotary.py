@@ -43,6 +43,7 @@ def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
     residual_ptr,
+    scale_ptr,
     out_ptr,
     x_stride,
     residual_stride,
@@ -50,6 +51,7 @@ def _rms_norm_kernel(
     eps,
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -64,11 +66,20 @@ def _rms_norm_kernel(
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + at, mask=inside, other=0.0)
         out = out.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    if SCALE:
+        out = out.to(dtype).to(tl.float32) * tl.load(scale_ptr).to(tl.float32)
     tl.store(out_ptr + row * dim + at, out, mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None) -> Tensor:
-    """As the reference's. x: [..., D]; weight: [D]; residual: as ``x``."""
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: bool = False,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    """As the reference's. x: [..., D]; weight: [D]; residual: as ``x``; scale: [1]."""
     dim = x.shape[-1]
     rows = _rows(x)
     residual_rows = rows if residual is None else _rows(residual)
@@ -77,6 +88,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residu
         rows,
         weight,
         residual_rows,
+        weight if scale is None else scale,
         out,
         rows.stride(0),
         residual_rows.stride(0),
@@ -84,6 +96,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residu
         eps,
         OFFSET=offset,
         RESIDUAL=residual is not None,
+        SCALE=scale is not None,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=_warps(dim),
         **launch.options(x.device),
@@ -113,27 +126,33 @@ def act_times(gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def _act_mul_kernel(
-    gate_up_ptr, out_ptr, row_stride, size, scale, ACT: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
-):
+    gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, size, scale, ACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    gate_ptr = gate_up_ptr + row * row_stride + at
-    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32) * scale
-    up = tl.load(gate_ptr + size, mask=inside, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32) * scale
+    up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0)
     tl.store(out_ptr + row * size + at, act_times(gate, up, out_ptr.dtype.element_ty, ACT), mask=inside)
 
 
-def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0) -> Tensor:
-    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(scale * gate) * up``, [T, I]."""
-    assert gate_up.ndim == 2 and gate_up.stride(1) == 1
-    size = gate_up.shape[1] // 2
-    out = torch.empty(gate_up.shape[0], size, dtype=gate_up.dtype, device=gate_up.device)
-    _act_mul_kernel[(gate_up.shape[0], triton.cdiv(size, _ACT_BLOCK))](
-        gate_up,
+def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0, up: Tensor | None = None) -> Tensor:
+    """As the reference's: gate_up [T, 2 * I], the gate first; returns ``act(scale * gate) * up``, [T, I].
+
+    up: [T, I]; ``gate_up`` is the gate then, [T, I].
+    """
+    gate, up = gate_up.chunk(2, dim=1) if up is None else (gate_up, up)
+    assert gate.ndim == 2 and gate.stride(1) == up.stride(1) == 1 and gate.shape == up.shape
+    tokens, size = gate.shape
+    out = torch.empty(tokens, size, dtype=gate.dtype, device=gate.device)
+    _act_mul_kernel[(tokens, triton.cdiv(size, _ACT_BLOCK))](
+        gate,
+        up,
         out,
-        gate_up.stride(0),
+        gate.stride(0),
+        up.stride(0),
         size,
         scale,
         ACT=act,
@@ -151,6 +170,7 @@ def _qk_norm_rotary_write_kernel(
     key_weight_ptr,
     cos_ptr,
     sin_ptr,
+    factor_ptr,
     query_ptr,
     key_cache_ptr,
     value_cache_ptr,
@@ -159,6 +179,7 @@ def _qk_norm_rotary_write_kernel(
     head_stride,
     cos_stride,
     sin_stride,
+    factor_stride,
     key_slot_stride,
     key_head_stride,
     value_slot_stride,
@@ -174,9 +195,12 @@ def _qk_norm_rotary_write_kernel(
     OFFSET: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One token and ``HEADS`` of its heads: queries come first, then keys, then values."""
+    """One token and ``HEADS`` of its heads: queries come first, then keys, then values, where these are others."""
     await_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -184,19 +208,21 @@ def _qk_norm_rotary_write_kernel(
     dtype = query_ptr.dtype.element_ty
     is_query = head < heads
     is_key = (head >= heads) & (head < heads + kv_heads)
-    is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    value_head = head - heads if KEYS_ARE_VALUES else head - heads - kv_heads
+    is_value = (value_head >= 0) & (value_head < kv_heads)
     inside = at < dim
 
     row_ptr = qkv_ptr + token * token_stride + head * head_stride
     x = tl.load(row_ptr + at, mask=(is_query | is_key | is_value) & inside, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
-    value_ptr = value_cache_ptr + slot * value_slot_stride + (head - heads - kv_heads) * value_head_stride + at
-    tl.store(value_ptr, x, mask=is_value & inside)
-
-    both = (is_query | is_key) & inside
     wide = x.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
+    value_ptr = value_cache_ptr + slot * value_slot_stride + value_head * value_head_stride + at
+    tl.store(value_ptr, wide * inverse if VALUE_NORM else x, mask=is_value & inside)
+
+    both = (is_query | is_key) & inside
+    if NORM:
         factor = tl.where(
             is_query,
             norm_factor(query_weight_ptr, at, inside & is_query, OFFSET),
@@ -226,6 +252,8 @@ def _qk_norm_rotary_write_kernel(
         sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
         wide = wide * cos + tl.where(low, -other, other) * sin
 
+    if FACTOR:
+        wide = tl.where(is_query, wide * tl.load(factor_ptr + token * factor_stride), wide)
     tl.store(query_ptr + (token * heads + head) * dim + at, wide, mask=is_query & inside)
     key_ptr = key_cache_ptr + slot * key_slot_stride + (head - heads) * key_head_stride + at
     tl.store(key_ptr, wide, mask=is_key & inside)
@@ -242,27 +270,30 @@ def qk_norm_rotary_write(
     slots: Tensor,
     *,
     interleaved: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """As the reference's, in one pass over the projected heads.
 
-    qkv: [T, heads + 2 * kv_heads, D]; caches: [N, block, kv_heads, D]; slots: int64 [T]. Returns query [T, heads, D].
+    qkv: [T, heads + 2 * kv_heads, D], or [T, heads + kv_heads, D]; caches: [N, block, kv_heads, D]; slots: int64 [T]; factor:
+    fp32 [T, 1]. Returns query [T, heads, D].
     """
-    tokens, _, dim = qkv.shape
+    tokens, projected, dim = qkv.shape
     caches = (key_cache, value_cache)
     assert qkv.stride(2) == 1
     assert all(c.stride(3) == 1 and c.stride(0) == c.shape[1] * c.stride(1) for c in caches)
     query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    query_weight, key_weight, eps, offset = norm or (qkv, qkv, 0.0, False)
+    query_weight, key_weight, eps, offset, of_values = norm or (qkv, qkv, 0.0, False, False)
     cos, sin = cos_sin or (qkv, qkv)
     assert cos.stride(-1) == sin.stride(-1) == 1
     padded = triton.next_power_of_2(dim)
     tile = max(_HEADS_TILE // padded, 1)
-    _qk_norm_rotary_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile))](
+    _qk_norm_rotary_write_kernel[(tokens, triton.cdiv(projected, tile))](
         qkv,
         query_weight,
         key_weight,
         cos,
         sin,
+        qkv if factor is None else factor,
         query,
         key_cache,
         value_cache,
@@ -271,6 +302,7 @@ def qk_norm_rotary_write(
         qkv.stride(1),
         cos.stride(0),
         sin.stride(0),
+        0 if factor is None else factor.stride(0),
         *(stride for cache in caches for stride in (cache.stride(1), cache.stride(2))),
         heads,
         kv_heads,
@@ -283,6 +315,9 @@ def qk_norm_rotary_write(
         OFFSET=offset,
         ROTARY=cos_sin is not None,
         INTERLEAVED=interleaved,
+        FACTOR=factor is not None,
+        KEYS_ARE_VALUES=projected == heads + kv_heads,
+        VALUE_NORM=of_values,
         num_warps=4,
         **launch.options(qkv.device),
     )

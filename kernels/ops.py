@@ -42,6 +42,7 @@ class Ops:
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
+    latent_heads_write: Callable[..., Tensor]
     gated_rms_norm: Callable[..., Tensor]
     delta_gates: Callable[..., tuple[Tensor, Tensor]]
     plan_attention: Callable[..., Any]
@@ -84,6 +85,7 @@ REFERENCE = Ops(
     lora_embedding=lora.lora_embedding,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
+    latent_heads_write=attention.latent_heads_write,
     gated_rms_norm=gates.gated_rms_norm,
     delta_gates=gates.delta_gates,
     plan_attention=attention.plan_attention,

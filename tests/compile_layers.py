@@ -20,6 +20,7 @@ from stoker.kernels import (
     constraints,
     gates,
     grouping,
+    latent,
     linear,
     linear_invariant,
     linear_streamed,
@@ -87,6 +88,34 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     followed = ConstraintRows(torch.zeros(1 << 20, dtype=torch.int16), *torch.zeros(3, 9, dtype=torch.long))
     constraints.constrain(torch.zeros(8, 256000), followed, slots, slots)
     constraints.follow(slots, followed, slots, 256000)
+
+
+def launch_others(dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Of Gemma 4: keys that are values, values with a norm, inputs and a factor of each layer; of Llama 4: queries with one."""
+    norm_rotary.rms_norm(zeros(8, dim), zeros(dim), 1e-6, residual=zeros(8, dim), scale=zeros(1))
+    norm_rotary.act_mul(zeros(8, 256), "gelu_tanh", up=zeros(8, 30, 256)[:, 1])
+    norm = QKNorm(zeros(head_dim), zeros(head_dim), 1e-6, values=True)
+    tables, slots = (torch.zeros(8, head_dim), torch.zeros(8, head_dim)), torch.zeros(8, dtype=torch.long)
+    for written, factor in ((0, None), (kv_heads, None), (2 * kv_heads, torch.ones(8, 1))):
+        norm_rotary.qk_norm_rotary_write(
+            zeros(8, heads + written, head_dim),
+            heads,
+            min(written, kv_heads),
+            norm,
+            tables,
+            *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
+            slots,
+            factor=factor,
+        )
+
+
+def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
+    projected, slots = zeros(8, 1536 + 512 + rotated), torch.zeros(8, dtype=torch.long)
+    tables = torch.zeros(8, rotated), torch.zeros(8, rotated)
+    inputs = zeros(8, heads, plain + rotated), zeros(8, heads, plain + value), projected[:, 2048:]
+    caches = zeros(4, 16, heads, plain + rotated), zeros(4, 16, heads, value)
+    for interleaved, factor in ((True, None), (False, torch.ones(8, 1))):
+        latent.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
 
 
 def adapt(
@@ -174,6 +203,7 @@ if __name__ == "__main__":
     as_on_hopper()
     of_layers = [
         norm_rotary,
+        latent,
         linear,
         linear_invariant,
         linear_streamed,
@@ -190,6 +220,9 @@ if __name__ == "__main__":
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
+    launch_others(5376, 32, 4, 512)  # Gemma 4 31B
+    launch_latent(128, 128, 64, 128)  # DeepSeek V3
+    launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
     launch_adapters()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

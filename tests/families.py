@@ -126,6 +126,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "starcoder2": {"sliding_window": WINDOW, "use_bias": True, "tie_word_embeddings": True, "initializer_range": 0.15},
     "exaone4": {"sliding_window": WINDOW, "layer_types": _SLIDING_FULL},
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "llama_4_scaling_beta": 0.5,
+            "original_max_position_embeddings": 36,
+            "max_position_embeddings": 256,
+        },
+    },
     "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "qwen3_moe": {
         "head_dim": 16,

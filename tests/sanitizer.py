@@ -35,6 +35,7 @@ SLOTS = {
     "_advance_kernel": ("kept_slots_ptr", ["newest_ptr"]),
     "write_kernel": ("slots", ["key_cache", "value_cache"]),
     "_qk_norm_rotary_write_kernel": ("slots_ptr", ["key_cache_ptr", "value_cache_ptr"]),
+    "_latent_heads_write_kernel": ("slots_ptr", ["key_cache_ptr", "value_cache_ptr"]),
     "_causal_conv_kernel": ("slots_ptr", ["state_ptr"]),
     "_gated_delta_rule_kernel": ("slots_ptr", ["state_ptr"]),
     "_selective_scan_kernel": ("slots_ptr", ["state_ptr"]),

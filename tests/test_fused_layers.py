@@ -12,34 +12,34 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from stoker.engine import plain_model as plain_model_module
 from stoker.engine.fused_layers import FusedDecoderLayer
-from stoker.engine.layer_structure import norm_of
+from stoker.engine.layer_structure import norm_of, structure_of
 from stoker.engine.plain_model import PlainModel
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-# Families whose layers all keep their own forward: LayerNorms, latent attention, experts or rotations of other kinds.
+# Families whose layers all keep their own forward: LayerNorms, bounds on what is projected.
 OWN = {
     "cohere2",
     "starcoder2",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
     "gpt_neox",
-    "llama4",
-    "llama4+images",
-    "gemma4",
-    "gemma4+images",
     "olmoe",
 }
 # Layers that keep a mixture of experts, in the models of ``families.py``.
 OWN_MLP = {
     "qwen3_moe": [0, 2],
     "mixtral": [0, 1, 2],
+    "gpt_oss": [0, 1, 2],
     "glm4_moe": [1, 2],
+    "deepseek_v2": [1, 2],
+    "deepseek_v3": [1, 2],
+    "llama4": [1, 2],
+    "llama4+images": [1, 2],
     "qwen3_next": [0, 1, 2],
     "qwen3_5_moe": [0, 1, 2],
     "lfm2_moe": [1, 2],
@@ -47,6 +47,9 @@ OWN_MLP = {
     "nemotron_h": [2],
 }
 
+# Of Gemma 4: without inputs of layers and keys of others, and with experts beside the MLP.
+DENSE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 # Of Falcon-H1, each of them another number.
 MULTIPLIERS = {
     "embedding_multiplier": 2.0,
@@ -171,6 +174,23 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
         ("bamba", {"mamba_proj_bias": True, "mlp_bias": True, "mamba_n_groups": 1}, True, True),
         ("bamba", {"mamba_conv_bias": False}, True, True),
         ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "nope"}, True, True),
+        ("gemma4", DENSE, True, True),
+        ("gemma4", DENSE | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}, True, True),
+        ("gemma4", DENSE | EXPERTS, True, False),
+        ("gemma4", {"use_double_wide_mlp": True, "attention_bias": True, "hidden_activation": "gelu"}, True, True),
+        ("gemma4+images", {"tie_word_embeddings": True}, True, True),
+        ("llama4", {"moe_layers": [], "attention_bias": True}, True, True),
+        ("llama4", {"moe_layers": [], "use_qk_norm": False}, True, True),
+        ("llama4", {"moe_layers": [], "attn_temperature_tuning": False}, True, True),
+        ("deepseek_v2", {"first_k_dense_replace": 3, "q_lora_rank": 24, "attention_bias": True}, True, True),
+        (
+            "deepseek_v2",
+            {"first_k_dense_replace": 3, "attention_bias": True},
+            False,
+            False,
+        ),  # of two that are one, one has
+        ("deepseek_v3", {"first_k_dense_replace": 3, "rope_interleave": False}, True, True),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "q_lora_rank": None, "attention_bias": False}, True, True),
         ("nemotron_h", {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "use_bias": True}, True, True),
     ],
 )
@@ -217,6 +237,68 @@ def test_a_layer_that_does_something_else_stays_as_it_is(
         assert_like_hugging_face(engine, model)
 
 
+def test_what_keys_are_taken_of_stays_as_it_is_with_what_takes_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of Gemma 4's layers the third takes the keys of the first, and the fourth those of the second."""
+    model = make_model("gemma4")
+    layer = type(model.model.layers[2])
+    forward = layer.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        return out * 1.01 if self.layer_idx == 2 else out
+
+    monkeypatch.setattr(layer, "forward", scaled)
+    caplog.set_level("INFO")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert [fused.index for fused in fused_layers(engine)] == [1, 3]
+        assert "2 of 4 layers run as the model's own code" in caplog.text
+        assert_like_hugging_face(engine, model)
+
+
+class Projection(nn.Linear):
+    """Of another class, as of a model's own repository."""
+
+
+@pytest.mark.parametrize("names", [("v_proj",), ("k_proj", "v_proj"), ("k_proj",)])
+def test_projections_that_are_something_else_are_not_taken_for_keys_or_for_none(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = LlamaAttention.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for linear in map(self.get_submodule, names):
+            linear.__class__ = Projection
+
+    monkeypatch.setattr(LlamaAttention, "__init__", other)
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not fused_layers(engine)
+        assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2"])
+def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary embeddings in its own form, positions, and inputs of each layer."""
+    monkeypatch.setattr(PlainModel, "agrees", lambda self: False)
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert len(fused_layers(engine)) == engine.stats().num_layers and plain_model(engine) is None
+        assert_like_hugging_face(engine, model)
+
+
+def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
+    """Where the probe runs, a factor may be 1."""
+    layer = make_model("gemma4").model.layers[0]
+    assert structure_of(layer) is not None
+    layer.register_buffer("gain", torch.ones(1))
+    assert structure_of(layer) is None
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "offset"),
@@ -224,6 +306,7 @@ def test_a_layer_that_does_something_else_stays_as_it_is(
         (LlamaRMSNorm, False),
         (Olmo2RMSNorm, False),
         (Gemma3RMSNorm, True),
+        (Gemma4RMSNorm, False),
         (Cohere2LayerNorm, None),
         (nn.LayerNorm, None),
         (nn.Identity, None),
@@ -240,8 +323,32 @@ def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype
         assert norm is not None and norm.weight is module.weight and norm[1:] == (1e-4, offset)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("module", [Llama4TextL2Norm(1e-4), Gemma4RMSNorm(0, 1e-4, with_scale=False)])
+def test_a_norm_without_a_weight_is_one_of_ones_where_its_width_is_known(module: Any, dtype: torch.dtype) -> None:
+    like = torch.zeros(2, dtype=dtype)
+    assert norm_of(module) is None
+    norm = norm_of(module, 24, like)
+    assert norm is not None and torch.equal(norm.weight, like.new_ones(24)) and norm[1:] == (1e-4, False)
+
+
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "olmo2", "glm4", "granite", "phi3", "lfm2", "bamba", "falcon_h1", "nemotron_h"]
+    "family",
+    [
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "olmo2",
+        "glm4",
+        "granite",
+        "phi3",
+        "deepseek_v3",
+        "ministral3",
+        "lfm2",
+        "bamba",
+        "falcon_h1",
+        "nemotron_h",
+    ],
 )
 def test_in_bf16_the_probes_pass(family: str) -> None:
     model = make_model(family).bfloat16()

@@ -28,13 +28,25 @@ def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(family: str) -> None:
-    with build(family, runtime=CpuRuntime, num_layers=1) as plain:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {"num_hidden_layers": 1}),
+        ("qwen3", {"num_hidden_layers": 1}),
+        ("gpt_oss", {"num_hidden_layers": 1, "layer_types": None}),
+        ("deepseek_v3", {"num_hidden_layers": 2}),
+        ("gemma4", {}),
+        ("llama4", {"num_hidden_layers": 2, "layer_types": None, "no_rope_layers": [1, 0]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_with_the_kernels_of_a_gpu_the_tokens_are_those_of_the_torch_operations(
+    family: str, sizes: dict[str, Any]
+) -> None:
+    with build(make_model(family, **sizes), ops=REFERENCE, runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(*few(5))
-    with build(
-        family, ops=TRITON, num_layers=1, decode_window=1
-    ) as engine:  # the second step is captured, the third replayed
+    model = make_model(family, **sizes)
+    with build(model, ops=TRITON, decode_window=1) as engine:  # the second step is captured, the third replayed
         assert engine.stats().fused_layers == engine.stats().num_layers
         close(engine.generate_batch(*few(5)), expected)
         assert engine.core.runner.has_graphs
@@ -125,10 +137,11 @@ def test_deterministic_bits_survive_preemption() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_layers"), [("gemma2", 1), ("qwen3_5", None), ("lfm2", None), ("bamba", None), ("falcon_h1", 1)]
+    ("family", "num_layers"),
+    [("gemma2", 1), ("gemma4", None), ("qwen3_5", None), ("lfm2", None), ("bamba", None), ("falcon_h1", 1)],
 )
 def test_others_are_deterministic_too(family: str, num_layers: int | None) -> None:
-    """Norms after the projections, GeGLU, and softcaps; layers with states, and gates."""
+    """Norms after the projections, GeGLU, softcaps and inputs of each layer; layers with states, and gates."""
     several, settings = few(2)
     with build(family, ops=DETERMINISTIC, num_layers=num_layers, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))

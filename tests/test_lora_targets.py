@@ -63,6 +63,12 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
     ("llama4", {"target_modules": ["o_proj"], "target_parameters": LLAMA4_EXPERTS}),
     ("llama4", {"target_modules": [], "target_parameters": LLAMA4_EXPERTS[1:], "r": 7}),
+    ("gemma4", {"target_modules": "all-linear"}),
+    (
+        "gemma4",
+        {"target_modules": ["per_layer_model_projection", "embed_tokens_per_layer", "k_proj"], "use_dora": True},
+    ),
+    ("deepseek_v3", {"target_modules": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"], "use_dora": True}),
     ("deepseek_v2", {"target_modules": ["kv_b_proj", "shared_experts.down_proj"]}),
     (
         "qwen3_moe",

@@ -54,6 +54,11 @@ def test_rms_norm(shape: tuple[int, ...], with_residual: bool, offset: bool, dty
         wanted = module(x) if residual is None else residual + module(x)
         # It rounds as often as they do, where they do: one rounding more or less would show in a quarter of the numbers.
         assert (out == wanted).float().mean() > 0.99
+    for kind in {dtype, torch.float32}:
+        scale = torch.tensor([0.3], dtype=kind, device=DEVICE)
+        for ops in (REFERENCE, TRITON):
+            before = ops.rms_norm(x, weight, EPS, offset, residual)
+            assert torch.equal(ops.rms_norm(x, weight, EPS, offset, residual, scale), before.mul_(scale))
 
 
 def test_rms_norm_of_rows_that_lie_apart() -> None:
@@ -85,6 +90,13 @@ def test_act_mul_of_a_gate_that_is_scaled(dtype: torch.dtype) -> None:
     scaled = torch.cat((gate_up[:, :1100] * 0.6, gate_up[:, 1100:]), dim=1)
     for ops in (REFERENCE, TRITON):
         assert torch.equal(ops.act_mul(gate_up, "silu", 0.6), ops.act_mul(scaled, "silu"))
+
+
+@dtypes
+def test_act_mul_of_what_lies_elsewhere(dtype: torch.dtype) -> None:
+    gate, up = randn(3, 1100, dtype=dtype, scale=3.0), randn(3, 4, 1100, dtype=dtype)[:, 2]
+    for ops in (REFERENCE, TRITON):
+        assert torch.equal(ops.act_mul(gate, "gelu", 0.6, up), ops.act_mul(torch.cat((gate, up), dim=1), "gelu", 0.6))
 
 
 @dtypes
@@ -179,6 +191,42 @@ def test_qk_norm_rotary_write(
     assert torch.equal(caches[1].flatten(0, 1)[slots], qkv[:, heads + kv_heads :])
 
 
+@dtypes
+@pytest.mark.parametrize("dim", [20, 64])
+@pytest.mark.parametrize("tempered", [False, True], ids=["", "tempered"])
+@pytest.mark.parametrize("values", [False, True], ids=["", "values-normed"])
+@pytest.mark.parametrize(("kv_heads", "own_values"), [(0, False), (2, False), (2, True)])
+def test_heads_of_other_kinds(
+    kv_heads: int, own_values: bool, values: bool, tempered: bool, dim: int, dtype: torch.dtype
+) -> None:
+    """Keys that are values, or those of another layer, norms of values (Gemma 4) and queries with a factor (Llama 4)."""
+    tokens, heads = 3, 5
+    qkv = randn(tokens, heads + kv_heads * (1 + own_values), dim, dtype=dtype)
+    norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS, values=values)
+    angles = randn(tokens, dim, scale=3.0)
+    cos, sin = angles.cos(), angles.sin()
+    factor = 1 + randn(tokens, 1).abs() if tempered else None
+    slots = torch.tensor([7, 4, 0], device=DEVICE)
+    q, k, v = (
+        qkv[:, :heads].double(),
+        qkv[:, heads : heads + kv_heads].double(),
+        qkv[:, qkv.shape[1] - kv_heads :].double(),
+    )
+    if values:
+        v = expected_norm(v, torch.ones(dim, dtype=dtype, device=DEVICE))
+    q, k = (expected_norm(t, w).transpose(0, 1)[None] for t, w in ((q, norm.query), (k, norm.key)))
+    q, k = (t[0].transpose(0, 1) for t in apply_rotary_pos_emb(q, k, cos[None].double(), sin[None].double()))
+    for ops in (REFERENCE, TRITON):
+        caches = [torch.full((3, 4, 2, dim), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+        query = ops.qk_norm_rotary_write(qkv, heads, kv_heads, norm, (cos, sin), *caches, slots, factor=factor)
+        assert_close(query, q if factor is None else q * factor[:, :, None].double(), dtype)
+        for cache, expected in zip(caches, (k, v), strict=True):
+            written = cache.flatten(0, 1)
+            if kv_heads:
+                assert_close(written[slots], expected, dtype)
+            assert written.isnan().all(-1).sum() == 2 * (12 - (3 if kv_heads else 0)), "a slot of no token was written"
+
+
 @pytest.mark.gpu
 def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     blocks = 2**31 // (16 * 8 * 128) + 2
@@ -249,6 +297,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
+    layers.append("latent_heads_write")
     others = ["order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
@@ -272,7 +321,10 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     [
         ("qwen3", 1, {"num_hidden_layers": 1}),
         ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
-        ("gpt_oss", 0, {"num_hidden_layers": 2, "layer_types": None}),
+        ("gpt_oss", 2, {"num_hidden_layers": 2, "layer_types": None}),
+        ("olmoe", 0, {"num_hidden_layers": 1}),
+        ("gemma4", 4, {}),
+        ("llama4", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "moe_layers": []}),
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("glm4", 1, {"num_hidden_layers": 1}),
         ("granite", 1, {"num_hidden_layers": 1}),
@@ -290,8 +342,12 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
         return call
 
     mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
-    if family in ("gemma3", "glm4"):
+    if family == "gpt_oss":
+        mine |= {"rms_norm", "experts"}
+    if family in ("gemma3", "gemma4", "glm4"):
         mine.add("rms_norm")  # after attention and after the MLP
+    if family == "gemma4":
+        mine.add("act_mul")  # of the input of each layer
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     model = make_model(family, **sizes)
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.norm_rotary import QKNorm, qk_norm_rotary
+from stoker.kernels.reference.norm_rotary import QKNorm, latent_heads, qk_norm_rotary
 
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
@@ -249,12 +249,32 @@ def qk_norm_rotary_write(
     slots: Tensor,
     *,
     interleaved: bool = False,
+    factor: Tensor | None = None,
 ) -> Tensor:
     """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
 
-    ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. qkv: [T, heads + 2 * kv_heads, D].
+    ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. Without key heads nothing is written.
     """
-    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved)
+    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor)
+    if kv_heads:
+        write_kv(key, value, key_cache, value_cache, slots)
+    return query
+
+
+def latent_heads_write(
+    query: Tensor,
+    key_value: Tensor,
+    key_rotary: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    interleaved: bool = False,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """``latent_heads`` and ``write_kv`` in one; arguments as theirs. Returns the query, [T, H, N + R]."""
+    query, key, value = latent_heads(query, key_value, key_rotary, cos_sin, interleaved, factor)
     write_kv(key, value, key_cache, value_cache, slots)
     return query
 

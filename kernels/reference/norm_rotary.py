@@ -37,6 +37,7 @@ class QKNorm(NamedTuple):
     key: Tensor  # [D]
     eps: float
     offset: bool = False
+    values: bool = False  # whether value heads have one too, by a factor of 1 (Gemma 4)
 
 
 def _inverse_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
@@ -57,10 +58,18 @@ def _scalar(value: float, device: torch.device) -> Tensor:
         return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: bool = False,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), accumulated in fp32; plus ``residual``.
 
-    x: [..., D]; weight, eps and offset: see ``Norm``; residual: as ``x``. The result has the dtype of ``x``.
+    x: [..., D]; weight, eps and offset: see ``Norm``; residual: as ``x``; scale: [1], of the sum. The result has the dtype of
+    ``x``.
     """
     wide = x.float()
     normed = wide * _inverse_rms(x, wide, eps)
@@ -68,7 +77,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False, residu
         out = normed.mul_(weight + 1.0 if offset else weight)
     else:
         out = (normed * (1.0 + weight.float()) if offset else weight * normed.to(x.dtype)).to(x.dtype)
-    return out if residual is None else out.add_(residual)
+    if residual is not None:
+        out.add_(residual)
+    return out if scale is None else out.mul_(scale)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -96,29 +107,60 @@ def qk_norm_rotary(
     norm: QKNorm | None,
     cos_sin: tuple[Tensor, Tensor] | None,
     interleaved: bool = False,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From projected heads to what attention takes: query and key normalised by head and rotated, either or neither.
 
-    qkv: [T, heads + 2 * kv_heads, D]; cos_sin: [T, R] each; interleaved: see ``rotary``. Returns query [T, heads, D], key
-    and value [T, kv_heads, D].
+    qkv: [T, heads + 2 * kv_heads, D], or [T, heads + kv_heads, D] where the keys' projection is the values' too; cos_sin:
+    [T, R] each; interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query [T, heads, D], key and value
+    [T, kv_heads, D].
     """
-    both = qkv[:, : heads + kv_heads]
+    both, value = qkv[:, : heads + kv_heads], qkv[:, qkv.shape[1] - kv_heads :]
     if norm is not None:
         wide = both.float()
         normed = wide * _inverse_rms(both, wide, norm.eps)
+        if norm.values:
+            wide = value.float()
+            value = (wide * _inverse_rms(value, wide, norm.eps)).to(qkv.dtype)
         both = normed if norm.offset else normed.to(both.dtype)
         for part, weight in ((both[:, :heads], norm.query), (both[:, heads:], norm.key)):
             part.mul_(1.0 + weight.float() if norm.offset else weight)
         both = both.to(qkv.dtype)
     if cos_sin is not None:
         both = rotary(both, *cos_sin, interleaved)
-    return both[:, :heads], both[:, heads:], qkv[:, heads + kv_heads :]
+    query = both[:, :heads]
+    if factor is not None:
+        query = (query * factor[:, :, None]).to(qkv.dtype)
+    return query, both[:, heads:], value
 
 
-def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0) -> Tensor:
+def latent_heads(
+    query: Tensor,
+    key_value: Tensor,
+    key_rotary: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
+    interleaved: bool = False,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the heads of latent attention (DeepSeek-AI, 2024) to what attention takes: the last numbers of a head are rotated.
+
+    query: [T, H, N + R]; key_value: [T, H, N + V]; key_rotary: [T, R], of the keys of all heads; cos_sin: [T, R] each;
+    interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query and key [T, H, N + R], value [T, H, V].
+    """
+    heads, plain = query.shape[1], query.shape[2] - key_rotary.shape[1]
+    both = rotary(torch.cat((query[..., plain:], key_rotary[:, None]), dim=1), *cos_sin, interleaved)
+    query = torch.cat((query[..., :plain], both[:, :heads]), dim=-1)
+    if factor is not None:
+        query = (query * factor[:, :, None]).to(key_value.dtype)
+    key = torch.cat((key_value[..., :plain], both[:, heads:].expand(-1, heads, -1)), dim=-1)
+    return query, key, key_value[..., plain:]
+
+
+def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0, up: Tensor | None = None) -> Tensor:
     """SwiGLU's and GeGLU's ``act(scale * gate) * up`` (Shazeer, 2020). gate_up: [T, 2 * I], the gate first; returns [T, I].
 
-    act: "gelu_tanh" is GELU's approximation by a tanh (Hendrycks and Gimpel, 2016), as in Gemma.
+    act: "gelu_tanh" is GELU's approximation by a tanh (Hendrycks and Gimpel, 2016), as in Gemma; up: [T, I], where it comes
+    from elsewhere and ``gate_up`` is the gate alone, [T, I].
     """
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return ACTIVATIONS[act](gate if scale == 1.0 else gate * scale).mul_(up)
