@@ -125,11 +125,8 @@ class LoraLayers:
 
         kept: those of them that are called as before, with all below them.
         """
-        self._fused |= {
-            name
-            for name in self._modules
-            if _at_or_below(name, path) and not any(_at_or_below(name, other) for other in kept)
-        }
+        below = {name for name in self._modules if _at_or_below(name, path)}
+        self._fused |= {name for name in below if not any(_at_or_below(name, other) for other in kept)}
         for paths, group in groups.items():
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 

@@ -44,6 +44,7 @@ def _rope(theta: float = 1000.0, **extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta, **extra}
 
 
+_YARN = _rope(rope_type="yarn", factor=4.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=64)
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
 
 # Fields besides _COMMON. hidden_size / num_attention_heads is 12 where no head_dim is given.
@@ -128,18 +129,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": WINDOW, "layer_types": _SLIDING_FULL},
     "ministral3": {
         "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-            "llama_4_scaling_beta": 0.5,
-            "original_max_position_embeddings": 36,
-            "max_position_embeddings": 256,
-        },
+        "rope_parameters": _YARN
+        | {"mscale": 1.0, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.5}
+        | {"original_max_position_embeddings": 36, "max_position_embeddings": 256},
     },
     "seed_oss": {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "qwen3_moe": {
@@ -160,15 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "swiglu_limit": 1.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 64,
-        },
+        "rope_parameters": _YARN | {"truncate": False},
     },
     "deepseek_v2": {
         "num_key_value_heads": 4,
@@ -201,14 +185,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 1.7,
         "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 4.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.8,
-            "original_max_position_embeddings": 64,
-        },
+        "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
     },
     "glm4_moe": {
         "head_dim": 16,

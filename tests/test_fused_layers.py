@@ -257,6 +257,15 @@ def test_what_keys_are_taken_of_stays_as_it_is_with_what_takes_them(
         assert_like_hugging_face(engine, model)
 
 
+def test_placeholders_that_are_taken_for_padding() -> None:
+    """By Gemma 4, with images or without."""
+    model = make_model("gemma4+images")
+    model.config.image_token_id, model.config.video_token_id = PROMPTS[0][3], PROMPTS[2][20]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert plain_model(engine) is not None
+        assert_like_hugging_face(engine, model)
+
+
 class Projection(nn.Linear):
     """Of another class, as of a model's own repository."""
 
