@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
+from stoker.engine.routing import mixture_of, shared_mlps, take_over_mixtures
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -114,7 +116,9 @@ class _Mlp:
     def linears(self) -> tuple[_Linears, ...]:
         return self.gate_up, self.down
 
-    def __call__(self, x: Tensor, norm: Norm | None, rotary: Any, context: Any, **add: Any) -> Tensor:
+    def __call__(
+        self, x: Tensor, norm: Norm | None = None, rotary: Any = None, context: Any = None, **add: Any
+    ) -> Tensor:
         if self.gate_scale == 1.0:
             return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
         ops = self.gate_up.ops
@@ -144,6 +148,8 @@ class _Own:
         in_place: bool = False,
     ) -> Tensor:
         assert norm is None
+        if (mixture := mixture_of(self.module)) is not None:
+            return mixture(x, residual=residual, scale=scale, in_place=in_place)[0]
         out = self.module(x[None])
         out = (out[0] if isinstance(out, tuple) else out)[0]  # some return what their router saw, too
         return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
@@ -230,10 +236,16 @@ def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
     groups = []
     for path, _, _, layer, structure in _candidates(shell):
         for group in structure.groups:
-            for kind in ("weight", "bias"):
-                if getattr(layer.get_submodule(group[0]), kind) is not None:
-                    groups.append(tuple(f"{path}.{name}.{kind}" for name in group))
+            groups += _names_of(path, layer, group)
+    for path, block, branch in shared_mlps(shell.module):
+        groups += _names_of(path, block, branch.inputs)
     return groups
+
+
+def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Of the weights of linears below ``path``, which together is one name, and of their biases."""
+    kinds = [kind for kind in ("weight", "bias") if getattr(module.get_submodule(linears[0]), kind) is not None]
+    return [tuple(f"{path}.{name}.{kind}" for name in linears) for kind in kinds if len(linears) > 1]
 
 
 def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, bool]:
@@ -243,6 +255,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     forward is passed over. That is all of it unless a layer keeps an MLP of its own.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
+        take_over_mixtures(shell.module, ops, shell.lora, partial(_mlp_of, shell, ops, fused))
         if not has_rotary(shell):
             return 0, False
         for path, siblings, index, layer, structure in list(_candidates(shell)):
@@ -275,6 +288,32 @@ def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, An
                     yield f"{path}.{index}", module, index, layer, structure
 
 
+def _linears_of(
+    shell: ModelShell,
+    ops: Ops,
+    fused: Mapping[tuple[str, ...], Tensor],
+    path: str,
+    module: nn.Module,
+    names: tuple[str, ...],
+) -> _Linears:
+    """Of a module and its path, the linears with these names."""
+    modules: list[Any] = [module.get_submodule(name) for name in names]
+    if len(names) == 1:
+        weight, bias = modules[0].weight, modules[0].bias
+    else:
+        weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
+    paths = tuple(f"{path}.{name}" for name in names)
+    return _Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
+
+
+def _mlp_of(
+    shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor], path: str, module: nn.Module, branch: Branch
+) -> _Mlp:
+    assert branch.act is not None
+    gate_up, down = (_linears_of(shell, ops, fused, path, module, names) for names in (branch.inputs, (branch.out,)))
+    return _Mlp(gate_up=gate_up, act=branch.act, gate_scale=branch.gate_scale, down=down, scale=branch.scale)
+
+
 def _fused(
     layer: Any,
     structure: Structure,
@@ -305,14 +344,7 @@ def _fused(
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
 
-    def linears(names: tuple[str, ...]) -> _Linears:
-        modules = [layer.get_submodule(name) for name in names]
-        if len(names) == 1:
-            weight, bias = modules[0].weight, modules[0].bias
-        else:
-            weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
-        paths = tuple(f"{path}.{name}" for name in names)
-        return _Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
+    linears = partial(_linears_of, shell, ops, fused, path, layer)
 
     def ways(branch: Branch) -> Iterator[_Mixing | _Mlp | _Own]:
         """What a branch may be."""
@@ -320,10 +352,10 @@ def _fused(
         if not branch.inputs:
             yield _Own(module, branch.scale)
             return
-        inputs, out = linears(branch.inputs), linears((branch.out,))
         if branch.act is not None:
-            yield _Mlp(gate_up=inputs, act=branch.act, gate_scale=branch.gate_scale, down=out, scale=branch.scale)
+            yield _mlp_of(shell, ops, fused, path, layer, branch)
             return
+        inputs, out = linears(branch.inputs), linears((branch.out,))
         mixers: Iterable[Mixer]
         if (act := branch.plain_act) is not None:
             mixers = [lambda x, *_: act(x)]
