@@ -31,7 +31,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 17, 33, 40, 8)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid"],
+)
 def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     model = make_model(family)
     expected = [oracle.greedy(model, prompt, NEW_TOKENS) for prompt in prompts()]

@@ -56,11 +56,15 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})],
+    [
+        *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})),
+        ("glm4_moe", {"num_hidden_layers": 2}),
+        ("qwen3_5_moe", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_with_the_kernels_of_a_gpu_layers_with_states_give_what_the_plain_forward_does(
-    family: str, sizes: dict[str, int]
+def test_with_the_kernels_of_a_gpu_layers_with_states_or_experts_give_what_the_plain_forward_does(
+    family: str, sizes: dict[str, Any]
 ) -> None:
     model = make_model(family, **sizes)
     with build(model, runtime=CpuRuntime) as plain:

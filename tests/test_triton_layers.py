@@ -13,7 +13,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import ROUTED, VOCAB, make_model
 from linears import EPS, HF_NAMES, expected_norm
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -276,6 +276,9 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("glm4", 1, {"num_hidden_layers": 1}),
         ("granite", 1, {"num_hidden_layers": 1}),
+        ("qwen3_moe", 1, {"num_hidden_layers": 1, "mlp_only_layers": []}),
+        ("deepseek_v3", 0, {"num_hidden_layers": 2}),
+        ("qwen3_5_moe", 1, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     ],
 )
 def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,9 +292,13 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
 
         return call
 
-    mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
-    if family in ("gemma3", "glm4"):
-        mine.add("rms_norm")  # after attention and after the MLP
+    mine = {"linear", "qk_norm_rotary_write"} if fused else set()
+    if family in ("gemma3", "glm4", "qwen3_moe", "qwen3_5_moe"):
+        mine.add("rms_norm")  # after attention and after the MLP, or before what reads it more than once
+    if family in ROUTED or family == "qwen3_5_moe":
+        mine |= {"route", "experts"}
+    if family == "deepseek_v3":
+        mine.add("linear")  # of the shared experts
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     model = make_model(family, **sizes)
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]

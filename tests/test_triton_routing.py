@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_oracle import DEVICE, DTYPES, TOLERANCE, randn, unwritten_is_nan  # noqa: F401
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    TOLERANCE,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
 
 from stoker.kernels import routing as triton_routing
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.routing import Choice, Routing
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
@@ -240,3 +248,22 @@ def test_nothing_waits_for_the_device_and_a_capture_serves_other_tokens(name: st
         ):
             assert torch.equal(one, other)  # type: ignore[arg-type]
         assert_in_order(captured, 128)
+
+
+@pytest.mark.gpu
+def test_early_starts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, router and experts, each of which reads what the one before wrote."""
+    arguments = make_router(4, 64, 512, False, True, LFM2, torch.bfloat16)
+    norm = randn(512, dtype=torch.bfloat16)
+    gate_up, down = (randn(64, *size, dtype=torch.bfloat16, scale=0.1) for size in ((256, 512), (512, 128)))
+
+    def chain() -> Tensor:
+        x = arguments["x"]
+        for _ in range(8):
+            normed = TRITON.rms_norm(x, norm, 1e-6)
+            ids, weights, groups = TRITON.route(**arguments | {"x": normed})
+            options = {"gate": Gate(), "groups": groups, "residual": x}
+            x = TRITON.experts(normed, ids, weights, gate_up, down, **options)
+        return x
+
+    assert_early_starts_change_nothing(chain, monkeypatch)
