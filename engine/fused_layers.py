@@ -22,7 +22,7 @@ from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel, has_rotary, rotary_embedding, rotary_kinds
 from stoker.engine.probe import POSITIONS, TOLERANCE, Recorder
-from stoker.engine.routing import mixture_of, shared_mlps, take_over_mixtures
+from stoker.engine.routing import is_mixture, mixture_of, shared_mlps, take_over_mixtures
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -189,6 +189,11 @@ class FusedDecoderLayer(nn.Module):
         return not any(branch.own for branch in self.branches)
 
     @property
+    def runs_on_ops(self) -> bool:
+        """Whether no module of the original's runs by its own code; without adapters, which may be over its router."""
+        return all(is_mixture(branch.module) for branch in self.branches if isinstance(branch, _Own))
+
+    @property
     def adapted(self) -> dict[tuple[str, ...], Adapted]:
         """The groups of linears that it runs."""
         return {linears.paths: linears.lora for branch in self.branches for linears in branch.linears}
@@ -252,7 +257,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     """Replace the layers that agree with their fused form. Returns how many were, and whether that is all of the model.
 
     Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
-    forward is passed over. That is all of it unless a layer keeps an MLP of its own.
+    forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
         take_over_mixtures(shell.module, ops, shell.lora, partial(_mlp_of, shell, ops, fused))
@@ -274,7 +279,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
         if not plain.agrees():
             return len(layers), False
         shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
-    return len(layers), all(layer.complete for layer in layers)
+    return len(layers), all(layer.runs_on_ops for layer in layers)
 
 
 def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, Any, Structure]]:

@@ -137,6 +137,11 @@ def _hooked(modules: Any) -> bool:
     return any(module._forward_hooks for module in modules)
 
 
+def is_mixture(module: Any) -> bool:
+    """Whether a block was taken over."""
+    return hasattr(module, _STATE)
+
+
 def mixture_of(module: Any) -> Mixture | None:
     """What a block runs as, where it was taken over and nothing of the step that runs is against it."""
     mixture: Mixture | None = getattr(module, _STATE, None)
