@@ -48,7 +48,7 @@ def _parts_of(block: nn.Module) -> _Parts | None:
         return None
     experts: Any = block.get_submodule(found[0])
     count = experts.gate_up_proj.shape[0]
-    gates = [n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1]
+    gates = [n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1 and m.bias is None]
     branches = [mlp_of(block, name) for name, _ in block.named_children() if name not in (*found, *gates)]
     shared = [branch for branch in branches if branch.act is not None and branch.gate_scale == branch.scale == 1.0]
     known = (*found, *gates, *(branch.path for branch in shared))
@@ -113,13 +113,14 @@ class Mixture:
 
     def __call__(self, x: Tensor, **add: Any) -> tuple[Tensor, Tensor]:
         """x: [T, D]; add: ``residual`` and what belongs to it, as of ``Ops.experts``. Returns [T, D], and weights: [T, K]."""
-        shared = shared_gate = None
-        if self.shared_module is not None:
-            hooked = self.lora.rows is not None and _hooked(self.shared_module.modules())
-            shared = self.shared_module(x) if hooked else self.shared(x)
+        adapted, shared, shared_gate = self.lora.rows is not None, None, None
+        if (module := self.shared_module) is not None:
+            shared = module(x) if adapted and _hooked(module.modules()) else self.shared(x)
         if (gate := self.shared_gate) is not None:
-            hooked = self.lora.rows is not None and _hooked([gate])
-            shared_gate = gate(x) if hooked else self.ops.linear(x, gate.weight, gate.bias)
+            if adapted and _hooked([gate]):
+                shared = gate(x).sigmoid() * shared
+            else:
+                shared_gate = gate.weight
         ids, weights, groups = self.ops.route(x, *self.router, self.choice)
         out = run_experts(self.experts, x, ids, weights, groups=groups, shared=shared, shared_gate=shared_gate, **add)
         return out, weights

@@ -115,6 +115,7 @@ def _grouped_kernel(
 def _weighted_sum_kernel(
     pairs_ptr,
     weights_ptr,
+    x_ptr,
     shared_ptr,
     shared_gate_ptr,
     residual_ptr,
@@ -145,7 +146,12 @@ def _weighted_sum_kernel(
     if SHARED:
         shared = tl.load(shared_ptr + token * shared_stride + at, mask=inside, other=0.0).to(tl.float32)
         if SHARED_GATE:
-            factor = tl.sigmoid(tl.load(shared_gate_ptr + token).to(tl.float32)).to(dtype).to(tl.float32)
+            products = tl.zeros((BLOCK,), tl.float32)  # of the whole token, in each of its programs
+            for start in range(0, width, BLOCK):
+                of = start + tl.arange(0, BLOCK)
+                x = tl.load(x_ptr + token * width + of, mask=of < width, other=0.0).to(tl.float32)
+                products += x * tl.load(shared_gate_ptr + of, mask=of < width, other=0.0).to(tl.float32)
+            factor = tl.sigmoid(tl.sum(products, axis=0).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
             shared = (factor * shared).to(dtype).to(tl.float32)
         total = total.to(dtype).to(tl.float32) + shared
     if RESIDUAL:
@@ -265,12 +271,13 @@ def _experts(
         chosen = torch.empty_like(hidden).index_copy_(0, order.long(), hidden)
     in_place = in_place and residual is not None and residual.is_contiguous()
     out = residual if residual is not None and in_place else torch.empty_like(x)
-    assert all(t is None or t.stride(1) == 1 for t in (shared, residual))
+    assert all(t is None or t.stride(1) == 1 for t in (shared, shared_gate, residual))
     _weighted_sum_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
         chosen,
         expert_weights,
+        x,
         x if shared is None else shared,
-        x if shared_gate is None else shared_gate.contiguous(),
+        x if shared_gate is None else shared_gate,
         x if residual is None else residual,
         out,
         expert_weights.stride(0),

@@ -171,7 +171,7 @@ def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """fp32 [splits, T, E]. splits: at most so many."""
     if x.dtype != weight.dtype:
         x, weight = x.float(), weight.float()
-    assert x.stride(1) == weight.stride(1) == 1
+    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
     (tokens, depth), experts = x.shape, weight.shape[0]
     block = 512 // x.dtype.itemsize
     split_depth = triton.cdiv(triton.cdiv(depth, block), splits) * block

@@ -115,7 +115,7 @@ def launch_routed() -> None:
         (zeros(128, 1536, 2048), zeros(128, 2048, 768)),
     )
     groups = torch.zeros(32, dtype=torch.int32), torch.zeros(129, dtype=torch.int32)
-    for gate in (None, zeros(4, 1)):
+    for gate in (None, zeros(1, 2048)):
         added = {"shared": zeros(4, 2048), "shared_gate": gate, "residual": zeros(4, 2048), "in_place": True}
         moe.experts(zeros(4, 2048), ids, weights, *parameters, gate=Gate(), groups=groups, **added)
 

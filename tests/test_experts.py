@@ -281,7 +281,7 @@ def _named(launched: list[str]) -> Ops:
         ("qwen3_moe", ["route", "experts"]),
         ("gpt_oss", ["route", "experts"]),
         ("deepseek_v3", ["linear", "linear", "route", "experts"]),
-        ("qwen3_5_moe", ["linear", "linear", "linear", "route", "experts"]),
+        ("qwen3_5_moe", ["linear", "linear", "route", "experts"]),
     ],
 )
 def test_a_block_is_these_operations_and_nothing_else(

@@ -114,8 +114,8 @@ def test_what_is_added_to_the_experts(added: str, ops: Ops, dtype: torch.dtype) 
     if "s" in added:
         extra["shared"] = shared = randn(tokens, 2 * depth, dtype=dtype)[:, :depth]
         if "g" in added:
-            extra["shared_gate"] = randn(tokens, 1, dtype=dtype)
-            expected += shared.double() * extra["shared_gate"].double().sigmoid()
+            extra["shared_gate"] = randn(1, depth, dtype=dtype, scale=2 * depth**-0.5)
+            expected += shared.double() * (arguments["x"].double() @ extra["shared_gate"].double().T).sigmoid()
         else:
             expected += shared.double()
     if "r" in added:
