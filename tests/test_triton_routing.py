@@ -151,6 +151,27 @@ def test_the_kernels_take_the_experts_that_the_reference_takes(
 
 @kernels
 @pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    ("score", "near", "far"),
+    [("softmax", 1.0, 2.0**-12), ("chosen", 1.0, 2.0**-12), ("sigmoid", 1.0, 2.0**-12), ("sigmoid", 4.0, 2.0**-8)],
+)
+def test_what_is_rounded_to_the_same_number_ranks_the_same(
+    score: Any, near: float, far: float, tokens: int, ops: Ops
+) -> None:
+    """Logits, and a sigmoid's scores, in fp16; in a router that computes in fp32 the larger is taken."""
+    x, weight = (torch.zeros(n, 48, dtype=torch.float16, device=DEVICE) for n in (tokens, 4))
+    x[:, 0], x[:, 1], weight[:, 0] = near, far, 1.0
+    weight[3, 1] = 1.0
+    for wide in (False, True):
+        choice = Choice(per_token=1, score=score, wide=wide)
+        ids, weights, _ = ops.route(x, weight, None, None, choice)
+        assert set(ids.flatten().tolist()) == {3 if wide else 0}
+        wanted = {"softmax": 0.25, "chosen": 1.0, "sigmoid": torch.tensor(near).sigmoid().item()}[score]
+        assert weights.dtype == torch.float16 and weights.float().sub(wanted).abs().max() < 1e-3
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("choice", [OLMOE, GPT_OSS, DEEPSEEK_V3])
 def test_of_experts_that_rank_the_same_the_first_are_taken(choice: Choice, tokens: int, ops: Ops) -> None:
     x, weight = randn(tokens, 48), randn(1, 48).expand(24, 48).contiguous()
