@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from stoker.engine import experts as interface
 from stoker.engine import fused_layers, routing
 from stoker.engine.model import ModelShell
+from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import CPU, REFERENCE, Ops
 from stoker.kernels.reference.routing import Choice
 from stoker.kernels.triton_ops import TRITON
@@ -243,6 +244,18 @@ def test_adapters_over_parts_of_a_block(
         assert bool(calls) == bool(routed)
         assert_like_peft(engine, model, [None] * 4)
         assert calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "options", "routed"), [SAVED[1], SAVED[5], SAVED[7]], ids=str)
+def test_deterministic_mode_takes_no_adapters_over_a_block(
+    family: str, options: dict[str, Any], routed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
+    config = replace(OF_ADAPTERS, deterministic=True)
+    RolloutEngine(peft_model(family, target_modules=["q_proj"]), config=config).close()
+    with pytest.raises(UnsupportedModelError, match=r"changes .*mlp.*not with deterministic=True"):
+        RolloutEngine(peft_model(family, **options), config=config)
 
 
 class _Launches(TorchDispatchMode):
