@@ -37,7 +37,7 @@ KINDS = {
         *("work_list", "common_blocks", "units_kernel"),
     ),
     "states": ("causal_conv", "delta_rule", "delta_gates", "prepare_kernel", "chunks_kernel", "selective_scan"),
-    "experts": ("grouped", "_order_kernel", "weighted_sum"),
+    "experts": ("grouped", "_order_kernel", "weighted_sum", "route", "_logits_kernel"),
     "adapters": ("shrink", "expand_", "look_up"),
     "matmul": (
         *("gemm", "gemv", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "cublas", "splitk"),

@@ -37,16 +37,27 @@ class _State:
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Called by transformers. hidden_states: [T, D]; top_k_index, top_k_weights: [T, K]; returns [T, D]."""
-    state: _State | None = getattr(module, _STATE, None)
-    if state is None:
+    if not is_taken_over(module):
         return ALL_EXPERTS_FUNCTIONS[_DEFAULT](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    return run_experts(module, hidden_states, top_k_index, top_k_weights)
+
+
+def is_taken_over(module: Any) -> bool:
+    """Whether each of the experts' tokens runs on the engine's operation."""
+    state: _State | None = getattr(module, _STATE, None)
+    return state is not None and state.gate is not None
+
+
+def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
+    """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
+    state: _State = getattr(module, _STATE)
     gate_up, down = module.gate_up_proj, module.down_proj
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     assert state.gate is not None
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    options = {"gate": state.gate, "adapters": state.adapters()}
-    return state.ops.experts(hidden_states, top_k_index, top_k_weights, gate_up, down, *biases, **options)
+    options |= {"gate": state.gate, "adapters": state.adapters()}
+    return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:

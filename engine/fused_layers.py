@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, Own
 from stoker.engine.fused_mixers import Mixer, mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
 from stoker.engine.linears import Linears
@@ -23,119 +24,12 @@ from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel
 from stoker.engine.probe import TOLERANCE, Recorder
 from stoker.engine.rotary import Rotary
+from stoker.engine.routing import shared_mlps, take_over_mixtures
 from stoker.engine.step_context import PackedPositions
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.norm_rotary import Activation, Norm
+from stoker.kernels.reference.norm_rotary import Norm
 
 _log = logging.getLogger("stoker")
-
-
-class _Given(NamedTuple):
-    """What a layer gets besides hidden states."""
-
-    tables: tuple[Tensor, ...] | None  # of ``Rotary``
-    context: Any
-    per_layer: Tensor | None  # [T, P], of a model that gives each layer an input of its own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mixing:
-    """Attention, what stands in its place, or an activation, between the linears before and after it."""
-
-    inputs: Linears
-    mixer: Mixer
-    inner: tuple[Linears, ...]  # of the mixer
-    out: Linears
-    scale: float
-    in_scale: float
-    post_norm: Norm | None
-
-    own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
-    norm: ClassVar[None] = None
-
-    @property
-    def linears(self) -> tuple[Linears, ...]:
-        return self.inputs, *self.inner, self.out
-
-    def __call__(self, x: Tensor, norm: Norm | None, given: _Given, **add: Any) -> Tensor:
-        """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
-        return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mlp:
-    gate_up: Linears
-    act: Activation
-    gate_scale: float
-    per_layer: bool  # the gate is of the layer's own input, and the first linear makes the gate alone
-    down: Linears
-    scale: float
-    post_norm: Norm | None
-
-    in_scale: ClassVar[float] = 1.0
-    own: ClassVar[bool] = False
-    norm: ClassVar[None] = None
-
-    @property
-    def linears(self) -> tuple[Linears, ...]:
-        return self.gate_up, self.down
-
-    def __call__(self, x: Tensor, norm: Norm | None, given: _Given, **add: Any) -> Tensor:
-        if self.gate_scale == 1.0 and not self.per_layer:
-            return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
-        up = given.per_layer if self.per_layer else None
-        gated = self.gate_up.ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale, up)
-        return self.down(gated, **add)
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A module of the original layer, or experts with the router before them."""
-
-    module: Any
-    router: Any
-    scale: float
-    norm: Norm | None  # of its own, and the router's input is not normed
-    post_norm: Norm | None
-    ops: Ops
-
-    in_scale: ClassVar[float] = 1.0
-    own: ClassVar[bool] = True
-    linears: ClassVar[tuple[Linears, ...]] = ()
-
-    def __call__(
-        self,
-        x: Tensor,
-        norm: Norm | None,
-        given: _Given,
-        *,
-        residual: Tensor | None = None,
-        scale: float = 1.0,
-        in_place: bool = False,
-    ) -> Tensor:
-        assert norm is None
-        if self.router is not None:
-            _, weights, chosen = self.router(x)
-            out = self.module(x if self.norm is None else self.ops.rms_norm(x, *self.norm), chosen, weights)
-        else:
-            out = self.module(x[None])
-        out = (out[0] if isinstance(out, tuple) else out).view(x.shape)  # some return what their router saw, too
-        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """As ``layer_structure.Block``. It is held outside the module, so that reading it is cheap and no parameter is renamed."""
-
-    norm: Norm | None
-    branches: tuple[_Mixing | _Mlp | _Own, ...]
-    post_norm: Norm | None
-
-    @property
-    def norm_is_read(self) -> bool:
-        """Whether by other than one linear, which would do the norm on its way."""
-        readers = [branch for branch in self.branches if branch.norm is None]
-        return len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -145,7 +39,7 @@ class FusedDecoderLayer(nn.Module):
         self,
         layer: Any,
         index: int,
-        blocks: Sequence[_Block],
+        blocks: Sequence[Block],
         scale: Tensor | None,
         ops: Ops,
         rotary: Rotary,
@@ -160,13 +54,18 @@ class FusedDecoderLayer(nn.Module):
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
 
     @property
-    def branches(self) -> list[_Mixing | _Mlp | _Own]:
+    def branches(self) -> list[Mixing | Mlp | Own]:
         return [branch for block in self.blocks for branch in block.branches]
 
     @property
     def complete(self) -> bool:
         """Whether the layer runs nothing of the original's own."""
         return not any(branch.own for branch in self.branches)
+
+    @property
+    def runs_on_ops(self) -> bool:
+        """Whether no module of the original's runs by its own code; without adapters, which may be over a router."""
+        return all(branch.runs_on_ops for branch in self.branches if isinstance(branch, Own))
 
     @property
     def adapted(self) -> dict[tuple[str, ...], Adapted]:
@@ -199,7 +98,7 @@ class FusedDecoderLayer(nn.Module):
         in_place: bool = False,
     ) -> Tensor:
         """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
-        x, given = hidden_states[0], _Given(tables, context, per_layer)
+        x, given = hidden_states[0], Given(tables, context, per_layer)
         for block in self.blocks:
             read, norm = x, block.norm
             if norm is not None and block.norm_is_read:
@@ -234,19 +133,26 @@ def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
     groups = []
     for path, _, _, layer, structure in _candidates(shell):
         for group in structure.groups:
-            for kind in ("weight", "bias"):
-                if getattr(layer.get_submodule(group[0]), kind) is not None:
-                    groups.append(tuple(f"{path}.{name}.{kind}" for name in group))
+            groups += _names_of(path, layer, group)
+    for path, block, branch in shared_mlps(shell.module):
+        groups += _names_of(path, block, branch.inputs)
     return groups
+
+
+def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Of the weights of linears below ``path``, which together is one name, and of their biases."""
+    kinds = [kind for kind in ("weight", "bias") if getattr(module.get_submodule(linears[0]), kind) is not None]
+    return [tuple(f"{path}.{name}.{kind}" for name in linears) for kind in kinds if len(linears) > 1]
 
 
 def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, bool]:
     """Replace the layers that agree with their fused form. Returns how many were, and whether that is all of the model.
 
     Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
-    forward is passed over. That is all of it unless a layer keeps an MLP of its own.
+    forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
+        take_over_mixtures(shell.module, ops, shell.lora, partial(_mlp_of, shell, ops, fused))
         try:
             rotary = Rotary(shell)
         except Exception:  # of any kind: positions alone do not give them
@@ -276,7 +182,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             project = plain.per_layer.project
             shell.lora.replaced(project.paths[0], {project.paths: project.lora})
         shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
-    return len(layers), all(layer.complete for layer in layers)
+    return len(layers), all(layer.runs_on_ops for layer in layers)
 
 
 def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, Any, Structure]]:
@@ -288,6 +194,46 @@ def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, An
                 structure = structure_of(layer)
                 if structure is not None:
                     yield f"{path}.{index}", module, index, layer, structure
+
+
+def _linears_of(
+    shell: ModelShell,
+    ops: Ops,
+    fused: Mapping[tuple[str, ...], Tensor],
+    path: str,
+    module: nn.Module,
+    names: tuple[str, ...],
+) -> Linears:
+    """Of a module and its path, the linears with these names."""
+    modules: list[Any] = [module.get_submodule(name) for name in names]
+    if len(names) == 1:
+        weight, bias = modules[0].weight, modules[0].bias
+    else:
+        weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
+    paths = tuple(f"{path}.{name}" for name in names)
+    return Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
+
+
+def _mlp_of(
+    shell: ModelShell,
+    ops: Ops,
+    fused: Mapping[tuple[str, ...], Tensor],
+    path: str,
+    module: nn.Module,
+    branch: Branch,
+    post_norm: Norm | None = None,
+) -> Mlp:
+    assert branch.act is not None
+    gate_up, down = (_linears_of(shell, ops, fused, path, module, names) for names in (branch.inputs, (branch.out,)))
+    return Mlp(
+        gate_up=gate_up,
+        act=branch.act,
+        gate_scale=branch.gate_scale,
+        per_layer=branch.gates_per_layer,
+        down=down,
+        scale=branch.scale,
+        post_norm=post_norm,
+    )
 
 
 def _fused(
@@ -333,35 +279,20 @@ def _fused(
     def norm_by(name: str | None) -> Norm | None:
         return None if name is None else norms[name]
 
-    def linears(names: tuple[str, ...]) -> Linears:
-        modules = [layer.get_submodule(name) for name in names]
-        if len(names) == 1:
-            weight, bias = modules[0].weight, modules[0].bias
-        else:
-            weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
-        paths = tuple(f"{path}.{name}" for name in names)
-        return Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
+    linears = partial(_linears_of, shell, ops, fused, path, layer)
 
-    def ways(branch: Branch) -> Iterator[_Mixing | _Mlp | _Own]:
+    def ways(branch: Branch) -> Iterator[Mixing | Mlp | Own]:
         """What a branch may be."""
         module = layer.get_submodule(branch.path)
         if not branch.inputs:
             router = None if branch.router is None else layer.get_submodule(branch.router)
-            yield _Own(module, router, branch.scale, norm_by(branch.norm), norm_by(branch.post_norm), ops)
+            yield Own(module, router, branch.scale, norm_by(branch.norm), norm_by(branch.post_norm), ops)
             return
         post_norm = norm_by(branch.post_norm)
-        inputs, out = linears(branch.inputs), linears((branch.out,))
         if branch.act is not None:
-            yield _Mlp(
-                gate_up=inputs,
-                act=branch.act,
-                gate_scale=branch.gate_scale,
-                per_layer=branch.gates_per_layer,
-                down=out,
-                scale=branch.scale,
-                post_norm=post_norm,
-            )
+            yield _mlp_of(shell, ops, fused, path, layer, branch, post_norm)
             return
+        inputs, out = linears(branch.inputs), linears((branch.out,))
         mixers: Iterable[Mixer]
         inner = tuple(linears((name,)) for name in branch.inner)
         if (act := branch.plain_act) is not None:
@@ -372,12 +303,12 @@ def _fused(
             mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
         scales = {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
-            yield _Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, post_norm=post_norm, **scales)
+            yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, post_norm=post_norm, **scales)
 
     for chosen in itertools.product(*map(ways, structure.branches)):
         branches = iter(chosen)
         blocks = [
-            _Block(
+            Block(
                 norm=norm_by(block.norm),
                 branches=tuple(itertools.islice(branches, len(block.branches))),
                 post_norm=norm_by(block.post_norm),

@@ -146,7 +146,7 @@ def structure_of(layer: nn.Module) -> Structure | None:
     if names == {"norm", "mixer"}:  # Nemotron-H
         kinds = {"conv1d": "mamba", "q_proj": "self_attn"}
         kind = next((of for name, of in kinds.items() if hasattr(layer.mixer, name)), None)
-        branch = _mlp(layer, "mixer") if kind is None else _mixer(layer, "mixer", kind)
+        branch = mlp_of(layer, "mixer") if kind is None else _mixer(layer, "mixer", kind)
         return None if branch is None else Structure((Block("norm", (branch,), None),))
     has_experts, has_input = names >= _EXPERTS, names >= _PER_LAYER
     names -= (_EXPERTS if has_experts else set()) | (_PER_LAYER if has_input else set())
@@ -155,7 +155,7 @@ def structure_of(layer: nn.Module) -> Structure | None:
     if norms is None or not of_mixers or not of_mlps:
         return None
     found = [_mixer(layer, name, name) for name in of_mixers]
-    mixers, mlps = tuple(filter(None, found)), tuple(_mlp(layer, name) for name in of_mlps)
+    mixers, mlps = tuple(filter(None, found)), tuple(mlp_of(layer, name) for name in of_mlps)
     if len(mixers) < len(found) or sum(not branch.inputs for branch in mlps) > 1:
         return None
     if any(len(branches) > 1 and post is not None for branches, post in ((mixers, norms[1]), (mlps, norms[3]))):
@@ -198,7 +198,7 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     return None
 
 
-def _mlp(layer: nn.Module, name: str) -> Branch:
+def mlp_of(layer: nn.Module, name: str) -> Branch:
     module = layer.get_submodule(name)
     own = Branch(name, scale=_multiplier(layer, "residual"))
     scaled = replace(own, scale=own.scale * _multiplier(module, "down"), gate_scale=_multiplier(module, "gate"))

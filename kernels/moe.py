@@ -1,12 +1,15 @@
 """The experts of a mixture-of-experts layer, for a GPU: a grouped product over the model's own 3-D weights.
 
 Pairs of token and expert are put in the order of the experts on the device, in a number of programs that depends on the
-number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, gate and up with
-activation, down, and the weighted sum. With adapters the activation comes after theirs, as an operation of its own.
+number of pairs alone; nothing waits for the host, so the whole can be captured. Four kernels: order, where the router has
+not done that, gate and up with activation, down, and the weighted sum with all that is added to it. With adapters the
+activation comes after theirs, as an operation of its own.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -112,22 +115,49 @@ def _grouped_kernel(
 def _weighted_sum_kernel(
     pairs_ptr,
     weights_ptr,
+    x_ptr,
+    shared_ptr,
+    shared_gate_ptr,
+    residual_ptr,
     out_ptr,
     weights_stride,
+    shared_stride,
+    residual_stride,
     width,
+    scale,
     PER_TOKEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """It rounds where the reference does. The residual may be where the result goes."""
     await_turn(DEPENDENT)
+    dtype = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(PER_TOKEN):
         weight = tl.load(weights_ptr + token * weights_stride + k).to(tl.float32)
-        row = tl.load(pairs_ptr + (token * PER_TOKEN + k) * width + at, mask=at < width, other=0.0)
+        row = tl.load(pairs_ptr + (token * PER_TOKEN + k) * width + at, mask=inside, other=0.0)
         total += weight * row.to(tl.float32)
-    tl.store(out_ptr + token * width + at, total, mask=at < width)
+    if SHARED:
+        shared = tl.load(shared_ptr + token * shared_stride + at, mask=inside, other=0.0).to(tl.float32)
+        if SHARED_GATE:
+            products = tl.zeros((BLOCK,), tl.float32)  # of the whole token, in each of its programs
+            for start in range(0, width, BLOCK):
+                of = start + tl.arange(0, BLOCK)
+                x = tl.load(x_ptr + token * width + of, mask=of < width, other=0.0).to(tl.float32)
+                products += x * tl.load(shared_gate_ptr + of, mask=of < width, other=0.0).to(tl.float32)
+            factor = tl.sigmoid(tl.sum(products, axis=0).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+            shared = (factor * shared).to(dtype).to(tl.float32)
+        total = total.to(dtype).to(tl.float32) + shared
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + token * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
+        total = (total.to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32) + residual
+    tl.store(out_ptr + token * width + at, total, mask=inside)
 
 
 def experts(
@@ -138,18 +168,15 @@ def experts(
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    *,
-    gate: Gate,
-    adapters: ExpertAdapters | None = None,
+    **options: Any,
 ) -> Tensor:
     """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I]."""
     rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
     # Narrow tiles while few pairs are there, so that all multiprocessors read.
     tiles = most_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
     columns = 64 if tiles < 2 * launch.multiprocessors(x.device) else 128
-    return _experts(
-        x, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, gate, adapters, rows, columns
-    )
+    biases = gate_up_bias, down_bias
+    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, rows, columns, **options)
 
 
 def experts_invariant(
@@ -160,13 +187,11 @@ def experts_invariant(
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    *,
-    gate: Gate,
-    adapters: ExpertAdapters | None = None,
+    **options: Any,
 ) -> Tensor:
     """``experts`` in tiles of one shape always: a token without an adapter has the same bits alone and among any others."""
     biases = gate_up_bias, down_bias
-    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, gate, adapters, _INVARIANT_ROWS, 128)
+    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, _INVARIANT_ROWS, 128, **options)
 
 
 def _experts(
@@ -177,10 +202,17 @@ def _experts(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    gate: Gate,
-    adapters: ExpertAdapters | None,
     rows: int,
     columns: int,
+    *,
+    gate: Gate,
+    adapters: ExpertAdapters | None = None,
+    groups: tuple[Tensor, Tensor] | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
     x, expert_ids = x.contiguous(), expert_ids.contiguous()
     assert expert_weights.stride(1) == 1 and (gate_up_bias is None or gate_up_bias.is_contiguous())
@@ -189,7 +221,7 @@ def _experts(
         columns = 64
     tokens, per_token = expert_ids.shape
     pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
-    order, starts = order_by_group(expert_ids, num_experts)
+    order, starts = order_by_group(expert_ids, num_experts) if groups is None else groups
     options = {"num_warps": 4} | launch.options(x.device)
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, in_order: bool = False) -> Tensor:
@@ -237,8 +269,27 @@ def _experts(
                 lora(hidden, projected, table, of_pairs)
             hidden = gate(projected).contiguous() if weight is gate_up else projected
         chosen = torch.empty_like(hidden).index_copy_(0, order.long(), hidden)
-    out = torch.empty_like(x)
+    in_place = in_place and residual is not None and residual.is_contiguous()
+    out = residual if residual is not None and in_place else torch.empty_like(x)
+    assert all(t is None or t.stride(1) == 1 for t in (shared, shared_gate, residual))
     _weighted_sum_kernel[(tokens, triton.cdiv(x.shape[1], 1024))](
-        chosen, expert_weights, out, expert_weights.stride(0), x.shape[1], PER_TOKEN=per_token, BLOCK=1024, **options
+        chosen,
+        expert_weights,
+        x,
+        x if shared is None else shared,
+        x if shared_gate is None else shared_gate,
+        x if residual is None else residual,
+        out,
+        expert_weights.stride(0),
+        0 if shared is None else shared.stride(0),
+        0 if residual is None else residual.stride(0),
+        x.shape[1],
+        scale,
+        PER_TOKEN=per_token,
+        SHARED=shared is not None,
+        SHARED_GATE=shared_gate is not None,
+        RESIDUAL=residual is not None,
+        BLOCK=1024,
+        **options,
     )
     return out

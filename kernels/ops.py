@@ -22,11 +22,13 @@ from stoker.kernels.reference import (
     moe,
     norm_rotary,
     recurrent,
+    routing,
     sampling,
     window,
 )
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
+from stoker.kernels.reference.routing import Routing
 
 _log = logging.getLogger("stoker")
 
@@ -40,6 +42,7 @@ class Ops:
     linear: Callable[..., Tensor]
     lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
+    route: Callable[..., Routing]
     experts: Callable[..., Tensor]
     qk_norm_rotary_write: Callable[..., Tensor]
     latent_heads_write: Callable[..., Tensor]
@@ -83,6 +86,7 @@ REFERENCE = Ops(
     linear=linear.linear,
     lora=lora.lora,
     lora_embedding=lora.lora_embedding,
+    route=routing.route,
     experts=moe.experts,
     qk_norm_rotary_write=attention.qk_norm_rotary_write,
     latent_heads_write=attention.latent_heads_write,

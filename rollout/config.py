@@ -34,8 +34,8 @@ class EngineConfig:
     - decode_window: most decode steps run between two looks of the scheduler.
     - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does where that can be; True refuses where it cannot.
     - deterministic: a request's tokens and log-probabilities are the same to the last bit alone and among any others,
-      chunked, preempted or found in the prefix cache. On CUDA, for models without experts whose layers are all fused;
-      somewhat slower.
+      chunked, preempted or found in the prefix cache. On CUDA, for models whose layers are all fused, with experts where
+      their router is a known one; somewhat slower.
     - score_chunk_tokens: most tokens whose logits exist at one time while given tokens are scored: this many times the
       vocabulary, in the dtype, twice where the model's class scales or caps them. More than some hundreds gain no speed.
     - check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.

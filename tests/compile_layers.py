@@ -29,6 +29,7 @@ from stoker.kernels import (
     norm_rotary,
     recurrent,
     recurrent_chunks,
+    routing,
     sampling,
     window,
 )
@@ -37,6 +38,7 @@ from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 from stoker.kernels.reference.recurrent import StateRows
+from stoker.kernels.reference.routing import Choice
 from stoker.kernels.reference.window import Record
 
 
@@ -116,6 +118,35 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
     caches = zeros(4, 16, heads, plain + rotated), zeros(4, 16, heads, value)
     for interleaved, factor in ((True, None), (False, torch.ones(8, 1))):
         latent.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
+
+
+def launch_routed() -> None:
+    """Routers and sums of Qwen3-MoE, gpt-oss, DeepSeek-V2 and V3, and Qwen3.5-MoE, in a decode step and a prompt."""
+    in_groups = {"groups": 8, "wide": True, "wide_weights": True}
+    qwen3 = Choice(per_token=8, score="softmax", normalise=True)
+    v2 = Choice(per_token=6, score="softmax", scale=16.0, kept_groups=3, **in_groups)
+    v3 = Choice(per_token=8, score="sigmoid", normalise=True, kept_groups=4, best_of_group=2, **in_groups)
+    for experts, dim, bias, choice in (
+        (128, 2048, None, qwen3),
+        (32, 2880, zeros(32), Choice(per_token=4, score="chosen")),
+        (160, 5120, None, v2),
+        (512, 4096, None, Choice(per_token=10, score="softmax", normalise=True)),
+        (256, 7168, None, v3),
+    ):
+        correction = torch.zeros(experts) if choice is v3 else None
+        for tokens in (1, 64, 200) if choice in (qwen3, v3) else (16,):
+            routing.route(zeros(tokens, dim), zeros(experts, dim), bias, correction, choice)
+    routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, None, v3)
+    routing.route(zeros(4, 2048).float(), zeros(128, 2048).float(), None, None, qwen3)
+    ids, weights, parameters = (
+        torch.zeros(4, 8, dtype=torch.long),
+        zeros(4, 8),
+        (zeros(128, 1536, 2048), zeros(128, 2048, 768)),
+    )
+    groups = torch.zeros(32, dtype=torch.int32), torch.zeros(129, dtype=torch.int32)
+    for gate in (None, zeros(1, 2048)):
+        added = {"shared": zeros(4, 2048), "shared_gate": gate, "residual": zeros(4, 2048), "in_place": True}
+        moe.experts(zeros(4, 2048), ids, weights, *parameters, gate=Gate(), groups=groups, **added)
 
 
 def adapt(
@@ -213,6 +244,7 @@ if __name__ == "__main__":
         constraints,
         grouping,
         moe,
+        routing,
         lora,
     ]
     of_layers += [causal_conv, gates, recurrent, recurrent_chunks]
@@ -223,6 +255,7 @@ if __name__ == "__main__":
     launch_others(5376, 32, 4, 512)  # Gemma 4 31B
     launch_latent(128, 128, 64, 128)  # DeepSeek V3
     launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
+    launch_routed()
     launch_adapters()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

@@ -1,18 +1,29 @@
-"""Which modules with experts run on the engine's own operation, and that the trainer's do not."""
+"""Which modules with experts run on the engine's own operation, that the trainer's do not, and what of their routers is found."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, ROUTED, experts_modules, make_model
-from torch import nn
+from adapted import CONFIG as OF_ADAPTERS
+from adapted import assert_like_peft, peft_model
+from families import FAMILIES, ROUTED, experts_modules, make_model, randomise
+from test_fused_layers import CONFIG, assert_like_hugging_face
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from stoker.engine import experts as interface
+from stoker.engine import fused_layers, routing
 from stoker.engine.model import ModelShell
-from stoker.kernels.ops import REFERENCE
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.ops import CPU, REFERENCE, Ops
+from stoker.kernels.reference.routing import Choice
 from stoker.kernels.triton_ops import TRITON
+from stoker.rollout import RolloutEngine, binding
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,3 +53,265 @@ def test_the_trainer_s_experts_stay_as_they_were() -> None:
     assert shell.config._experts_implementation == interface.EXPERTS
     assert model.config._experts_implementation == before != interface.EXPERTS
     assert not any(hasattr(m, "stoker_experts") for m in model.modules())
+
+
+_MIXTRAL = Choice(per_token=2, score="softmax", normalise=True)
+_GPT_OSS = Choice(per_token=2, score="chosen")
+_DEEPSEEK_V2 = Choice(per_token=2, score="softmax", scale=1.7, groups=3)
+_DEEPSEEK_V3 = Choice(
+    per_token=2, score="sigmoid", normalise=True, eps=1e-20, scale=1.7, groups=4, kept_groups=2, best_of_group=2
+)
+# How the routers of families choose, how many there are, and what they compute in fp32 in a model of another dtype.
+CHOICES: dict[str, tuple[Choice, int, tuple[str, ...]]] = {
+    "qwen3_moe": (_MIXTRAL, 2, ()),
+    "mixtral": (_MIXTRAL, 3, ("wide_weights",)),
+    "olmoe": (Choice(per_token=3, score="softmax"), 3, ()),
+    "gpt_oss": (_GPT_OSS, 3, ()),
+    "deepseek_v2": (_DEEPSEEK_V2, 2, ("wide", "wide_weights")),
+    "deepseek_v3": (_DEEPSEEK_V3, 2, ("wide", "wide_weights")),
+    "glm4_moe": (_DEEPSEEK_V3, 2, ("wide", "wide_weights")),
+    "qwen3_next": (_MIXTRAL, 3, ()),
+    "qwen3_5_moe": (_MIXTRAL, 3, ()),
+    "lfm2_moe": (Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6), 2, ()),
+    "granitemoehybrid": (_GPT_OSS, 3, ()),
+}
+WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"}
+GATED = {"qwen3_next", "qwen3_5_moe"}
+# Correction of the ranks, or bias of the logits.
+BIASED = {"gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1}
+
+
+@pytest.fixture
+def mixtures(monkeypatch: pytest.MonkeyPatch) -> list[routing.Mixture]:
+    """Those that are put in service."""
+    found: list[routing.Mixture] = []
+    agrees = routing._agrees
+
+    def noted(mixture: routing.Mixture, like: Tensor) -> bool:
+        agreed = agrees(mixture, like)
+        found.extend([mixture] * agreed)
+        return agreed
+
+    monkeypatch.setattr(routing, "_agrees", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", CHOICES)
+def test_how_the_routers_of_families_choose(family: str, dtype: torch.dtype, mixtures: list[routing.Mixture]) -> None:
+    choice, count, wide = CHOICES[family]
+    if dtype != torch.float32:
+        choice = replace(choice, **dict.fromkeys(wide, True))
+    with RolloutEngine(make_model(family).to(dtype), config=CONFIG):
+        assert [mixture.choice for mixture in mixtures] == [choice] * count
+    for mixture in mixtures:
+        assert (mixture.shared is not None) == (family in WITH_SHARED)
+        assert (mixture.shared_gate is not None) == (family in GATED)
+        biased = [tensor is not None for tensor in mixture.router[1:]]
+        assert biased == [BIASED.get(family) == place for place in range(2)]
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama4", "nemotron_h", "llama"])
+def test_other_models_have_no_such_blocks(family: str, mixtures: list[routing.Mixture]) -> None:
+    with RolloutEngine(make_model(family), config=CONFIG):
+        assert not mixtures
+
+
+@pytest.mark.parametrize("family", CHOICES)
+def test_routers_follow_the_weights(family: str, mixtures: list[routing.Mixture]) -> None:
+    """Every parameter and buffer in place, of layers that are not fused, too."""
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            randomise(model)
+        engine.update_weights()
+        assert_like_hugging_face(engine, model)
+        assert len(mixtures) == CHOICES[family][1]
+
+
+@pytest.mark.parametrize("replaced", ["correction", "weight"])
+def test_a_router_s_tensors_may_be_replaced(replaced: str) -> None:
+    model = make_model("glm4_moe")
+    with RolloutEngine(model, config=CONFIG) as engine, torch.no_grad():
+        for layer in model.model.layers[1:]:
+            gate = layer.mlp.gate
+            if replaced == "weight":
+                gate.weight = nn.Parameter(gate.weight.flip(0))
+            else:
+                gate.e_score_correction_bias = gate.e_score_correction_bias.flip(0)
+        engine.update_weights()
+        assert_like_hugging_face(engine, model)
+
+
+def _of_a_gate(change: Callable[[Any, tuple[Tensor, ...]], tuple[Tensor, ...]]) -> Callable[[PreTrainedModel], Any]:
+    def install(model: PreTrainedModel) -> Any:
+        return type(model.model.layers[2].mlp.gate), change
+
+    return install
+
+
+def _other_experts(gate: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    logits, weights, ids = out
+    return logits, weights, (ids + 1) % gate.num_experts
+
+
+def _capped(gate: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    logits, weights, ids = out
+    return logits, weights.clamp(max=0.6), ids
+
+
+@pytest.mark.parametrize("change", [_other_experts, _capped])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_a_router_that_does_something_else_stays(
+    family: str, change: Any, mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    kind = type(model.model.layers[2].mlp.gate)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states: change(self, forward(self, hidden_states)))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not mixtures
+        assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
+def test_a_block_that_does_something_else_stays(
+    family: str, mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    kind = type(model.model.layers[2].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states: 1.01 * forward(self, hidden_states))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not mixtures
+        assert_like_hugging_face(engine, model)
+
+
+def test_a_block_with_more_in_it_stays(mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though on the day it is looked at that does nothing."""
+    model = make_model("qwen3_moe")
+    kind = type(model.model.layers[2].mlp)
+    create, forward = kind.__init__, kind.forward
+
+    def with_scale(self: Any, config: Any) -> None:
+        create(self, config)
+        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+
+    monkeypatch.setattr(kind, "__init__", with_scale)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states: self.scale * forward(self, hidden_states))
+    model = make_model("qwen3_moe")
+    with torch.no_grad():
+        for layer in (0, 2):
+            model.model.layers[layer].mlp.scale.fill_(1.0)
+        with RolloutEngine(model, config=CONFIG) as engine:
+            assert not mixtures
+            model.model.layers[2].mlp.scale.normal_()
+            engine.update_weights()
+            assert_like_hugging_face(engine, model)
+
+
+SAVED = [
+    ("qwen3_moe", {"target_modules": ["q_proj"], "modules_to_save": ["mlp.gate"]}, 0),
+    ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}, 0),
+    ("qwen3_5_moe", {"target_modules": ["in_proj_z"], "modules_to_save": ["shared_expert"]}, 1),
+    ("qwen3_5_moe", {"target_modules": ["shared_expert.gate_proj", "shared_expert_gate"]}, 1),
+    ("qwen3_5_moe", {"target_modules": "all-linear"}, 1),
+    ("mixtral", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, 0),
+    ("deepseek_v2", {"target_modules": ["o_proj", "shared_experts.down_proj"]}, 1),
+    ("glm4_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, 1),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "options", "routed"), SAVED, ids=str)
+def test_adapters_over_parts_of_a_block(
+    family: str, options: dict[str, Any], routed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """routed: whether the block still runs on few operations, as without the adapter it does."""
+    calls = []
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return CPU.route(*args)
+
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(CPU, route=noted))
+    model = peft_model(family, **options)
+    with RolloutEngine(model, config=OF_ADAPTERS) as engine:
+        assert_like_peft(engine, model, ["default", None, "default", None])
+        calls.clear()
+        assert_like_peft(engine, model, ["default"] * 4)
+        assert bool(calls) == bool(routed)
+        assert_like_peft(engine, model, [None] * 4)
+        assert calls
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("family", "options", "routed"), [SAVED[1], SAVED[5], SAVED[7]], ids=str)
+def test_deterministic_mode_takes_no_adapters_over_a_block(
+    family: str, options: dict[str, Any], routed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
+    config = replace(OF_ADAPTERS, deterministic=True)
+    RolloutEngine(peft_model(family, target_modules=["q_proj"]), config=config).close()
+    with pytest.raises(UnsupportedModelError, match=r"changes .*mlp.*not with deterministic=True"):
+        RolloutEngine(peft_model(family, **options), config=config)
+
+
+class _Launches(TorchDispatchMode):
+    """Names of the operations that are no views of what there is."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        if not func.is_view and "reshape" not in str(func):
+            self.names.append(str(func))
+        return out
+
+
+def _named(launched: list[str]) -> Ops:
+    """The reference's operations, of which each is one."""
+
+    def call(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            before = len(launched)
+            out = real(*args, **options)
+            launched[before:] = [name]
+            return out
+
+        return run
+
+    names = [f.name for f in fields(Ops) if callable(getattr(REFERENCE, f.name))]
+    return replace(REFERENCE, **{name: call(name, getattr(REFERENCE, name)) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("family", "operations"),
+    [
+        ("qwen3_moe", ["route", "experts"]),
+        ("gpt_oss", ["route", "experts"]),
+        ("deepseek_v3", ["linear", "linear", "route", "experts"]),
+        ("qwen3_5_moe", ["linear", "linear", "route", "experts"]),
+    ],
+)
+def test_a_block_is_these_operations_and_nothing_else(
+    family: str, operations: list[str], mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: _named(launched))
+    with RolloutEngine(make_model(family), config=CONFIG), torch.inference_mode():
+        mixture, x = mixtures[0], torch.randn(1, 3, 48)
+        launched.clear()
+        with _Launches(launched):
+            mixture.forward(x)
+        assert launched == operations
+        if family in ("qwen3_moe", "qwen3_5_moe"):  # in a fused layer the residual is added on the way
+            own = fused_layers._Own(mixture.original.__self__, 1.0)
+            residual = torch.randn(3, 48)
+            launched.clear()
+            with _Launches(launched):
+                own(x[0], None, None, None, residual=residual, in_place=True)
+            assert launched == operations

@@ -31,7 +31,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in (1, 5, 17, 33, 40, 8)]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid"],
+)
 def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     model = make_model(family)
     expected = [oracle.greedy(model, prompt, NEW_TOKENS) for prompt in prompts()]
@@ -162,7 +165,7 @@ def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "lfm2", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "bamba", "qwen3_moe", "qwen3_5_moe"])
 def test_deterministic_bits_do_not_depend_on_the_batch(family: str, dtype: torch.dtype) -> None:
     config = EngineConfig(kv_cache_memory="64MiB", deterministic=True, max_num_batched_tokens=24)
     with RolloutEngine(make_model(family).to(dtype).cuda(), config=config) as engine:

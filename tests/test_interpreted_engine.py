@@ -68,11 +68,15 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})],
+    [
+        *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})),
+        ("glm4_moe", {"num_hidden_layers": 2}),
+        ("qwen3_5_moe", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_with_the_kernels_of_a_gpu_layers_with_states_give_what_the_plain_forward_does(
-    family: str, sizes: dict[str, int]
+def test_with_the_kernels_of_a_gpu_layers_with_states_or_experts_give_what_the_plain_forward_does(
+    family: str, sizes: dict[str, Any]
 ) -> None:
     model = make_model(family, **sizes)
     with build(model, runtime=CpuRuntime) as plain:
@@ -138,10 +142,19 @@ def test_deterministic_bits_survive_preemption() -> None:
 
 @pytest.mark.parametrize(
     ("family", "num_layers"),
-    [("gemma2", 1), ("gemma4", None), ("qwen3_5", None), ("lfm2", None), ("bamba", None), ("falcon_h1", 1)],
+    [
+        ("gemma2", 1),
+        ("gemma4", None),
+        ("qwen3_5", None),
+        ("lfm2", None),
+        ("bamba", None),
+        ("falcon_h1", 1),
+        ("qwen3_moe", 1),
+        ("glm4_moe", 2),
+    ],
 )
 def test_others_are_deterministic_too(family: str, num_layers: int | None) -> None:
-    """Norms after the projections, GeGLU, softcaps and inputs of each layer; layers with states, and gates."""
+    """Norms after the projections, GeGLU, softcaps and inputs of each layer; layers with states, and gates; experts."""
     several, settings = few(2)
     with build(family, ops=DETERMINISTIC, num_layers=num_layers, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))
@@ -183,8 +196,8 @@ def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.Mon
     with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
         RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
-    # No layer of the one is fused, and of the other's layers all but the experts.
-    for family, name in (("cohere2", "Cohere2ForCausalLM"), ("mixtral", "MixtralForCausalLM")):
+    # No layer of the one is fused, and of the other's layers all but experts without a gate.
+    for family, name in (("cohere2", "Cohere2ForCausalLM"), ("nemotron_h", "NemotronHForCausalLM")):
         with pytest.raises(UnsupportedModelError, match=f"{name} has layers that run their own matmuls"):
             RolloutEngine(make_model(family), config=EngineConfig(deterministic=True))
 

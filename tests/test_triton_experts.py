@@ -102,6 +102,40 @@ def test_experts(case: tuple[int, int, int, int, int, str], ops: Ops, dtype: tor
     assert_close(ops.experts(**arguments), expected_experts(**arguments), dtype)
 
 
+@dtypes
+@all_ops
+@pytest.mark.parametrize("added", ["s", "sg", "r", "rp", "srp", "sgr"])
+def test_what_is_added_to_the_experts(added: str, ops: Ops, dtype: torch.dtype) -> None:
+    """added: letters of the output of a shared expert, its gate, a residual, and whether the result takes its place."""
+    tokens, depth = 5, 1040  # more than one program's
+    arguments = make_experts(tokens, 2, 4, depth, 32, "", dtype)
+    expected = expected_experts(**arguments)
+    extra: dict[str, Any] = {}
+    if "s" in added:
+        extra["shared"] = shared = randn(tokens, 2 * depth, dtype=dtype)[:, :depth]
+        if "g" in added:
+            extra["shared_gate"] = randn(1, depth, dtype=dtype, scale=2 * depth**-0.5)
+            expected += shared.double() * (arguments["x"].double() @ extra["shared_gate"].double().T).sigmoid()
+        else:
+            expected += shared.double()
+    if "r" in added:
+        extra |= {"residual": randn(tokens, depth, dtype=dtype), "scale": 0.3, "in_place": "p" in added}
+        expected = extra["residual"].double() + 0.3 * expected
+    out = ops.experts(**arguments, **extra)
+    assert_close(out, expected, dtype)
+    if "r" in added:
+        assert (out.data_ptr() == extra["residual"].data_ptr()) == ("p" in added)
+
+
+@pytest.mark.parametrize("ops", [TRITON, DETERMINISTIC], ids=["triton", "deterministic"])
+def test_pairs_that_the_router_has_put_in_order(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make_experts(9, 2, 6, 48, 32, "b", torch.float32)
+    groups = grouping.order_by_group(arguments["expert_ids"], 6)
+    expected = ops.experts(**arguments)
+    monkeypatch.delattr(triton_moe, "order_by_group")
+    assert torch.equal(ops.experts(**arguments, groups=groups), expected)
+
+
 @all_ops
 @pytest.mark.parametrize("options", ["", "btc"])
 def test_adapters_of_experts(options: str, ops: Ops) -> None:
@@ -165,7 +199,7 @@ def test_only_the_fast_experts_follow_the_number_of_tokens(monkeypatch: pytest.M
 
     def tiles(ops: Ops) -> set[tuple[int, ...]]:
         seen = set()
-        monkeypatch.setattr(triton_moe, "_experts", lambda *args: seen.add(args[-2:]))
+        monkeypatch.setattr(triton_moe, "_experts", lambda *args, **_: seen.add(args[-2:]))
         for tokens in (1, 40, 600):
             ops.experts(**make_experts(tokens, 2, 4, 16, 16, "", torch.float32))
         return seen

@@ -13,7 +13,7 @@ from pathlib import Path
 import oracle
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import ROUTED, VOCAB, make_model
 from linears import EPS, HF_NAMES, expected_norm
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -298,7 +298,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     made = json.loads(done.stdout)
     layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
     layers.append("latent_heads_write")
-    others = ["order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
+    others = ["logits", "route", "order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
     dependent |= {f"{name}_kernel" for name in ("shrink", "expand", "expand_gated", "look_up")}
@@ -328,6 +328,9 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
         ("glm4", 1, {"num_hidden_layers": 1}),
         ("granite", 1, {"num_hidden_layers": 1}),
+        ("qwen3_moe", 1, {"num_hidden_layers": 1, "mlp_only_layers": []}),
+        ("deepseek_v3", 2, {"num_hidden_layers": 2}),
+        ("qwen3_5_moe", 1, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     ],
 )
 def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,13 +344,15 @@ def test_the_engine_runs_on_them(family: str, fused: int, sizes: dict, monkeypat
 
         return call
 
-    mine = {"linear", "qk_norm_rotary_write"} if fused else {"experts"}
-    if family == "gpt_oss":
-        mine |= {"rms_norm", "experts"}
-    if family in ("gemma3", "gemma4", "glm4"):
-        mine.add("rms_norm")  # after attention and after the MLP
+    mine = {"linear", "qk_norm_rotary_write"} if fused else set()
+    if family in ("gemma3", "gemma4", "glm4", "gpt_oss", "qwen3_moe", "qwen3_5_moe"):
+        mine.add("rms_norm")  # after attention and after the MLP, or before what reads it more than once
     if family == "gemma4":
         mine.add("act_mul")  # of the input of each layer
+    if family in ROUTED or family == "qwen3_5_moe":
+        mine |= {"route", "experts"}
+    if family == "deepseek_v3":
+        mine = {"linear", "latent_heads_write", "rms_norm", "route", "experts"}
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: replace(REFERENCE, **{name: noted(name) for name in mine}))
     model = make_model(family, **sizes)
     prompts = [torch.randint(1, VOCAB, (n,)).tolist() for n in (6, 1)]

@@ -59,13 +59,22 @@ def experts(
     *,
     gate: Gate,
     adapters: ExpertAdapters | None = None,
+    groups: tuple[Tensor, Tensor] | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    scale: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
-    """Each token through its experts, ``sum over k of weight[k] * down(gate(gate_up(x)))``.
+    """Each token through its experts, ``sum over k of weight[k] * down(gate(gate_up(x)))``, and what is added to that.
+
+    The whole is ``residual + scale * (sum + sigmoid(x @ shared_gate.T) * shared)``, of which all but the sum is optional.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D]
-    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives.
-    Returns [T, D] in the dtype of ``x``. Without adapters nothing waits for the device. Raises ``RuntimeError`` where a
-    row of a weight is not a multiple of 16 bytes.
+    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives;
+    groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody reads
+    the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
+    nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
     """
     per_token = expert_ids.shape[1]
     ids, order = expert_ids.flatten().sort(stable=True)
@@ -86,4 +95,7 @@ def experts(
     out = project(hidden, down, down_bias, tables[1])
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     chosen = out[places].view(*expert_ids.shape, -1)
-    return (chosen * expert_weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)
+    total = (chosen * expert_weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)
+    if shared is not None:
+        total += shared if shared_gate is None else F.linear(x, shared_gate).sigmoid() * shared
+    return total if residual is None else torch.add(residual, total, alpha=scale, out=residual if in_place else None)

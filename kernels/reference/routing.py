@@ -1,0 +1,79 @@
+"""Which experts a token goes to in a mixture-of-experts layer, and how much of each it takes, as plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a router's logits become the experts of a token and their weights.
+
+    A score is made of each logit, the best are chosen by score plus correction, and the scores of those, without it, are
+    the weights. "chosen" is a softmax of the chosen experts' logits alone, as in gpt-oss; "softmax" one of them all, as in
+    Mixtral; "sigmoid" and groups are DeepSeek-V3's. Of several groups of experts only some are chosen from, those with the
+    largest sums of their ``best_of_group`` best.
+    """
+
+    per_token: int
+    score: Literal["softmax", "sigmoid", "chosen"]
+    normalise: bool = False  # the weights by their sum, plus ``eps``
+    eps: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    best_of_group: int = 1
+    wide: bool = False  # logits and scores are fp32, whatever the weights' dtype
+    wide_weights: bool = False  # so is what comes of it
+
+
+class Routing(NamedTuple):
+    """What ``experts`` is told."""
+
+    ids: Tensor  # int64 [T, K], those of a token all different
+    weights: Tensor  # [T, K]
+    groups: tuple[Tensor, Tensor] | None = None  # pairs in the order of their experts, where that was found on the way
+
+
+def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice) -> Routing:
+    """x: [T, D]; weight: [E, D]; bias, of the logits: [E]; correction, of what is ranked: [E].
+
+    Of experts that rank the same, whichever ``torch.topk`` takes.
+    """
+    if choice.wide:
+        logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    else:
+        logits = F.linear(x, weight, bias)
+    return choose(logits, correction, choice, x.dtype)
+
+
+def choose(logits: Tensor, correction: Tensor | None, choice: Choice, dtype: torch.dtype) -> Routing:
+    """``route`` from the logits on, [T, E]. dtype: of ``x``."""
+    scores = logits
+    if choice.score == "softmax":
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    elif choice.score == "sigmoid":
+        scores = logits.sigmoid()
+    ranked = scores if correction is None else scores + correction
+    if choice.groups > 1:
+        by_group = ranked.view(len(ranked), choice.groups, -1)
+        best = by_group.topk(choice.best_of_group, dim=-1).values.sum(-1).topk(choice.kept_groups, dim=-1).indices
+        left_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        least = 0.0 if choice.score == "softmax" else float("-inf")
+        ranked = by_group.masked_fill(left_out[..., None], least).flatten(1)
+    weights, ids = ranked.topk(choice.per_token, dim=-1)
+    if correction is not None:
+        weights = scores.gather(1, ids)
+    if choice.score == "chosen":
+        weights = torch.softmax(weights, dim=-1, dtype=torch.float32)
+    if choice.normalise:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total + choice.eps if choice.eps else total)
+    if choice.scale != 1.0:
+        weights = weights * choice.scale
+    return Routing(ids, weights.to(torch.float32 if choice.wide_weights else dtype))

@@ -1,0 +1,290 @@
+"""A router's kernels and their reference, against a loop in fp64 that chooses expert by expert.
+
+Without a CUDA device kernels are interpreted, in fp32 and fp16; with one the same cases run compiled, in bf16 too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_oracle import (
+    DEVICE,
+    DTYPES,
+    TOLERANCE,
+    assert_early_starts_change_nothing,
+    randn,
+    unwritten_is_nan,  # noqa: F401
+)
+
+from stoker.kernels import routing as triton_routing
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.moe import Gate
+from stoker.kernels.reference.routing import Choice, Routing
+from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
+
+MIXTRAL = Choice(per_token=2, score="softmax", normalise=True, wide_weights=True)
+QWEN3 = Choice(per_token=8, score="softmax", normalise=True)
+OLMOE = Choice(per_token=3, score="softmax")
+GPT_OSS = Choice(per_token=4, score="chosen")
+LFM2 = Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6)
+IN_GROUPS = {"wide": True, "wide_weights": True}
+DEEPSEEK_V2 = Choice(per_token=3, score="softmax", scale=16.0, groups=5, kept_groups=2, **IN_GROUPS)
+DEEPSEEK_V3 = Choice(
+    per_token=4,
+    score="sigmoid",
+    normalise=True,
+    eps=1e-20,
+    scale=2.5,
+    groups=4,
+    kept_groups=2,
+    best_of_group=2,
+    **IN_GROUPS,
+)
+OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
+all_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
+kernels = pytest.mark.parametrize("ops", [TRITON, DETERMINISTIC], ids=["triton", "deterministic"])
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+CASES = [
+    # tokens, experts, depth, bias, correction
+    (1, 4, 48, False, False, MIXTRAL),
+    (5, 40, 600, False, False, QWEN3),  # splits, of which the last is shorter
+    (3, 8, 48, False, False, Choice(per_token=8, score="softmax")),  # all experts
+    (70, 6, 48, False, False, OLMOE),  # more tokens than have their logits split
+    (20, 32, 96, True, False, GPT_OSS),
+    (70, 6, 48, True, False, Choice(per_token=1, score="chosen")),
+    (9, 8, 48, False, True, LFM2),
+    (4, 15, 80, False, False, DEEPSEEK_V2),  # groups of no power of two
+    (18, 24, 80, False, True, DEEPSEEK_V3),
+    (70, 24, 80, True, True, DEEPSEEK_V3),
+]
+
+
+def make_router(
+    tokens: int, experts: int, depth: int, bias: bool, correction: bool, choice: Choice, dtype: torch.dtype
+) -> dict[str, Any]:
+    return {
+        "x": randn(tokens, depth, dtype=dtype),
+        "weight": randn(experts, depth, dtype=dtype, scale=3 * depth**-0.5),
+        "bias": randn(experts, dtype=dtype) if bias else None,
+        "correction": randn(experts, scale=0.2) if correction else None,
+        "choice": choice,
+    }
+
+
+def expected_route(
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice
+) -> tuple[Tensor, Tensor]:
+    """What every expert ranks by, less than anything for those of other groups, and weights of those that are chosen."""
+    logits = x.double() @ weight.double().T
+    logits = logits if bias is None else logits + bias.double()
+    logits = logits if choice.wide else logits.to(x.dtype).double()
+    every = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen": logits}[choice.score]
+    if choice.score == "sigmoid" and not choice.wide:
+        every = every.to(x.dtype).double()
+    ranks = every if correction is None else every + correction.double()
+    weights = torch.zeros_like(every)
+    for row in range(len(x)):
+        groups = ranks[row].view(choice.groups, -1)
+        best = [sum(sorted(group.tolist())[-choice.best_of_group :]) for group in groups]
+        for group in sorted(range(choice.groups), key=lambda g: -best[g])[choice.kept_groups :]:
+            groups[group] = float("-inf")
+        chosen = sorted(range(len(weight)), key=lambda e: (-float(ranks[row, e]), e))[: choice.per_token]
+        mine = every[row, chosen]
+        if choice.score == "chosen":
+            mine = mine.softmax(-1)
+        if choice.normalise:
+            mine = mine / (mine.sum() + choice.eps)
+        weights[row, chosen] = choice.scale * mine
+    return ranks, weights
+
+
+def by_expert(routing: Routing, experts: int) -> Tensor:
+    assert routing.ids.dtype == torch.int64 and 0 <= int(routing.ids.min()) <= int(routing.ids.max()) < experts
+    weights = torch.full((len(routing.ids), experts), -1.0, dtype=torch.float64, device=DEVICE)
+    return weights.scatter_(1, routing.ids, routing.weights.double()).clamp_(min=0)
+
+
+def assert_in_order(routing: Routing, experts: int) -> None:
+    assert routing.groups is not None
+    order, starts = routing.groups
+    ids, pairs = routing.ids.flatten().sort(stable=True)
+    assert torch.equal(order.long(), pairs)
+    wanted = torch.searchsorted(ids, torch.arange(experts + 1, device=DEVICE))
+    assert torch.equal(starts.long(), wanted)
+
+
+@dtypes
+@all_ops
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_route(case: tuple[int, int, int, bool, bool, Choice], ops: Ops, dtype: torch.dtype) -> None:
+    arguments, choice = make_router(*case, dtype), case[-1]
+    routing = ops.route(**arguments)
+    ranks, expected = expected_route(**arguments)
+    assert routing.weights.dtype == (torch.float32 if choice.wide_weights else dtype)
+    if ops is not REFERENCE:
+        assert_in_order(routing, case[1])
+    taken = torch.zeros_like(ranks, dtype=torch.bool).scatter_(1, routing.ids, True)
+    assert bool((taken.sum(1) == choice.per_token).all())
+    # Where a rounding lies between two experts, either will do; that is seldom.
+    other = (taken != (expected > 0)).any(1)
+    margin = torch.where(taken, ranks, float("inf")).amin(1) - torch.where(taken, float("-inf"), ranks).amax(1)
+    assert int(other.sum()) <= (0 if dtype == torch.float32 else len(other) // 8)
+    assert bool((margin[other] > -4 * torch.finfo(dtype).eps * (1 + ranks[taken].abs().max())).all())
+    errors = (by_expert(routing, case[1]) - expected).abs()[~other]
+    assert float(errors.max() / expected.max()) <= TOLERANCE[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernels_take_the_experts_that_the_reference_takes(
+    case: tuple[int, int, int, bool, bool, Choice], dtype: torch.dtype
+) -> None:
+    arguments = make_router(*case, dtype)
+    mine, wanted = (ops.route(**arguments).ids.sort(dim=1).values for ops in (TRITON, REFERENCE))
+    # A sum in another order may be rounded to the neighbour of a half-precision number.
+    assert int((mine != wanted).any(1).sum()) <= (0 if dtype == torch.float32 else len(mine) // 8)
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize(
+    ("score", "near", "far"),
+    [("softmax", 1.0, 2.0**-12), ("chosen", 1.0, 2.0**-12), ("sigmoid", 1.0, 2.0**-12), ("sigmoid", 4.0, 2.0**-8)],
+)
+def test_what_is_rounded_to_the_same_number_ranks_the_same(
+    score: Any, near: float, far: float, tokens: int, ops: Ops
+) -> None:
+    """Logits, and a sigmoid's scores, in fp16; in a router that computes in fp32 the larger is taken."""
+    x, weight = (torch.zeros(n, 48, dtype=torch.float16, device=DEVICE) for n in (tokens, 4))
+    x[:, 0], x[:, 1], weight[:, 0] = near, far, 1.0
+    weight[3, 1] = 1.0
+    for wide in (False, True):
+        choice = Choice(per_token=1, score=score, wide=wide)
+        ids, weights, _ = ops.route(x, weight, None, None, choice)
+        assert set(ids.flatten().tolist()) == {3 if wide else 0}
+        wanted = {"softmax": 0.25, "chosen": 1.0, "sigmoid": torch.tensor(near).sigmoid().item()}[score]
+        assert weights.dtype == torch.float16 and weights.float().sub(wanted).abs().max() < 1e-3
+
+
+@kernels
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("choice", [OLMOE, GPT_OSS, DEEPSEEK_V3])
+def test_of_experts_that_rank_the_same_the_first_are_taken(choice: Choice, tokens: int, ops: Ops) -> None:
+    x, weight = randn(tokens, 48), randn(1, 48).expand(24, 48).contiguous()
+    routing = ops.route(x, weight, None, None, choice)
+    assert torch.equal(routing.ids, torch.arange(choice.per_token, device=DEVICE).expand(tokens, -1))
+    assert_in_order(routing, 24)
+
+
+@kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("choice", [MIXTRAL, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3])
+def test_what_is_no_number_harms_no_other_token(choice: Choice, value: float, ops: Ops) -> None:
+    """Ids stay within the experts and differ, or else what follows would write where it must not."""
+    experts = 15 if choice is DEEPSEEK_V2 else 24
+    x, weight = randn(3, 48), randn(experts, 48)
+    good = ops.route(x, weight, None, None, choice)
+    x[1] = value
+    routing = ops.route(x, weight, None, None, choice)
+    assert all(len(set(row)) == choice.per_token for row in routing.ids.tolist())
+    assert int(routing.ids.min()) >= 0 and int(routing.ids.max()) < experts
+    assert_in_order(routing, experts)
+    assert torch.equal(routing.ids[::2], good.ids[::2]) and torch.equal(routing.weights[::2], good.weights[::2])
+    weight[:, 0] = value  # of all of them, and none of the others' ids is lost
+    routing = ops.route(randn(3, 48), weight, None, None, choice)
+    assert all(len(set(row)) == choice.per_token for row in routing.ids.tolist())
+    assert_in_order(routing, experts)
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_one_program_or_several_choose_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = make_router(tokens, 24, 80, False, True, DEEPSEEK_V3, torch.float32)
+    together = TRITON.route(**arguments)
+    monkeypatch.setattr(triton_routing, "_TOGETHER", 32)
+    monkeypatch.setattr(triton_routing, "_EACH", 64)
+    apart = TRITON.route(**arguments)
+    assert torch.equal(together.ids, apart.ids) and torch.equal(together.weights, apart.weights)
+    for one, other in zip(together.groups or (), apart.groups or (), strict=True):
+        assert torch.equal(one, other)
+
+
+@dtypes
+@pytest.mark.parametrize("choice", [QWEN3, GPT_OSS, DEEPSEEK_V3])
+def test_a_token_has_the_same_bits_among_any_others(choice: Choice, dtype: torch.dtype) -> None:
+    arguments = make_router(70, 24, 600, True, False, choice, dtype)
+
+    def run(rows: slice) -> Routing:
+        return DETERMINISTIC.route(**arguments | {"x": arguments["x"][rows]})
+
+    together = run(slice(None))
+    for tokens in (1, 3, 17):
+        alone = run(slice(5, 5 + tokens))
+        assert torch.equal(alone.ids, together.ids[5 : 5 + tokens])
+        assert torch.equal(alone.weights, together.weights[5 : 5 + tokens])
+
+
+def test_only_the_fast_router_follows_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another number of splits adds in another order."""
+
+    def splits(ops: Ops) -> set[int]:
+        seen = set()
+        real = triton_routing._choose
+        monkeypatch.setattr(
+            triton_routing, "_choose", lambda logits, *rest: seen.add(len(logits)) or real(logits, *rest)
+        )
+        for tokens in (1, 40, 70):
+            ops.route(**make_router(tokens, 8, 4000, False, False, OLMOE, torch.float32))
+        monkeypatch.undo()
+        return seen
+
+    assert len(splits(DETERMINISTIC)) == 1
+    assert len(splits(TRITON)) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "deterministic"])
+@pytest.mark.parametrize("tokens", [4, 200])
+def test_nothing_waits_for_the_device_and_a_capture_serves_other_tokens(name: str, tokens: int) -> None:
+    ops, case = OPS[name], (tokens, 128, 2048, False, False, QWEN3)
+    static = make_router(*case, torch.bfloat16)
+    ops.route(**static)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.route(**static)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.route(**static)
+    for _ in range(3):
+        static["x"].copy_(make_router(*case, torch.bfloat16)["x"])
+        graph.replay()
+        wanted = ops.route(**static)
+        for one, other in itertools.chain(
+            zip(captured[:2], wanted[:2], strict=True), zip(captured.groups or (), wanted.groups or (), strict=True)
+        ):
+            assert torch.equal(one, other)  # type: ignore[arg-type]
+        assert_in_order(captured, 128)
+
+
+@pytest.mark.gpu
+def test_early_starts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, router and experts, each of which reads what the one before wrote."""
+    arguments = make_router(4, 64, 512, False, True, LFM2, torch.bfloat16)
+    norm = randn(512, dtype=torch.bfloat16)
+    gate_up, down = (randn(64, *size, dtype=torch.bfloat16, scale=0.1) for size in ((256, 512), (512, 128)))
+
+    def chain() -> Tensor:
+        x = arguments["x"]
+        for _ in range(8):
+            normed = TRITON.rms_norm(x, norm, 1e-6)
+            ids, weights, groups = TRITON.route(**arguments | {"x": normed})
+            options = {"gate": Gate(), "groups": groups, "residual": x}
+            x = TRITON.experts(normed, ids, weights, gate_up, down, **options)
+        return x
+
+    assert_early_starts_change_nothing(chain, monkeypatch)
