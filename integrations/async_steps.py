@@ -54,8 +54,9 @@ class AsyncSteps:
                 await self._step()
         finally:
             self.close()
-            for event in self._followed.values():
-                event.set()
+            with suppress(RuntimeError):  # of a loop that is closed, which nobody waits in
+                for event in self._followed.values():
+                    event.set()
 
     async def _step(self) -> None:
         handles = list(self._followed)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from stoker.engine import experts as interface
-from stoker.engine import fused_layers, routing
+from stoker.engine import fused_branches, routing
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import CPU, REFERENCE, Ops
@@ -309,9 +309,9 @@ def test_a_block_is_these_operations_and_nothing_else(
             mixture.forward(x)
         assert launched == operations
         if family in ("qwen3_moe", "qwen3_5_moe"):  # in a fused layer the residual is added on the way
-            own = fused_layers._Own(mixture.original.__self__, 1.0)
+            own = fused_branches.Own(mixture.original.__self__, None, 1.0, None, None, REFERENCE)
             residual = torch.randn(3, 48)
             launched.clear()
             with _Launches(launched):
-                own(x[0], None, None, None, residual=residual, in_place=True)
+                own(x[0], None, None, residual=residual, in_place=True)
             assert launched == operations
