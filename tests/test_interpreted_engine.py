@@ -20,6 +20,9 @@ from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
+# One that hands out its keys and values, and one that takes them.
+TWO_OF_GEMMA4 = {"num_hidden_layers": 2, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}
+
 
 def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """As short as still makes chunks, windows and blocks: the interpreter takes 10 ms a program."""
@@ -35,7 +38,7 @@ def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
         ("qwen3", {"num_hidden_layers": 1}),
         ("gpt_oss", {"num_hidden_layers": 1, "layer_types": None}),
         ("deepseek_v3", {"num_hidden_layers": 2}),
-        ("gemma4", {}),
+        ("gemma4", TWO_OF_GEMMA4),
         ("llama4", {"num_hidden_layers": 2, "layer_types": None, "no_rope_layers": [1, 0]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -141,29 +144,26 @@ def test_deterministic_bits_survive_preemption() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_layers"),
+    ("family", "sizes"),
     [
-        ("gemma2", 1),
-        ("gemma4", None),
-        ("qwen3_5", None),
-        ("lfm2", None),
-        ("bamba", None),
-        ("falcon_h1", 1),
-        ("qwen3_moe", 1),
-        ("glm4_moe", 2),
+        ("gemma2", {"num_hidden_layers": 1}),
+        ("gemma4", TWO_OF_GEMMA4),
+        *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1})),
+        ("glm4_moe", {"num_hidden_layers": 2}),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_others_are_deterministic_too(family: str, num_layers: int | None) -> None:
+def test_others_are_deterministic_too(family: str, sizes: dict[str, Any]) -> None:
     """Norms after the projections, GeGLU, softcaps and inputs of each layer; layers with states, and gates; experts."""
     several, settings = few(2)
-    with build(family, ops=DETERMINISTIC, num_layers=num_layers, max_num_batched_tokens=8) as engine:
+    with build(make_model(family, **sizes), ops=DETERMINISTIC, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))
         assert together[1] == bits(engine.generate_batch(several[1:2], settings[1:2]))[0]
         scored = engine.score(
             [p + t[0][0] for p, t in zip(several, together, strict=True)], start=list(map(len, several))
         )
         assert [[(t[0][0], s.logprobs.tolist())] for t, s in zip(together, scored, strict=True)] == together
-    with build(family, runtime=CpuRuntime, num_layers=num_layers) as plain:
+    with build(make_model(family, **sizes), runtime=CpuRuntime) as plain:
         expected = plain.generate_batch(several, settings)
     assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
 
