@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -122,9 +122,9 @@ class Block:
     norm: Norm | None
     branches: tuple[Mixing | Mlp | Own, ...]
     post_norm: Norm | None
+    norm_is_read: bool = field(init=False)  # by other than one linear, which would do the norm on its way
 
-    @property
-    def norm_is_read(self) -> bool:
-        """Whether by other than one linear, which would do the norm on its way."""
+    def __post_init__(self) -> None:
         readers = [branch for branch in self.branches if branch.norm is None]
-        return len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
+        is_read = len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
+        object.__setattr__(self, "norm_is_read", is_read)
