@@ -17,8 +17,8 @@ from small_engine import only, tokenizer
 from tokenizer_kinds import CORPUS, KINDS
 from tokenizer_kinds import tokenizer as tokenizer_of_kind
 
-from stoker.integrations.openai_api import TextStream
 from stoker.integrations.server import Server, serve
+from stoker.integrations.text_stream import TextStream
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 # As transformers tells reasoning and calls of tools from content.
