@@ -20,7 +20,7 @@ from torch.func import functional_call
 from stoker.engine.image_adapters import ImageAdapter
 from stoker.engine.image_batches import joined, row_of
 from stoker.engine.images import ImageFeatures, ImageInputs
-from stoker.engine.model import ModelShell, route_text
+from stoker.engine.model import ModelShell, attending_by
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
@@ -85,11 +85,10 @@ def _intercepted(shell: ModelShell) -> Iterator[None]:
         raise _HandedOver(arguments)
 
     shell.decoder.forward = stop
-    before = route_text(shell.module.config, "sdpa")
     try:
-        yield
+        with attending_by(shell.module.config, "sdpa"):
+            yield
     finally:
-        route_text(shell.module.config, before)
         del shell.decoder.forward
         for module in shell.module.modules():
             if getattr(module, "rope_deltas", None) is not None:  # remembered for a next step that never comes

@@ -13,56 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from stoker.engine.attention import PAGED, PROBED, check_masks
 from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
 from stoker.engine.quantised import is_packed, take_over_quantised
 from stoker.engine.recurrent import RecurrentLayers
-from stoker.engine.step_context import PackedPositions, ShapeProbe, StepContext
+from stoker.engine.step_context import PackedPositions, ShapeProbe
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.lora import AdapterRows
-
-_ATTENTION = "stoker_paged"
-
-
-def _paged_attention_interface(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    stoker_context: StepContext,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Called by transformers with [1, heads, T, dim]; returns [1, T, heads, dim]."""
-    layer: Any = module.layer_idx
-    if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise UnsupportedModelError(f"layer {layer} is not plain causal attention: {type(module).__name__}")
-    out = stoker_context.attend(
-        layer,
-        *(t[0].transpose(0, 1) for t in (query, key, value)),
-        scale=scaling,
-        visibility=Visibility(window=sliding_window, chunk=_attention_chunk(module.config, layer)),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[None], None
-
-
-def _attention_chunk(config: Any, layer: int) -> int | None:
-    types = getattr(config, "layer_types", None)
-    return config.attention_chunk_size if types and types[layer] == "chunked_attention" else None
-
-
-AttentionInterface.register(_ATTENTION, _paged_attention_interface)
 
 
 class ModelShell:
@@ -76,7 +37,7 @@ class ModelShell:
         assert isinstance(model, PreTrainedModel)
         check_length(model, max_model_len)
         config = copy.deepcopy(model.config)
-        route_text(config, _ATTENTION)
+        route_text(config, PAGED)
         config._experts_implementation = EXPERTS
         for part in (config, config.get_text_config(decoder=True)):
             part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
@@ -168,7 +129,8 @@ class ModelShell:
         try:
             with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
                 given = {"input_ids": tokens[None], "position_ids": positions[None]}
-                whole = self._run(self.module, given, positions, probe).logits[0]
+                with attending_by(self.module.config, PROBED):
+                    whole = self._run(self.module, given, positions, probe).logits[0]
                 in_two = self.logits(self.hidden(tokens, positions, ShapeProbe()))
                 with self._first_is_nan():
                     after_nan = self.logits(self.hidden(tokens, positions, ShapeProbe()))[1:]
@@ -180,6 +142,7 @@ class ModelShell:
             ) from error
         shapes = probe.shapes(self.num_layers)
         self.same_keys = {i: shape.same_as for i, shape in enumerate(shapes) if shape.same_as is not None}
+        check_masks(name, probe, self.max_model_len, self.device)
         if not any(shape.heads for shape in shapes):
             raise UnsupportedModelError(
                 f"{name} has no layer that attends through transformers' AttentionInterface: use model.generate for it"
@@ -333,15 +296,24 @@ def decoder_of(model: Any) -> Any:
     return getattr(decoder, "base_model", decoder)
 
 
-def route_text(config: Any, implementation: str) -> str:
-    """Set how text attends, and what makes its masks; returns what it was. Other parts of a model stay as they are."""
+@contextmanager
+def attending_by(config: Any, implementation: str) -> Iterator[None]:
+    """Within, text attends, and its masks are made, as ``implementation`` names it."""
     before: str = config._attn_implementation
+    route_text(config, implementation)
+    try:
+        yield
+    finally:
+        route_text(config, before)
+
+
+def route_text(config: Any, implementation: str) -> None:
+    """Set how text attends, and what makes its masks. Other parts of a model stay as they are."""
     text = config.get_text_config(decoder=True)
     config._attn_implementation = {"": implementation}  # of itself alone
     for part in (getattr(config, key, None) for key in config.sub_configs):
         if part is not None and part.get_text_config(decoder=True) is text:
             route_text(part, implementation)
-    return before
 
 
 def check_supported(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,12 @@ from torch import Tensor
 from stoker.engine.kv_cache import LayerShape, StateShape
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.attention import Visibility
 from stoker.kernels.reference.norm_rotary import QKNorm
 from stoker.kernels.reference.recurrent import StateRows
+
+if TYPE_CHECKING:
+    from stoker.engine.attention import MaskRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ class ShapeProbe:
     attended: dict[int, LayerShape] = field(default_factory=dict)
     states: dict[int, list[StateShape]] = field(default_factory=dict)
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # so that no others have their addresses
+    masks: dict[int, MaskRule] = field(default_factory=dict)
+    told: dict[int, Visibility] = field(default_factory=dict)  # what attention is told of what these hide
 
     def shapes(self, num_layers: int) -> list[LayerShape]:
         """Of every layer, also of those that keep nothing."""
@@ -120,7 +126,7 @@ class ShapeProbe:
             raise UnsupportedModelError(f"layer {layer} attends more than once, and the cache holds one key a token")
         places = [t.data_ptr() for t in (key, value)]
         same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
-        self.kept[layer] = key, value
+        self.kept[layer], self.told[layer] = (key, value), options["visibility"]
         self.attended[layer] = LayerShape(
             heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype, same_as=same_as
         )
@@ -160,6 +166,12 @@ class PackedPositions:
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self.positions - torch.arange(self.positions.shape[0], device=self.positions.device)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.positions.shape[0], 0
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key, value

@@ -4,6 +4,7 @@ Both leave the model as it was.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,14 +26,24 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 from usable import CONFIG, PROMPT, assert_usable
 
+from stoker.engine.attention import MaskRule
 from stoker.kernels.errors import (
     EngineStateError,
     InvalidConfigError,
     UnsupportedModelError,
     WeightsMovedError,
 )
+from stoker.kernels.reference.attention import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine
 
 
@@ -101,7 +112,7 @@ def of_type(kind: str, **fields) -> nn.Module:
     ("make", "message"),
     [
         (lambda: of_type("bert", intermediate_size=16), r"layer 0 is not plain causal attention: BertSelfAttention"),
-        (lambda: of_type("doge", intermediate_size=16), r"layer 0 is not plain causal attention: DogeAttention"),
+        (lambda: of_type("doge", intermediate_size=16), r"^DogeForCausalLM does not run.*computes with masks, by"),
         (
             lambda: of_type("diffllama", intermediate_size=16, num_key_value_heads=2),
             r"^DiffLlamaForCausalLM.*layer 0 attends more than once.*use model.generate",
@@ -111,6 +122,10 @@ def of_type(kind: str, **fields) -> nn.Module:
             r"^NemotronForCausalLM does not run in the engine",
         ),
         (lambda: of_type("opt", ffn_dim=16, word_embed_proj_dim=16), r"^OPTForCausalLM does not run in the engine"),
+        (  # whose attention is not told of its window
+            lambda: of_type("phimoe", intermediate_size=16, num_key_value_heads=2, sliding_window=8),
+            r"^PhimoeForCausalLM: the mask of layer 0 shows token 8 other keys.*set EngineConfig\(max_model_len=8\), or",
+        ),
         (lambda: of_type("mpt", d_model=16, n_heads=4, n_layers=2), r"^MptForCausalLM does not route its attention"),
         (t5, r"^T5ForConditionalGeneration is an encoder and a decoder"),
         (lambda: nn.Linear(2, 2), r"^Linear is no transformers causal language model"),
@@ -140,6 +155,31 @@ def test_models_that_are_refused(make, message):
     with pytest.raises(UnsupportedModelError, match=message):
         RolloutEngine(model, config=CONFIG)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+def test_a_window_that_attention_is_not_told_of_may_be_as_long_as_the_sequences():
+    model = of_type("phimoe", intermediate_size=16, num_key_value_heads=2, sliding_window=8)
+    with RolloutEngine(model, config=replace(CONFIG, max_model_len=8)) as engine:
+        engine.generate_batch([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("rule", "told", "first"),
+    [
+        (causal_mask_function, Visibility(), None),
+        (causal_mask_function, Visibility(window=300), 300),
+        (sliding_window_causal_mask_function(300), Visibility(window=300), None),
+        (sliding_window_causal_mask_function(300), Visibility(window=299), 299),
+        (sliding_window_causal_mask_function(1000), Visibility(), None),
+        (chunked_causal_mask_function(128, torch.zeros(1, dtype=torch.long)), Visibility(chunk=128), None),
+        (chunked_causal_mask_function(128, torch.zeros(1, dtype=torch.long)), Visibility(), 128),
+        (bidirectional_mask_function, Visibility(), 0),
+        (or_masks(causal_mask_function, lambda batch, head, query, key: key < 5), Visibility(), 0),
+        (and_masks(causal_mask_function, lambda batch, head, query, key: key != 3), Visibility(), 3),
+    ],
+)
+def test_masks_that_attention_knows_nothing_of_are_seen(rule, told, first):
+    assert MaskRule(rule).first_difference(told, 1000, torch.device("cpu")) == first
 
 
 def test_a_merged_adapter_leaves_a_plain_model():

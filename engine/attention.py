@@ -1,0 +1,125 @@
+"""How text attends: what transformers' ``AttentionInterface`` calls in the engine, and what is checked of masks.
+
+The engine makes no mask. What its attention is told of instead, a window and a chunk, has to be what the model's masks let
+a token see. Once, when the model's layers are probed, transformers is let make masks: the functions of positions that it
+makes them by are kept and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.attention import Visibility
+
+if TYPE_CHECKING:
+    from stoker.engine.step_context import ShapeProbe, StepContext
+
+PAGED, PROBED = "stoker_paged", "stoker_probed"  # attention implementations, as a config names them
+
+_FIRST, _SPREAD = 16, 16  # queries whose keys are compared: the first of all, and some that lie evenly over the rest
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Stands in for a mask. visible: of integer tensors (batch, head, query, key), true where the query sees the key."""
+
+    visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def __getitem__(self, part: Any) -> MaskRule:
+        """Of some of the queries: Gemma 4's last layers may run on these alone."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"it computes with masks, by their {name}, and the engine makes none")
+
+    def first_difference(self, told: Visibility, length: int, device: torch.device) -> int | None:
+        """The first query below ``length`` that sees other keys than attention is told; None where all see the same."""
+        zero, keys = torch.zeros((), dtype=torch.long, device=device), torch.arange(length, device=device)
+
+        def differ(queries: list[int]) -> list[bool]:
+            at = torch.tensor(queries, device=device)[:, None]
+            return list((self.visible(zero, zero, at, keys) == told.hidden(at, keys)).any(1).tolist())
+
+        tried = sorted({*range(min(_FIRST, length)), *(n * (length - 1) // _SPREAD for n in range(_SPREAD + 1))})
+        found = differ(tried)
+        if True not in found:
+            return None
+        place = found.index(True)
+        first: int = tried[place]
+        same = tried[place - 1] if place else -1
+        while first - same > 1:
+            middle = (same + first) // 2
+            same, first = (same, middle) if any(differ([middle])) else (middle, first)
+        return first
+
+
+def check_masks(name: str, probe: ShapeProbe, length: int, device: torch.device) -> None:
+    """Raise ``UnsupportedModelError`` where a layer's mask hides what its attention shows, or the other way round."""
+    for layer, rule in probe.masks.items():
+        at = rule.first_difference(probe.told[layer], length, device)
+        if at is not None:
+            shorter = f"set EngineConfig(max_model_len={at}), or " if at > 1 else ""
+            raise UnsupportedModelError(
+                f"{name}: the mask of layer {layer} shows token {at} other keys than its attention is told of, which is "
+                f"all that the engine knows: {shorter}use model.generate for it"
+            )
+
+
+def _paged(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    stoker_context: StepContext,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Called by transformers with [1, heads, T, dim]; returns [1, T, heads, dim]."""
+    layer: Any = module.layer_idx
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"layer {layer} is not plain causal attention: {type(module).__name__}")
+    out = stoker_context.attend(
+        layer,
+        *(t[0].transpose(0, 1) for t in (query, key, value)),
+        scale=scaling,
+        visibility=Visibility(window=sliding_window, chunk=_chunk(module.config, layer)),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+def _probed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """With a ``ShapeProbe``, which keeps the mask's rule."""
+    if isinstance(attention_mask, MaskRule):
+        options["stoker_context"].masks[module.layer_idx] = attention_mask
+        attention_mask = None
+    return _paged(module, query, key, value, attention_mask, **options)
+
+
+def _keep_rule(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> MaskRule:
+    return MaskRule(mask_function)
+
+
+def _chunk(config: Any, layer: int) -> int | None:
+    types = getattr(config, "layer_types", None)
+    return config.attention_chunk_size if types and types[layer] == "chunked_attention" else None
+
+
+AttentionInterface.register(PAGED, _paged)
+AttentionInterface.register(PROBED, _probed)
+AttentionMaskInterface.register(PROBED, _keep_rule)  # without one for PAGED, transformers makes no masks
