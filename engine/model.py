@@ -293,6 +293,10 @@ def _split(module: Any) -> tuple[nn.Module, nn.Module, _GivenHiddenStates]:
 def decoder_of(model: Any) -> Any:
     """The base model that text goes through: of a model that takes images or sound too, the text part of it."""
     decoder = model.get_decoder()
+    if not hasattr(decoder, "config"):  # ModernBERT calls its head by that name
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no base model besides its head: use model.generate for it"
+        )
     return getattr(decoder, "base_model", decoder)
 
 

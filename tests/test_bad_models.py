@@ -122,6 +122,7 @@ def of_type(kind: str, **fields) -> nn.Module:
             r"^NemotronForCausalLM does not run in the engine",
         ),
         (lambda: of_type("opt", ffn_dim=16, word_embed_proj_dim=16), r"^OPTForCausalLM does not run in the engine"),
+        (lambda: of_type("modernbert-decoder", intermediate_size=16, pad_token_id=0), r"has no base model besides its"),
         (  # whose attention is not told of its window
             lambda: of_type("phimoe", intermediate_size=16, num_key_value_heads=2, sliding_window=8),
             r"^PhimoeForCausalLM: the mask of layer 0 shows token 8 other keys.*set EngineConfig\(max_model_len=8\), or",
