@@ -14,6 +14,7 @@ from torch import Tensor
 from stoker.engine.device import Runtime
 from stoker.engine.state_cache import StateLayout
 from stoker.engine.virtual_memory import DeviceBuffer
+from stoker.kernels.reference.attention import movable
 
 _ALIGNED = 256  # bytes
 _ROWS_AT_A_TIME = 16
@@ -151,7 +152,8 @@ class KVCache:
         source, target = index[:, 0], index[:, 1]
         for pair, shape in zip(self.layers, self.shapes, strict=True):
             for cache in pair if shape.token_bytes else ():
-                cache.index_copy_(0, target, cache.index_select(0, source))
+                rows = movable(cache)
+                rows.index_copy_(0, target, rows.index_select(0, source))
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole rows of states, a few at a time: they are large. copies: (from, to); no row is in both."""

@@ -29,6 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--kv-cache-memory", default="auto", metavar="X", help="4GiB, say (what fits in part of the free memory)"
     )
+    engine.add_argument("--kv-cache-dtype", default="auto", metavar="X", help="auto or fp8 (%(default)s)")
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -41,6 +42,7 @@ def config_of(args: argparse.Namespace) -> Any:
             max_num_seqs=args.max_num_seqs,
             max_model_len=args.max_model_len,
             kv_cache_memory=args.kv_cache_memory,
+            kv_cache_dtype=args.kv_cache_dtype,
             max_lora_rank=_MAX_RANK,
         )
     except InvalidConfigError as error:

@@ -96,10 +96,10 @@ def walk(
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
         within = at % BLOCK_SIZE
         offsets = block * key_block + within * key_token
-        key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED)
+        key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED).to(query1.dtype)
         scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
         if D2 > 0:
-            rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED)
+            rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED).to(query1.dtype)
             scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
         scores = scores * scale
         if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
@@ -119,7 +119,7 @@ def walk(
             value = key
         else:
             offsets = block * value_block + within * value_token
-            value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED)
+            value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED).to(query1.dtype)
         acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
         top = above
     return top, total, acc

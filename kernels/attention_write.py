@@ -9,6 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def keep(pointers, rows, mask):
+    """Store keys or values in a cache. In one of fp8, numbers beyond its largest become that; NaN stays NaN."""
+    if pointers.dtype.element_ty == tl.float8e4nv:
+        rows = tl.clamp(rows.to(tl.float32), -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(pointers, rows.to(pointers.dtype.element_ty), mask=mask)
+
 
 @triton.jit
 def _write_token(
@@ -29,7 +39,7 @@ def _write_token(
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (head < HEADS) & (d < DIM)
     row = tl.load(new + head * new_head + d, mask=mask)
-    tl.store(cache + block * cache_block + within * cache_token + head * cache_head + d, row, mask=mask)
+    keep(cache + block * cache_block + within * cache_token + head * cache_head + d, row, mask)
 
 
 @triton.jit

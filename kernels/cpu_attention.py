@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -77,13 +78,21 @@ class _Held:
     # Of the same, of keys and of values: the cache and what is held of it, both [heads of all places, D].
     flat: dict[tuple[object, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
-    def gather(self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows of a piece of the reference's plan."""
         d = plan.decodes[number]
-        return self.own(plan, number, d.table, plan.last_key(number), (key_cache, value_cache))
+        return self.own(plan, number, d.table, plan.last_key(number), (key_cache, value_cache), dtype)
 
     def own(
-        self, plan: AttentionPlan, part: object, table: Tensor, last: Tensor, caches: tuple[Tensor, Tensor]
+        self,
+        plan: AttentionPlan,
+        part: object,
+        table: Tensor,
+        last: Tensor,
+        caches: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of R rows, [R, H, L, D] each, that of this step among them. Where a row has none, its first stands.
 
@@ -93,7 +102,8 @@ class _Held:
         which = part, caches[0].data_ptr()
         held = self.parts.get(which)
         if held is None:
-            return self.keys(plan, part, table, lambda: reference.written_keys(last, table.shape[1] * size), caches)
+            written = partial(reference.written_keys, last, table.shape[1] * size)
+            return self.keys(plan, part, table, written, caches, dtype)
         rows, length = len(last), held[0].shape[2]
         newest = plan.once((part, "newest", heads), lambda: _places(table, last, size, heads))
         at = plan.once(
@@ -101,7 +111,7 @@ class _Held:
             lambda: (torch.arange(rows * heads, device="cpu").view(rows, heads) * length + last).flatten(),
         )
         for cache, kept in self.flat[which]:
-            kept.index_copy_(0, at, cache.index_select(0, newest))
+            kept.index_copy_(0, at, cache.index_select(0, newest).to(dtype))
         return held
 
     def keys(
@@ -111,6 +121,7 @@ class _Held:
         table: Tensor,
         positions: Callable[[], Tensor],
         caches: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """What stands at ``positions``, int64 [R, L], of R rows; [R, H, L, D] each. table: int64 [R, blocks]."""
         which = part, caches[0].data_ptr()
@@ -120,13 +131,17 @@ class _Held:
         size, heads = caches[0].shape[1:3]
         places = plan.once((part, "places", heads), lambda: _places(table, positions(), size, heads))
         sizes = [(rows, heads, length, c.shape[3]) for c in caches]
-        room = None if self.room is None else self.room.take(sizes, caches[0].dtype)
+        room = None if self.room is None else self.room.take(sizes, dtype)
+        flat = [c.flatten(0, 2) for c in caches]
         if room is None:
-            key, value = (c.flatten(0, 2).index_select(0, places).view(n) for c, n in zip(caches, sizes, strict=True))
+            key, value = (c.index_select(0, places).to(dtype).view(n) for c, n in zip(flat, sizes, strict=True))
             return key, value
-        self.flat[which] = [(c.flatten(0, 2), out.flatten(0, 2)) for c, out in zip(caches, room, strict=True)]
+        self.flat[which] = [(c, out.flatten(0, 2)) for c, out in zip(flat, room, strict=True)]
         for cache, kept in self.flat[which]:
-            torch.index_select(cache, 0, places, out=kept)
+            if cache.dtype == dtype:
+                torch.index_select(cache, 0, places, out=kept)
+            else:
+                kept.copy_(cache.index_select(0, places))
         self.parts[which] = room[0], room[1]
         return self.parts[which]
 
@@ -264,9 +279,14 @@ def paged_attention(
     prefix = shared.prefix_table
     length = prefix.shape[1] * key_cache.shape[1]
     prefix_key, prefix_value = plan.held.keys(
-        plan.plain, "prefix", prefix, lambda: torch.arange(length, device="cpu").expand(len(prefix), -1), caches
+        plan.plain,
+        "prefix",
+        prefix,
+        lambda: torch.arange(length, device="cpu").expand(len(prefix), -1),
+        caches,
+        query.dtype,
     )
-    key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, caches)
+    key, value = plan.held.own(plan.plain, "suffix", shared.suffix_table, last, caches, query.dtype)
 
     together = query.index_select(0, shared.members).view(shared.groups, -1, kv_heads, per_key, dim)
     size = together.shape[1]

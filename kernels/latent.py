@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.attention_write import keep
 from stoker.kernels.launch import await_turn
 
 _HEADS_TILE = 1024  # elements of a program's heads: a 16-byte load for each thread
@@ -83,10 +84,10 @@ def _latent_heads_write_kernel(
     row_ptr = key_value_ptr + token * key_value_stride + head * (PLAIN + VALUE)
     key = tl.load(row_ptr + at, mask=plain, other=0.0).to(tl.float32)
     key += _rotated(key_rotary_ptr + token * key_rotary_stride, place, turns, cos, sin, ROTATED, INTERLEAVED)
-    tl.store(key_cache_ptr + slot * key_slot_stride + head * key_head_stride + at, key, mask=plain | turns)
+    keep(key_cache_ptr + slot * key_slot_stride + head * key_head_stride + at, key, plain | turns)
     inside = real & (at < VALUE)
     value = tl.load(row_ptr + PLAIN + at, mask=inside, other=0.0)
-    tl.store(value_cache_ptr + slot * value_slot_stride + head * value_head_stride + at, value, mask=inside)
+    keep(value_cache_ptr + slot * value_slot_stride + head * value_head_stride + at, value, inside)
 
 
 def latent_heads_write(

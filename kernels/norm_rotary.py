@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.attention_write import keep
 from stoker.kernels.launch import await_turn
 from stoker.kernels.reference.norm_rotary import Activation, QKNorm
 
@@ -219,7 +220,7 @@ def _qk_norm_rotary_write_kernel(
     if NORM:
         inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
     value_ptr = value_cache_ptr + slot * value_slot_stride + value_head * value_head_stride + at
-    tl.store(value_ptr, wide * inverse if VALUE_NORM else x, mask=is_value & inside)
+    keep(value_ptr, wide * inverse if VALUE_NORM else x, is_value & inside)
 
     both = (is_query | is_key) & inside
     if NORM:
@@ -256,7 +257,7 @@ def _qk_norm_rotary_write_kernel(
         wide = tl.where(is_query, wide * tl.load(factor_ptr + token * factor_stride), wide)
     tl.store(query_ptr + (token * heads + head) * dim + at, wide, mask=is_query & inside)
     key_ptr = key_cache_ptr + slot * key_slot_stride + (head - heads) * key_head_stride + at
-    tl.store(key_ptr, wide, mask=is_key & inside)
+    keep(key_ptr, wide, is_key & inside)
 
 
 def qk_norm_rotary_write(

@@ -26,6 +26,7 @@ from stoker.kernels.reference import (
     sampling,
     window,
 )
+from stoker.kernels.reference.attention import FP8
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.routing import Routing
@@ -119,12 +120,17 @@ CPU = replace(
 
 
 def ops_for(
-    device: torch.device, layers: Iterable[tuple[int, int, torch.dtype]] = (), *, deterministic: bool = False
+    device: torch.device,
+    layers: Iterable[tuple[int, int, torch.dtype]] = (),
+    *,
+    kv_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
 ) -> Ops:
     """The operations for a device: Triton's on CUDA; a CPU has an attention and recurrences of its own, all else the
     torch reference.
 
-    layers: key dimension, value dimension and dtype of what attention layers keep; where Triton's kernels do not run one,
+    layers: key dimension, value dimension and dtype of what attention layers compute; kv_dtype: of what is kept of it, where
+    it is another (raises ``InvalidConfigError`` where the device has no such numbers). Where Triton's kernels do not run one,
     attention is the torch reference, and the log says why. deterministic: a row's result has the same bits alone and among
     any others; raises ``InvalidConfigError`` where there are no kernels for that.
     """
@@ -137,6 +143,11 @@ def ops_for(
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
 
+    if kv_dtype == FP8 and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InvalidConfigError(
+            f"kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or more, and {device} has "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it at 'auto'"
+        )
     table = triton_ops.DETERMINISTIC if deterministic else triton_ops.measured()
     reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
     if reason is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,9 +39,9 @@ from stoker.weight_sync.tree import Tree
 class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
-    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. Raises
-    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. Nothing of the model is changed
-    before ``fuse``.
+    dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: what keys and values
+    are kept in; None: in what the model computes them. Raises ``UnsupportedModelError`` where the weights can be neither
+    borrowed nor copied. Nothing of the model is changed before ``fuse``.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class ModelBinding:
         *,
         check_finite: bool = False,
         gather_bytes: int,
+        kv_dtype: torch.dtype | None = None,
         deterministic: bool = False,
         max_loras: int,
         max_lora_rank: int,
     ) -> None:
         self.model = model
-        self.deterministic = deterministic
+        self.deterministic, self.kv_dtype = deterministic, kv_dtype
         self.adapters = AdapterSources(model, deterministic=deterministic)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
@@ -81,7 +84,7 @@ class ModelBinding:
         self._in_order()
         self.source.pull()
         try:
-            self.shapes = self.shell.layer_shapes()
+            shapes = self.shell.layer_shapes()
         except UnsupportedModelError as error:
             dtypes = {str(t.dtype) for t in self.source.tensors().values() if isinstance(t, nn.Parameter)}
             if len(dtypes) > 1:
@@ -90,8 +93,12 @@ class ModelBinding:
                     "autocast: set EngineConfig(dtype=...) to one of them"
                 ) from error
             raise
-        layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in self.shapes if shape.heads]
-        self.ops = ops_for(self.source.device, layers, deterministic=self.deterministic)
+        layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in shapes if shape.heads]
+        self.ops = ops_for(self.source.device, layers, kv_dtype=self.kv_dtype, deterministic=self.deterministic)
+        self.shapes = self._as_kept(shapes)
+
+    def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+        return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
 
     def fuse(self) -> None:
         """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
@@ -125,7 +132,7 @@ class ModelBinding:
         source = self._source()
         shell = self._new_shell(source)
         same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
-        if not same_kind or shell.layer_shapes() != self.shapes or shell.vocab != self.shell.vocab:
+        if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
         written = source.pull()
         if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):

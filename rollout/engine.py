@@ -16,6 +16,7 @@ from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.reference.attention import FP8
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding
@@ -59,6 +60,7 @@ class RolloutEngine:
             self.config.device,
             check_finite=self.config.check_finite_weights,
             gather_bytes=int(self.config.gather_memory),
+            kv_dtype=FP8 if self.config.kv_cache_dtype == "fp8" else None,
             deterministic=self.config.deterministic,
             max_loras=self.config.max_loras,
             max_lora_rank=self.config.max_lora_rank,

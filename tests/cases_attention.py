@@ -12,7 +12,7 @@ from test_attention import TOLERANCE
 from torch import Tensor
 
 from stoker.kernels.attention import attend
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention import Visibility, movable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU, kernels are interpreted
 GPU_ONLY = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter's bf16 arithmetic is wrong
@@ -57,7 +57,9 @@ class Paged:
         later: int = 0,
         block_size: int = 16,
         spare_rows: int = 3,
+        kept: torch.dtype | None = None,
     ) -> None:
+        """kept: the dtype of the caches, where it is another; keys and values are rounded to it."""
         self.heads, self.rows, self.block_size, self.padded = heads, rows, block_size, padded
         self.device, self.dtype = DEVICE, dtype
         total = [row.keys + later for row in rows]
@@ -78,13 +80,14 @@ class Paged:
             if common:
                 key[: row.shared] = self.keys[row.parent][: row.shared]
                 value[: row.shared] = self.values[row.parent][: row.shared]
+            key, value = key.to(kept or dtype).to(dtype), value.to(kept or dtype).to(dtype)
             self.keys.append(key)
             self.values.append(key[..., : heads.value_dim] if heads.latent else value)
         table[len(rows) :, 0] = 0
         nan = float("nan")
         self.key_cache = torch.full((count, block_size, heads.kv_heads, heads.key_dim), nan, dtype=dtype)
         self.value_cache = torch.full((count, block_size, heads.kv_heads, heads.value_dim), nan, dtype=dtype)
-        self.key_cache, self.value_cache = self.key_cache.to(DEVICE), self.value_cache.to(DEVICE)
+        self.key_cache, self.value_cache = (t.to(DEVICE, kept or dtype) for t in (self.key_cache, self.value_cache))
         if heads.latent:
             self.value_cache = self.key_cache[..., : heads.value_dim]
         self.key_cache[0, 0] = self.value_cache[0, 0] = 0.0  # all that padding reads
@@ -104,8 +107,8 @@ class Paged:
     def write(self, row: int, start: int, end: int) -> None:
         slots = self.slots(row, start, end)
         where = (slots // self.block_size, slots % self.block_size)
-        self.key_cache[where] = self.keys[row][start:end].to(DEVICE)
-        self.value_cache[where] = self.values[row][start:end].to(DEVICE)
+        movable(self.key_cache)[where] = movable(self.keys[row][start:end].to(self.key_cache))
+        movable(self.value_cache)[where] = movable(self.values[row][start:end].to(self.value_cache))
 
     def advance(self, step: int) -> None:
         """Every row's next key is there, and its length counts it."""

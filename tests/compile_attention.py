@@ -29,6 +29,7 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
@@ -119,14 +120,16 @@ def variants(queries: list[list[int]]) -> dict[str, int]:
     return {name: len(different) for name, different in found.items()}
 
 
-def launch(heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool) -> None:
-    """A decode step and chunks without spans and with one, which launch every kernel."""
+def launch(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool, kept: torch.dtype = torch.bfloat16
+) -> None:
+    """A decode step and chunks without spans and with one, which launch every kernel. kept: dtype of the cache."""
 
     def make(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16)
 
-    key_cache = make(4, 16, kv_heads, key_dim)
-    value_cache = key_cache[..., :value_dim] if latent else make(4, 16, kv_heads, value_dim)
+    key_cache = make(4, 16, kv_heads, key_dim).to(kept)
+    value_cache = key_cache[..., :value_dim] if latent else make(4, 16, kv_heads, value_dim).to(kept)
     table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
     for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)])):
         rows = 64 if queries == 1 else 1
@@ -147,6 +150,7 @@ if __name__ == "__main__":
     launch(32, 8, 64, 64, latent=False)  # Llama 3.2 1B
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
+    launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn)
     made = [build(*recorded) for recorded in launches]
     decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
     mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])

@@ -20,6 +20,7 @@ from stoker.kernels.reference.norm_rotary import QKNorm, latent_heads, qk_norm_r
 
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0  # Micikevicius et al. 2022, arXiv:2209.05433
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
 _GATHER_BYTES = 8 * 2**20
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
@@ -74,9 +75,10 @@ class _Chunk:
 
 class Gather(Protocol):
     def __call__(
-        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor
+        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows of piece ``number``, [r, H, L, D] each; anything finite where a row has none."""
+        """Keys and values of the rows of piece ``number``, [r, H, L, D] of ``dtype`` each; anything finite where a row has
+        none."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,9 @@ def key_slots(table: Tensor, keys: Tensor, block_size: int) -> Tensor:
     return table.gather(1, keys // block_size) * block_size + keys % block_size
 
 
-def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+def gather_keys(
+    plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """A ``Gather`` that reads the blocks of every row at every step."""
     table, last, size = plan.decodes[number].table, plan.last_key(number), plan.block_size
 
@@ -132,7 +136,8 @@ def gather_keys(plan: AttentionPlan, number: int, key_cache: Tensor, value_cache
 
     def gather(cache: Tensor) -> Tensor:
         at = plan.once((number, "slots"), slots)
-        return cache.flatten(0, 1).index_select(0, at.flatten()).view(*at.shape, *cache.shape[2:]).transpose(1, 2)
+        found = cache.flatten(0, 1).index_select(0, at.flatten()).to(dtype)
+        return found.view(*at.shape, *cache.shape[2:]).transpose(1, 2)
 
     return gather(key_cache), gather(value_cache)
 
@@ -233,9 +238,22 @@ def plan_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset."""
-    key_cache.flatten(0, 1).index_copy_(0, slots, key)
-    value_cache.flatten(0, 1).index_copy_(0, slots, value)
+    """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset.
+
+    In caches of fp8, numbers beyond its largest become that.
+    """
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        movable(cache).flatten(0, 1).index_copy_(0, slots, movable(kept(new, cache.dtype)))
+
+
+def kept(new: Tensor, dtype: torch.dtype) -> Tensor:
+    """As a cache of that dtype keeps it."""
+    return new.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == FP8 else new
+
+
+def movable(cache: Tensor) -> Tensor:
+    """As torch's operations that move rows take it: not all of them know fp8."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 def qk_norm_rotary_write(
@@ -292,7 +310,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each query over its row's keys.
 
-    query: [T, Hq, Dk]; key_cache: [N, block, Hkv, Dk]; value_cache: [N, block, Hkv, Dv]; Hq a multiple of Hkv.
+    query: [T, Hq, Dk]; key_cache: [N, block, Hkv, Dk]; value_cache: [N, block, Hkv, Dv], both of the query's dtype or fp8;
+    Hq a multiple of Hkv.
     softcap: ``cap * tanh(scores / cap)`` (Gemma 2). sinks: [Hq], a logit that takes probability and gives no value
     (gpt-oss). Returns [T, Hq, Dv], for padded tokens something finite.
     """
@@ -300,7 +319,7 @@ def paged_attention(
     group = heads // kv_heads
 
     def decoded(number: int, d: Decode) -> Tensor:
-        key, value = plan.gather(plan, number, key_cache, value_cache)
+        key, value = plan.gather(plan, number, key_cache, value_cache, query.dtype)
         rows, length = key.shape[0], key.shape[2]
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
@@ -320,8 +339,10 @@ def paged_attention(
         assert d.rows is not None
         out.index_copy_(0, d.rows, decoded(number, d))
     for number, c in enumerate(plan.chunks):
-        key = key_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]
-        value = value_cache.index_select(0, c.table).flatten(0, 1)[: c.length].transpose(0, 1)[None]
+        key, value = (
+            cache.index_select(0, c.table).flatten(0, 1)[: c.length].to(query.dtype).transpose(0, 1)[None]
+            for cache in (key_cache, value_cache)
+        )
         tokens = slice(c.start, c.start + c.num_queries)
         q = query[tokens].transpose(0, 1)[None]
 
