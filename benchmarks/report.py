@@ -60,12 +60,13 @@ def table(results: dict[str, Any]) -> str:
             f"{g['finished_requests']} finished requests, {g['ratio_long_to_short']:.2f}x at {g['long_tokens']} tokens "
             "against 16",
         ]
-    if "sweep" in results:
+    if points := [*results.get("sweep", []), *results.get("sweep_fp8", [])]:
         lines += ["", f"  {'decode':>8}{'context':>9}{'step ms':>10}{'ceiling ms':>12}{'tok/s':>10}{'of ceiling':>12}"]
         lines += [
             f"  {p['batch']:8}{p['context']:9}{p['step_ms']:10.3f}{p['ceiling_ms']:12.3f}{p['tokens_per_s']:10.0f}"
             f"{p['of_ceiling']:12.1%}  {p['model']}{', deterministic' if p['deterministic'] else ''}"
-            for p in results["sweep"]
+            f"{', KV in fp8' if p['kv_cache_dtype'] == 'fp8' else ''}"
+            for p in points
         ]
     for p in results.get("profiles", []):
         parts = ", ".join(f"{part} {us / p['step_us']:.0%}" for part, us in p["parts_us"].items())

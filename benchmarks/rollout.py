@@ -287,7 +287,7 @@ class Part:
 def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limited: bool) -> list[Part]:
     """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
 
-    On CUDA ``needs_s`` adds up to 425 seconds, of which `make gpu` allows 230: what comes after the profiles may be missing
+    On CUDA ``needs_s`` adds up to 440 seconds, of which `make gpu` allows 230: what comes after the profiles may be missing
     there. limited: sweeps take no longer than ``needs_s`` either.
     """
 
@@ -295,9 +295,11 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         chosen = SCENARIOS[device, quick][number]
         return of(chosen.spec, Part("rollouts", needs_s, lambda: [compare(chosen, device, peer_names)]))
 
-    def decode(spec: ModelSpec, points: Sequence[tuple[int, int]], needs_s: float, **options: Any) -> list[Part]:
+    def decode(
+        spec: ModelSpec, points: Sequence[tuple[int, int]], needs_s: float, key: str = "sweep", **options: Any
+    ) -> list[Part]:
         budget_s = needs_s if limited else math.inf
-        return of(spec, Part("sweep", needs_s, lambda: sweeps.decode(spec, device, points, budget_s, **options)))
+        return of(spec, Part(key, needs_s, lambda: sweeps.decode(spec, device, points, budget_s, **options)))
 
     def steps(spec: ModelSpec, batches: Sequence[int], context: int, needs_s: float = 0) -> list[Part]:
         def measure() -> list[dict[str, Any]]:
@@ -332,6 +334,7 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         *steps(LLAMA_1B, (64, 256), 512, 15),
         *steps(HYBRID_2B, (64,), 512, 20),
         *decode(QWEN_7B, ((64, 512), (256, 512), (64, 2048), (1, 512), (256, 2048), (512, 512)), 30),
+        *decode(QWEN_7B, ((256, 2048), (64, 2048)), 15, key="sweep_fp8", kv_cache_dtype="fp8"),
         *decode(LLAMA_1B, ((64, 2048), (256, 2048), (512, 2048), (16, 512), (64, 8192), (16, 8192), (1, 8192)), 30),
         *steps(LLAMA_1B, (1,), 512, 10),
         host,

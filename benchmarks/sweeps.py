@@ -6,7 +6,10 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
 
 from stoker.benchmarks import ceilings
 from stoker.benchmarks.workloads import ModelSpec, dtype_of
@@ -29,14 +32,20 @@ def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> fl
 
 
 def decode(
-    spec: ModelSpec, device: str, points: Sequence[tuple[int, int]], budget_s: float, *, deterministic: bool = False
+    spec: ModelSpec,
+    device: str,
+    points: Sequence[tuple[int, int]],
+    budget_s: float,
+    *,
+    deterministic: bool = False,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
 ) -> list[dict[str, Any]]:
     """Steps of ``points``, each a batch and a context: the difference of a long and a short rollout of cached prompts.
 
     No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason; what was begun is returned.
     """
     dtype = dtype_of(device)
-    token_bytes = ceilings.kv_token_bytes(spec.config, dtype)
+    token_bytes = ceilings.kv_token_bytes(spec.config, torch.float8_e4m3fn if kv_cache_dtype == "fp8" else dtype)
     fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= _MOST_KV_BYTES]
     batches = [batch for batch, _ in fitting]
     found: list[dict[str, Any]] = []
@@ -45,10 +54,12 @@ def decode(
         max_num_seqs=max(batches),
         max_model_len=max(context for _, context in fitting) + 2 * STEPS,
         kv_cache_memory=max(b * (c + 2 * STEPS) for b, c in fitting) * token_bytes,
+        kv_cache_dtype=kv_cache_dtype,
         deterministic=deterministic,
     )
     with RolloutEngine(model := spec.build(device, dtype), config=config) as engine:
         ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
+        ceiling = replace(ceiling, kv_bytes=token_bytes)
         for batch, context in fitting:
             if found and time.perf_counter() - start > budget_s:
                 break
@@ -62,6 +73,7 @@ def decode(
                 {
                     "model": spec.name,
                     "deterministic": deterministic,
+                    "kv_cache_dtype": kv_cache_dtype,
                     "batch": batch,
                     "context": context,
                     "step_ms": step_s * 1e3,

@@ -144,6 +144,8 @@ def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytes
     points = ((2, 16), (9, 16), (8, 16), (1, 32))
     found = sweeps.decode(TOY, "cpu", points, float("inf"))
     assert [(p["batch"], p["context"]) for p in found] == [(2, 16), (8, 16), (1, 32)]
+    (narrow,) = sweeps.decode(TOY, "cpu", points[1:2], 0.0, kv_cache_dtype="fp8")
+    assert narrow["batch"] == 9 and narrow["kv_cache_dtype"] == "fp8"
     assert len(sweeps.decode(TOY, "cpu", points, 0.0)) == 1
 
 
@@ -229,6 +231,7 @@ def point(model: str, batch: int, context: int, of_ceiling: float, step_ms: floa
         "step_ms": step_ms,
         "tokens_per_s": batch / step_ms * 1e3,
         "deterministic": exact,
+        "kv_cache_dtype": "auto",
     }
 
 
