@@ -242,7 +242,7 @@ def _probes(block: nn.Module, parts: _Parts) -> Iterator[tuple[Tensor, Mapping[s
     generator = torch.Generator().manual_seed(0)
 
     def shuffled() -> Tensor:
-        return torch.stack([torch.randperm(count, generator=generator) for _ in range(_ROWS)]).float()
+        return torch.stack([torch.randperm(count, generator=generator, device="cpu") for _ in range(_ROWS)]).float()
 
     step = 8.0 / 2 ** (count - 1).bit_length()  # a number of bf16 each
     near, low, far = step * shuffled() - 4.0, step * shuffled() - 20.0, -128.0 - shuffled()
@@ -250,10 +250,11 @@ def _probes(block: nn.Module, parts: _Parts) -> Iterator[tuple[Tensor, Mapping[s
     logits = torch.cat([near, low, far.where(far < -128.0, 0.0)])
     biases = {name: shuffled()[0] / count - 0.5 for name in parts.biases}
     # A product with other factors than one has more digits than half precision: whether it is rounded shows.
-    for factors in (torch.ones(count), 1 + torch.randint(128, (count,), generator=generator) / 128):
-        rows = torch.zeros(len(logits), weight.shape[1])
+    of_others = 1 + torch.randint(128, (count,), generator=generator, device="cpu") / 128
+    for factors in (torch.ones(count, device="cpu"), of_others):
+        rows = logits.new_zeros(len(logits), weight.shape[1])
         rows[:, :count] = logits
-        matrix = torch.zeros(weight.shape)
+        matrix = logits.new_zeros(weight.shape)
         matrix[:, :count] = factors.diag()
         values = biases | {parts.weight: matrix}
         yield (

@@ -29,8 +29,9 @@ _INVARIANT_ROWS = 64
 def _gate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr, dtype: tl.constexpr):
     """``Gate`` in fp32, rounded to ``dtype`` where separate operations would round."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    if CLAMPED:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    if CLAMPED:  # what is no number stays that
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return (gate * tl.sigmoid(gate * alpha)).to(dtype).to(tl.float32) * (up + offset).to(dtype).to(tl.float32)
 
 

@@ -130,6 +130,17 @@ def test_routers_follow_the_weights(family: str, mixtures: list[routing.Mixture]
         assert len(mixtures) == CHOICES[family][1]
 
 
+def test_what_a_router_is_tried_on_is_made_on_the_host_whatever_the_default_is() -> None:
+    block = make_model("glm4_moe").model.layers[1].mlp
+    parts = routing._parts_of(block)
+    assert parts is not None
+    expected = list(routing._probes(block, parts))
+    with torch.device("meta"):
+        found = list(routing._probes(block, parts))
+    for (x, given), (wanted, values) in zip(found, expected, strict=True):
+        assert torch.equal(x, wanted) and all(torch.equal(given[name], values[name]) for name in values)
+
+
 @pytest.mark.parametrize("replaced", ["correction", "weight"])
 def test_a_router_s_tensors_may_be_replaced(replaced: str) -> None:
     model = make_model("glm4_moe")

@@ -165,6 +165,15 @@ def test_sizes_that_divide_no_tile(options: str) -> None:
     assert_close(TRITON.experts(**arguments), expected_experts(**arguments), torch.float32)
 
 
+@all_ops
+def test_a_bound_hides_no_nan(ops: Ops) -> None:
+    arguments = make_experts(3, 2, 4, 48, 32, "btc", torch.float32)
+    good = ops.experts(**arguments)
+    arguments["x"][1] = float("nan")
+    out = ops.experts(**arguments)
+    assert bool(out[1].isnan().all()) and torch.equal(out[::2], good[::2])
+
+
 def test_expert_ids_in_more_than_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouping, "_MAX_SCAN", 16)
     arguments = make_experts(30, 2, 5, 32, 16, "", torch.float32)
