@@ -3,8 +3,8 @@
 A module is taken over only where the activation between its projections is one the operation knows, which is tried out
 on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
 
-Llama 4's experts know no such interface: each of them runs over every token, of which its router has made zeros of most.
-They run as they are until an adapter is over them.
+Experts that know no such interface, as Llama 4's, run each over every token, of which the router has made zeros of most. They
+are on the operation where the whole block is (``routing``), and run as they are elsewhere until an adapter is over them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS
 
 EXPERTS = "stoker_experts"
 _DEFAULT = "grouped_mm"
 _STATE = "stoker_experts"  # of a module that was taken over
+_PROJECTIONS = ("gate_up_proj", "down_proj")
+_GATES = tuple(Gate(act=act) for act in ACTIVATIONS)
 _BIAS = "_bias"  # what transformers calls biases of a projection, after its name
 
 
 @dataclass(slots=True)
 class _State:
     ops: Ops
-    gate: Gate | None  # None: every expert runs over every token
+    gate: Gate
+    dense: bool = False  # every expert runs over every token, weighed
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
 
 
@@ -43,25 +48,23 @@ def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, 
 
 
 def is_taken_over(module: Any) -> bool:
-    """Whether each of the experts' tokens runs on the engine's operation."""
-    state: _State | None = getattr(module, _STATE, None)
-    return state is not None and state.gate is not None
+    """Whether experts may run on the engine's operation."""
+    return hasattr(module, _STATE)
 
 
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
     """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
     state: _State = getattr(module, _STATE)
     gate_up, down = module.gate_up_proj, module.down_proj
-    if module.is_transposed:
+    if _is_transposed(module):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    assert state.gate is not None
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    options |= {"gate": state.gate, "adapters": state.adapters()}
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if _has_bias(module) else (None, None)
+    options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
-    """As Llama 4's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same."""
+    """As the module's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same."""
     state: _State = getattr(module, _STATE)
     adapters, experts = state.adapters(), module.num_experts
     x = hidden_states.view(experts, -1, hidden_states.shape[-1])
@@ -78,8 +81,8 @@ def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
         gate_up_tables, down_tables = adapters.gate_up, adapters.down
         ids = torch.arange(experts, device=x.device).repeat_interleave(x.shape[1])
         rows = AdapterRows(expert_slots(adapters.slots.repeat(experts), ids, experts))
-    gate, up = project(x, module.gate_up_proj, gate_up_tables).chunk(2, dim=-1)
-    return project(up * module.act_fn(gate), module.down_proj, down_tables).flatten(0, 1)
+    hidden = state.gate(project(x, module.gate_up_proj, gate_up_tables))
+    return project(hidden, module.down_proj, down_tables).flatten(0, 1)
 
 
 ExpertsInterface.register(EXPERTS, _experts_interface)
@@ -88,29 +91,31 @@ ExpertsInterface.register(EXPERTS, _experts_interface)
 def take_over_experts(model: nn.Module, ops: Ops) -> int:
     """Let the modules of ``model`` that go through the interface run on ``ops``. Returns how many do."""
     count = 0
-    for module in model.modules():
-        gate = _gate_of(module) if hasattr(type(module), "_apply_gate") else None
-        if _is_dense(module):
-            setattr(module, _STATE, _State(ops, None))
-        elif gate is not None:
-            setattr(module, _STATE, _State(ops, gate))
-            count += 1
+    for module in filter(are_experts, model.modules()):
+        dense = not hasattr(type(module), "_apply_gate")
+        gate = _gate_of_dense(module) if dense else _gate_of(module)
+        if gate is not None:
+            setattr(module, _STATE, _State(ops, gate, dense))
+            count += not dense
     return count
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module has the two projections of experts. It holds on the meta device too."""
+    return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _PROJECTIONS)
 
 
 def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
     if not hasattr(module, _STATE):
         return {}
-    shapes = {name: getattr(module, name).shape for name in ("gate_up_proj", "down_proj")}
-    swapped = _is_dense(module) or module.is_transposed
-    return {n: (s[0], s[2], s[1]) if swapped else tuple(s) for n, s in shapes.items()}
+    shapes = {name: getattr(module, name).shape for name in _PROJECTIONS}
+    return {n: (s[0], s[2], s[1]) if _is_transposed(module) else tuple(s) for n, s in shapes.items()}
 
 
 def bias_tables(module: Any) -> dict[str, tuple[int, int]]:
     """The shapes of what ``expert_tables`` have for biases, (experts, outputs) by name."""
-    biased = getattr(module, "has_bias", False)
-    return {f"{name}{_BIAS}": shape[:2] for name, shape in expert_tables(module).items() if biased}
+    return {f"{name}{_BIAS}": shape[:2] for name, shape in expert_tables(module).items() if _has_bias(module)}
 
 
 def projection_of(key: str) -> str:
@@ -145,14 +150,44 @@ def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) ->
 
 
 def _is_dense(module: Any) -> bool:
-    return type(module).__name__ == "Llama4TextExperts"
+    """Of experts that were taken over."""
+    state: _State = getattr(module, _STATE)
+    return state.dense
+
+
+def _is_transposed(module: Any) -> bool:
+    return _is_dense(module) or module.is_transposed
+
+
+def _has_bias(module: Any) -> bool:
+    return getattr(module, "has_bias", False)
+
+
+def _gate_of_dense(module: Any) -> Gate | None:
+    """The activation of experts that run each over its own of [E * T, D], and by projections [E, D, 2 * I] and [E, I, D] and no
+    other; None where they do something else."""
+    if set(module.state_dict()) != set(_PROJECTIONS):
+        return None
+    depth, generator = module.down_proj.shape[2], torch.Generator().manual_seed(0)
+    sizes = (2, 3, depth), (2, depth, 16), (2, 8, depth)
+    x, gate_up, down = (torch.randn(size, generator=generator, device="cpu") for size in sizes)
+    gate_up *= depth**-0.5
+    try:
+        found = functional_call(module, dict(zip(_PROJECTIONS, (gate_up, down), strict=True)), (x.flatten(0, 1),))
+    except Exception:  # of any kind: it wants something else
+        return None
+    for gate in _GATES:
+        expected = torch.bmm(gate(torch.bmm(x, gate_up)), down).flatten(0, 1)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+            return gate
+    return None
 
 
 def _gate_of(module: Any) -> Gate | None:
     """The activation of an experts module, or None where it is not one the operation knows."""
     if not module.has_gate or getattr(module, "has_post_expert_norm", False):
         return None
-    known = [Gate()]
+    known = [*_GATES]
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         known.append(Gate(interleaved=True, alpha=module.alpha, limit=module.limit, offset=1.0))
     size = 16

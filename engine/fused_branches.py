@@ -104,11 +104,12 @@ class Own:
         in_place: bool = False,
     ) -> Tensor:
         assert norm is None
+        normed = x if self.norm is None else self.ops.rms_norm(x, *self.norm)
         if (mixture := mixture_of(self.module)) is not None:
-            return mixture(x, residual=residual, scale=scale, in_place=in_place)[0]
+            return mixture(x, normed, residual=residual, scale=scale, in_place=in_place)[0]
         if self.router is not None:
             _, weights, chosen = self.router(x)
-            out = self.module(x if self.norm is None else self.ops.rms_norm(x, *self.norm), chosen, weights)
+            out = self.module(normed, chosen, weights)
         else:
             out = self.module(x[None])
         out = (out[0] if isinstance(out, tuple) else out).view(x.shape)  # some return what their router saw, too

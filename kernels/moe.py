@@ -20,17 +20,21 @@ from stoker.kernels import launch
 from stoker.kernels.grouping import group_of_tile, most_tiles, order_by_group, rows_per_tile
 from stoker.kernels.launch import await_turn
 from stoker.kernels.lora import lora
+from stoker.kernels.norm_rotary import act_times
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 
 _INVARIANT_ROWS = 64
 
 
 @triton.jit
-def _gate(gate, up, alpha, limit, offset, CLAMPED: tl.constexpr, dtype: tl.constexpr):
-    """``Gate`` in fp32, rounded to ``dtype`` where separate operations would round."""
+def _gate(gate, up, alpha, limit, offset, ACT: tl.constexpr, CLAMPED: tl.constexpr, dtype: tl.constexpr):
+    """``Gate`` in fp32, rounded to ``dtype`` where separate operations would round. ACT: of a plain one, else None."""
+    if ACT is not None:
+        return act_times(gate, up, dtype, ACT)
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    if CLAMPED:
-        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    if CLAMPED:  # what is no number stays that
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     return (gate * tl.sigmoid(gate * alpha)).to(dtype).to(tl.float32) * (up + offset).to(dtype).to(tl.float32)
 
 
@@ -41,6 +45,7 @@ def _grouped_kernel(
     bias_ptr,
     order_ptr,
     starts_ptr,
+    weights_ptr,
     out_ptr,
     expert_stride,
     row_stride,
@@ -55,6 +60,9 @@ def _grouped_kernel(
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    ACT: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIAS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -66,7 +74,8 @@ def _grouped_kernel(
     """A tile of one expert's pairs by columns of its weight.
 
     GATED: rows of ``x`` are tokens, those of the result pairs in order, [S, width], of a weight twice as wide. Else
-    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with IN_ORDER.
+    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with IN_ORDER. WEIGHED: by the
+    pairs' weights, as if ``x`` were.
     """
     await_turn(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
@@ -76,13 +85,18 @@ def _grouped_kernel(
     places = first + tl.arange(0, BLOCK_M)
     real = places < end
     pairs = tl.load(order_ptr + places, mask=real, other=0).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < (2 * width if GATED else width)
-    if GATED:  # columns of a tile alternate between gate and up, wherever the weight has them
-        weight_rows = columns if INTERLEAVED else (columns % 2) * width + columns // 2
+    HALF: tl.constexpr = BLOCK_N // 2
+    number = tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) * BLOCK_N + number
+    if GATED:  # of a tile, columns of gate and up alternate, or where neighbours are read together stand in halves
+        of_up = number // HALF if IN_HALVES else number % 2
+        of_width = tl.program_id(0) * HALF + (number % HALF if IN_HALVES else number // 2)
+        weight_rows = columns if INTERLEAVED else of_up * width + of_width
+        inside = columns < 2 * width if INTERLEAVED else of_width < width
         x_rows = pairs // per_token
     else:
         weight_rows = columns
+        inside = columns < width
         x_rows = places.to(tl.int64)
     x_tile = x_ptr + x_rows[:, None] * depth
     weight_tile = weight_ptr + expert.to(tl.int64) * expert_stride + weight_rows.to(tl.int64)[None, :] * row_stride
@@ -96,14 +110,18 @@ def _grouped_kernel(
             other=0.0,
         )
         total = tl.dot(x, w, total, input_precision="ieee")
+    if WEIGHED:
+        total *= tl.load(weights_ptr + pairs, mask=real, other=0.0).to(tl.float32)[:, None]
     if BIAS:
         bias_width = 2 * width if GATED else width
         bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_width + weight_rows, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
     if GATED:
-        gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        total = _gate(gate, up, alpha, limit, offset, CLAMPED, dtype)
-        columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        if IN_HALVES:
+            total = tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1))
+        gate, up = tl.split(tl.reshape(total, (BLOCK_M, HALF, 2)))
+        total = _gate(gate, up, alpha, limit, offset, ACT, CLAMPED, dtype)
+        columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
         out_rows = places.to(tl.int64)
     else:
         out_rows = places.to(tl.int64) if IN_ORDER else pairs
@@ -120,12 +138,12 @@ def _weighted_sum_kernel(
     shared_gate_ptr,
     residual_ptr,
     out_ptr,
-    weights_stride,
     shared_stride,
     residual_stride,
     width,
     scale,
     PER_TOKEN: tl.constexpr,
+    WEIGHED: tl.constexpr,
     SHARED: tl.constexpr,
     SHARED_GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -140,9 +158,11 @@ def _weighted_sum_kernel(
     inside = at < width
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(PER_TOKEN):
-        weight = tl.load(weights_ptr + token * weights_stride + k).to(tl.float32)
-        row = tl.load(pairs_ptr + (token * PER_TOKEN + k) * width + at, mask=inside, other=0.0)
-        total += weight * row.to(tl.float32)
+        pair = token * PER_TOKEN + k
+        row = tl.load(pairs_ptr + pair * width + at, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHED:
+            row *= tl.load(weights_ptr + pair).to(tl.float32)
+        total += row
     if SHARED:
         shared = tl.load(shared_ptr + token * shared_stride + at, mask=inside, other=0.0).to(tl.float32)
         if SHARED_GATE:
@@ -206,6 +226,7 @@ def _experts(
     columns: int,
     *,
     gate: Gate,
+    weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
     groups: tuple[Tensor, Tensor] | None = None,
     shared: Tensor | None = None,
@@ -214,9 +235,8 @@ def _experts(
     scale: float = 1.0,
     in_place: bool = False,
 ) -> Tensor:
-    x, expert_ids = x.contiguous(), expert_ids.contiguous()
-    assert expert_weights.stride(1) == 1 and (gate_up_bias is None or gate_up_bias.is_contiguous())
-    assert down_bias is None or down_bias.is_contiguous()
+    x, expert_ids, expert_weights = (t.contiguous() for t in (x, expert_ids, expert_weights))
+    assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
     if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
         columns = 64
     tokens, per_token = expert_ids.shape
@@ -235,6 +255,7 @@ def _experts(
             x if bias is None else bias,
             order,
             starts,
+            expert_weights,
             out,
             *weight.stride(),
             num_experts,
@@ -247,6 +268,9 @@ def _experts(
             GATED=gated,
             IN_ORDER=in_order,
             INTERLEAVED=gate.interleaved,
+            IN_HALVES=weight.stride(2) != 1 and not gate.interleaved,
+            WEIGHED=gated and weigh_input,
+            ACT=gate.act if gate.plain else None,
             CLAMPED=gate.limit != float("inf"),
             BIAS=bias is not None,
             EXPERTS=triton.next_power_of_2(num_experts),
@@ -263,6 +287,8 @@ def _experts(
     else:  # pairs stay in order, where those of one expert and slot are near each other
         of_pairs = adapters.rows(order, expert_ids, num_experts)
         hidden = x.index_select(0, order // per_token)
+        if weigh_input:
+            hidden = (hidden * expert_weights.flatten().index_select(0, order)[:, None]).to(x.dtype)
         for weight, bias, tables in ((gate_up, gate_up_bias, adapters.gate_up), (down, down_bias, adapters.down)):
             projected = multiply(hidden, weight, bias, False, in_order=True)
             for table in tables:
@@ -280,12 +306,12 @@ def _experts(
         x if shared_gate is None else shared_gate,
         x if residual is None else residual,
         out,
-        expert_weights.stride(0),
         0 if shared is None else shared.stride(0),
         0 if residual is None else residual.stride(0),
         x.shape[1],
         scale,
         PER_TOKEN=per_token,
+        WEIGHED=not weigh_input,
         SHARED=shared is not None,
         SHARED_GATE=shared_gate is not None,
         RESIDUAL=residual is not None,

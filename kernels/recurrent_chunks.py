@@ -66,7 +66,7 @@ def step_length(dt, bias, least, most, dtype: tl.constexpr, BIAS: tl.constexpr):
     """Mamba-2's step, in fp32, from ``dt`` in fp32: rounded to ``dtype`` where the reference's is."""
     if BIAS:
         dt = (dt + bias).to(dtype).to(tl.float32)
-    step = tl.minimum(tl.maximum(softplus(dt).to(dtype).to(tl.float32), least), most)
+    step = tl.clamp(softplus(dt).to(dtype).to(tl.float32), least, most, propagate_nan=tl.PropagateNan.ALL)
     return step.to(dtype).to(tl.float32)
 
 

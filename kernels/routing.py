@@ -77,11 +77,11 @@ def _of_the_best_groups(ranked, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: 
 
 @triton.jit(do_not_specialize=["tokens", "split_stride"])
 def _route_kernel(
-    logits_ptr, like_ptr, bias_ptr, correction_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tokens, row_stride,
-    split_stride, eps, scale, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SCORE: tl.constexpr, WIDE: tl.constexpr,
+    logits_ptr, like_ptr, bias_ptr, correction_ptr, gain_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tokens,
+    row_stride, split_stride, eps, scale, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SCORE: tl.constexpr, WIDE: tl.constexpr,
     NORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, BIAS: tl.constexpr,
-    CORRECTION: tl.constexpr, SPLITS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+    CORRECTION: tl.constexpr, GAIN: tl.constexpr, SPLITS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """ROWS tokens. A group of experts has SIZE columns, of which the first are its experts. like: of the dtype of ``x``."""
     await_turn(DEPENDENT)
@@ -120,7 +120,8 @@ def _route_kernel(
         ranked = tl.where(known[None, :] & (chosen_from == 0), 0.0 if SCORE == "softmax" else -_FAR, ranked)
     number = tl.arange(0, PAIRS)[None, :]
     ids = tl.zeros((ROWS, PAIRS), tl.int32)
-    weights = tl.full((ROWS, PAIRS), float("-inf") if SCORE == "chosen" else 0.0, tl.float32)
+    OF_LOGITS: tl.constexpr = SCORE == "chosen" or SCORE == "chosen_sigmoid"
+    weights = tl.full((ROWS, PAIRS), float("-inf") if OF_LOGITS else 0.0, tl.float32)
     place = tl.full((ROWS, GROUP_BLOCK * SIZE), -1, tl.int32)  # of an expert among the token's
     for k in tl.static_range(PER_TOKEN):
         _best, first = tl.max(ranked, axis=1, return_indices=True, return_indices_tie_break_left=True)
@@ -132,12 +133,18 @@ def _route_kernel(
     if SCORE == "chosen":
         weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
+    if SCORE == "chosen_sigmoid":
+        weights = tl.sigmoid(weights)
     if NORMALISE:
         weights = weights / (tl.sum(weights, axis=1)[:, None] + eps)
+    weights *= scale
     into = rows.to(tl.int64)[:, None] * PER_TOKEN + number
     written = (rows < tokens)[:, None] & (number < PER_TOKEN)
-    tl.store(ids_ptr + into, ids // SIZE * EACH + ids % SIZE, mask=written)
-    tl.store(weights_ptr + into, weights * scale, mask=written)
+    ids = ids // SIZE * EACH + ids % SIZE
+    if GAIN:
+        weights *= tl.load(gain_ptr + ids, mask=written, other=0.0).to(tl.float32)
+    tl.store(ids_ptr + into, ids, mask=written)
+    tl.store(weights_ptr + into, weights, mask=written)
     if ORDERED:
         pairs = (real & (place >= 0)).to(tl.int32)
         of_expert = tl.sum(pairs, axis=0)
@@ -148,23 +155,35 @@ def _route_kernel(
         tl.store(order_ptr + start[None, :] + tl.cumsum(pairs, axis=0) - pairs, place, mask=pairs > 0)
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice) -> Routing:
-    """As the reference's, with the pairs in order. x: [T, D]; weight: [E, D]; bias, correction: [E]."""
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    gain: Tensor | None,
+    choice: Choice,
+) -> Routing:
+    """As the reference's, with the pairs in order. x: [T, D]; weight: [E, D]; bias, correction, gain: [E]."""
     tokens = x.shape[0]
     if tokens > _FEW:
         given = x, weight, bias
         if choice.wide:
             given = x.float(), weight.float(), None if bias is None else bias.float()
-        return _choose(F.linear(*given)[None], x, None, correction, choice, _TOGETHER)
+        return _choose(F.linear(*given)[None], x, None, correction, gain, choice, _TOGETHER)
     splits = _MOST_SPLITS * _ROWS // (triton.cdiv(tokens, _ROWS) * _ROWS)
-    return _choose(_logits(x, weight, splits), x, bias, correction, choice, _TOGETHER)
+    return _choose(_logits(x, weight, splits), x, bias, correction, gain, choice, _TOGETHER)
 
 
 def route_invariant(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    gain: Tensor | None,
+    choice: Choice,
 ) -> Routing:
     """``route`` with a token's sums in one order always, whatever stands beside it."""
-    return _choose(_logits(x, weight, _MOST_SPLITS), x, bias, correction, choice, 0)
+    return _choose(_logits(x, weight, _MOST_SPLITS), x, bias, correction, gain, choice, 0)
 
 
 def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
@@ -185,7 +204,13 @@ def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
 
 
 def _choose(
-    logits: Tensor, x: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice, together: int
+    logits: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    gain: Tensor | None,
+    choice: Choice,
+    together: int,
 ) -> Routing:
     """logits: [splits, T, E]; together: numbers that one program may rank, for all tokens to be one's."""
     splits, tokens, experts = logits.shape
@@ -200,11 +225,11 @@ def _choose(
     order = torch.empty(pairs, dtype=torch.int32, device=device) if ordered else ids
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device) if ordered else ids
     _route_kernel[(triton.cdiv(tokens, rows),)](
-        logits, x, logits if bias is None else bias, logits if correction is None else correction, ids, weights, order,
-        starts, tokens, experts, tokens * experts, choice.eps, choice.scale, EXPERTS=experts,
+        logits, x, *(logits if t is None else t for t in (bias, correction, gain)), ids, weights, order, starts,
+        tokens, experts, tokens * experts, choice.eps, choice.scale, EXPERTS=experts,
         PER_TOKEN=choice.per_token, SCORE=choice.score, WIDE=choice.wide, NORMALISE=choice.normalise,
         GROUPS=choice.groups, KEPT=choice.kept_groups, BEST=choice.best_of_group, BIAS=bias is not None,
-        CORRECTION=correction is not None, SPLITS=splits, ORDERED=ordered, ROWS=rows,
+        CORRECTION=correction is not None, GAIN=gain is not None, SPLITS=splits, ORDERED=ordered, ROWS=rows,
         PAIRS=triton.next_power_of_2(choice.per_token), GROUP_BLOCK=groups, SIZE=size,
         num_warps=min(max(rows * groups * size // 512, 1), 16), **launch.options(device),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
 
 
 def launch_routed() -> None:
-    """Routers and sums of Qwen3-MoE, gpt-oss, DeepSeek-V2 and V3, and Qwen3.5-MoE, in a decode step and a prompt."""
+    """Routers and sums of Qwen3-MoE, gpt-oss, DeepSeek-V2 and V3, Qwen3.5-MoE, Gemma 4 and Llama 4, in a decode step and a
+    prompt, and experts of the last two."""
     in_groups = {"groups": 8, "wide": True, "wide_weights": True}
     qwen3 = Choice(per_token=8, score="softmax", normalise=True)
     v2 = Choice(per_token=6, score="softmax", scale=16.0, kept_groups=3, **in_groups)
@@ -135,9 +137,9 @@ def launch_routed() -> None:
     ):
         correction = torch.zeros(experts) if choice is v3 else None
         for tokens in (1, 64, 200) if choice in (qwen3, v3) else (16,):
-            routing.route(zeros(tokens, dim), zeros(experts, dim), bias, correction, choice)
-    routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, None, v3)
-    routing.route(zeros(4, 2048).float(), zeros(128, 2048).float(), None, None, qwen3)
+            routing.route(zeros(tokens, dim), zeros(experts, dim), bias, correction, None, choice)
+    routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, None, None, v3)
+    routing.route(zeros(4, 2048).float(), zeros(128, 2048).float(), None, None, None, qwen3)
     ids, weights, parameters = (
         torch.zeros(4, 8, dtype=torch.long),
         zeros(4, 8),
@@ -147,6 +149,13 @@ def launch_routed() -> None:
     for gate in (None, zeros(1, 2048)):
         added = {"shared": zeros(4, 2048), "shared_gate": gate, "residual": zeros(4, 2048), "in_place": True}
         moe.experts(zeros(4, 2048), ids, weights, *parameters, gate=Gate(), groups=groups, **added)
+    gemma4, llama4 = replace(qwen3, wide_weights=True), Choice(per_token=1, score="chosen_sigmoid")
+    routing.route(zeros(16, 2816), zeros(128, 2816), None, None, zeros(128), gemma4)
+    routing.route(zeros(16, 5120), zeros(16, 5120), None, None, None, llama4)
+    for tokens in (8, 512):
+        x, ids, weights = zeros(tokens, 512), torch.zeros(tokens, 1, dtype=torch.long), zeros(tokens, 1)
+        moe.experts(x, ids, weights, zeros(16, 512, 1024).mT, zeros(16, 512, 512).mT, gate=Gate(), weigh_input=True)
+    moe.experts(x, ids, weights, zeros(128, 1408, 512), zeros(128, 512, 704), gate=Gate(act="gelu_tanh"))
 
 
 def adapt(

@@ -312,7 +312,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 2, "state_size": 8, "chunk_size": 8},
 }
 
+# Other models of families above, for what those have not.
+OTHERS: dict[str, dict[str, Any]] = {
+    "gemma4+experts": FAMILIES["gemma4"]
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+}
+
 _TEXT_MODEL_TYPES = {family: f"{family}_text" for family in ("gemma3", "llama4", "gemma4", "qwen3_5", "qwen3_5_moe")}
+_TEXT_MODEL_TYPES["gemma4+experts"] = "gemma4_text"
 _IMAGE_MODEL_TYPES = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
@@ -330,7 +338,7 @@ ROUTED = {"qwen3_moe": 2, "mixtral": 3, "olmoe": 3, "gpt_oss": 3, "deepseek_v2":
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
     if family.endswith("+images"):
         return _image_config(family, **overrides)
-    fields = _COMMON | (FAMILIES | HYBRIDS | REFUSED)[family] | overrides
+    fields = _COMMON | (FAMILIES | HYBRIDS | REFUSED | OTHERS)[family] | overrides
     config = AutoConfig.for_model(_TEXT_MODEL_TYPES.get(family, family), **fields)
     config.eos_token_id = fields["eos_token_id"]  # glm4 puts its own ids where it is None
     return config

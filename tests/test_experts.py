@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from transformers import PreTrainedModel
 
 from stoker.engine import experts as interface
 from stoker.engine import fused_branches, routing
+from stoker.engine.mixture_parts import parts_of
 from stoker.engine.model import ModelShell
+from stoker.engine.routers import probes
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import CPU, REFERENCE, Ops
+from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.reference.routing import Choice
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import RolloutEngine, binding
@@ -36,7 +40,7 @@ def test_the_experts_of_every_family_that_routes_them_are_taken_over(family: str
 def test_an_activation_that_is_not_known_stays_with_transformers() -> None:
     model = make_model("mixtral")
     module = experts_modules(model)[0]
-    module.act_fn = nn.GELU(approximate="tanh")
+    module.act_fn = nn.Mish()
     assert interface.take_over_experts(model, replace(REFERENCE, experts=None)) == len(experts_modules(model)) - 1
     x, ids, weights = torch.randn(4, 48), torch.tensor([[0, 1]] * 4), torch.rand(4, 2)
     module.config._experts_implementation = "eager"
@@ -74,11 +78,13 @@ CHOICES: dict[str, tuple[Choice, int, tuple[str, ...]]] = {
     "qwen3_5_moe": (_MIXTRAL, 3, ()),
     "lfm2_moe": (Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6), 2, ()),
     "granitemoehybrid": (_GPT_OSS, 3, ()),
+    "llama4": (Choice(per_token=1, score="chosen_sigmoid"), 2, ()),
+    "gemma4+experts": (_MIXTRAL, 4, ("wide_weights",)),
 }
-WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"}
+WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "llama4"}
 GATED = {"qwen3_next", "qwen3_5_moe"}
-# Correction of the ranks, or bias of the logits.
-BIASED = {"gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1}
+# Bias of the logits, correction of the ranks, or gain of the weights.
+BIASED = {"gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1, "gemma4+experts": 2}
 
 
 @pytest.fixture
@@ -87,8 +93,8 @@ def mixtures(monkeypatch: pytest.MonkeyPatch) -> list[routing.Mixture]:
     found: list[routing.Mixture] = []
     agrees = routing._agrees
 
-    def noted(mixture: routing.Mixture, like: Tensor) -> bool:
-        agreed = agrees(mixture, like)
+    def noted(mixture: routing.Mixture) -> bool:
+        agreed = agrees(mixture)
         found.extend([mixture] * agreed)
         return agreed
 
@@ -107,11 +113,12 @@ def test_how_the_routers_of_families_choose(family: str, dtype: torch.dtype, mix
     for mixture in mixtures:
         assert (mixture.shared is not None) == (family in WITH_SHARED)
         assert (mixture.shared_gate is not None) == (family in GATED)
-        biased = [tensor is not None for tensor in mixture.router[1:]]
-        assert biased == [BIASED.get(family) == place for place in range(2)]
+        biased = [tensor is not None for tensor in mixture.biases]
+        assert biased == [BIASED.get(family) == place for place in range(3)]
+        assert (mixture.norm is not None) == (family == "gemma4+experts")
 
 
-@pytest.mark.parametrize("family", ["gemma4", "llama4", "nemotron_h", "llama"])
+@pytest.mark.parametrize("family", ["gemma4", "nemotron_h", "llama"])
 def test_other_models_have_no_such_blocks(family: str, mixtures: list[routing.Mixture]) -> None:
     with RolloutEngine(make_model(family), config=CONFIG):
         assert not mixtures
@@ -128,6 +135,17 @@ def test_routers_follow_the_weights(family: str, mixtures: list[routing.Mixture]
         engine.update_weights()
         assert_like_hugging_face(engine, model)
         assert len(mixtures) == CHOICES[family][1]
+
+
+def test_what_a_router_is_tried_on_is_made_on_the_host_whatever_the_default_is() -> None:
+    block = make_model("glm4_moe").model.layers[1].mlp
+    parts = parts_of(block)
+    assert parts is not None
+    expected = list(probes(block, parts, None))
+    with torch.device("meta"):
+        found = list(probes(block, parts, None))
+    for (x, given), (wanted, values) in zip(found, expected, strict=True):
+        assert torch.equal(x, wanted) and all(torch.equal(given[name], values[name]) for name in values)
 
 
 @pytest.mark.parametrize("replaced", ["correction", "weight"])
@@ -170,6 +188,36 @@ def test_a_router_that_does_something_else_stays(
     kind = type(model.model.layers[2].mlp.gate)
     forward = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states: change(self, forward(self, hidden_states)))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not mixtures
+        assert_like_hugging_face(engine, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "change"),
+    [
+        ("llama4", "feed_forward.router", lambda forward, x: (0.9 * forward(x)[0], None)),
+        ("llama4", "feed_forward.router", lambda forward, x: (forward(x)[0].square().sqrt().flip(1), None)),
+        ("llama4", "feed_forward.experts", lambda forward, x: 1.1 * forward(x)),
+        ("gemma4+experts", "router", lambda forward, x: forward(x.abs())),
+        ("gemma4+experts", "router", lambda forward, x: (None, forward(x)[1].clamp(max=0.6), forward(x)[2])),
+    ],
+)
+def test_what_stands_otherwise_and_does_something_else_stays(
+    family: str, path: str, change: Any, mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family)
+    kind = type(model.model.layers[1].get_submodule(path))
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: change(partial(forward, self), x))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert not mixtures
+        assert_like_hugging_face(engine, model)
+
+
+def test_experts_of_sizes_that_the_operation_does_not_take_stay(mixtures: list[routing.Mixture]) -> None:
+    """Rows of a weight that are no multiple of 16 bytes, as of torch's grouped product."""
+    model = make_model("llama4", intermediate_size=66)
     with RolloutEngine(model, config=CONFIG) as engine:
         assert not mixtures
         assert_like_hugging_face(engine, model)
@@ -220,6 +268,11 @@ SAVED = [
     ("mixtral", {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, 0),
     ("deepseek_v2", {"target_modules": ["o_proj", "shared_experts.down_proj"]}, 1),
     ("glm4_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, 1),
+    ("llama4", {"target_modules": ["shared_expert.up_proj"], "target_parameters": ["experts.gate_up_proj"]}, 1),
+    ("llama4", {"target_modules": ["q_proj"], "modules_to_save": ["feed_forward.router"]}, 0),
+    ("gemma4+experts", {"target_modules": ["router.proj"], "target_parameters": ["experts.down_proj"]}, 0),
+    ("gemma4+experts", {"target_modules": ["mlp.up_proj"], "target_parameters": ["experts.gate_up_proj"]}, 1),
+    ("gemma4+experts", {"target_modules": ["q_proj"], "modules_to_save": ["router"]}, 0),
 ]
 
 
@@ -295,6 +348,7 @@ def _named(launched: list[str]) -> Ops:
         ("gpt_oss", ["route", "experts"]),
         ("deepseek_v3", ["linear", "linear", "route", "experts"]),
         ("qwen3_5_moe", ["linear", "linear", "route", "experts"]),
+        ("llama4", ["linear", "linear", "route", "experts"]),
     ],
 )
 def test_a_block_is_these_operations_and_nothing_else(
@@ -315,3 +369,18 @@ def test_a_block_is_these_operations_and_nothing_else(
             with _Launches(launched):
                 own(x[0], None, None, residual=residual, in_place=True)
             assert launched == operations
+
+
+def test_a_router_beside_other_modules_and_its_experts_are_operations(
+    mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Gemma 4: a norm before each of them, and a norm after that adds to what the MLP gives."""
+    launched: list[str] = []
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: _named(launched))
+    with RolloutEngine(make_model("gemma4+experts"), config=CONFIG), torch.inference_mode():
+        norm, x = Norm(torch.ones(48), 1e-6), torch.randn(3, 48)
+        own = fused_branches.Own(mixtures[0].experts, None, 1.0, norm, norm, mixtures[0].ops)
+        launched.clear()
+        with _Launches(launched):
+            own(x, None, None)
+        assert own.runs_on_ops and launched == ["rms_norm", "rms_norm", "route", "experts"]

@@ -356,7 +356,7 @@ def test_memory_without_room_for_the_states_says_so() -> None:
         RolloutEngine(make_model("qwen3_5"), config=EngineConfig(kv_cache_memory="64KiB"))
 
 
-@pytest.mark.parametrize(("family", "fields"), [("nemotron_h", {}), ("qwen3_moe", {"hidden_act": "gelu"})])
+@pytest.mark.parametrize(("family", "fields"), [("nemotron_h", {}), ("qwen3_moe", {"hidden_act": "mish"})])
 def test_deterministic_mode_is_refused_where_layers_run_their_own_matmuls(
     family: str, fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,8 @@ def test_deterministic_bits_survive_preemption() -> None:
         ("gemma4", TWO_OF_GEMMA4),
         *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1})),
         ("glm4_moe", {"num_hidden_layers": 2}),
+        ("llama4", {"num_hidden_layers": 1, "no_rope_layers": [1], "moe_layers": [0]}),
+        ("gemma4+experts", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -111,7 +111,7 @@ def test_what_is_not_loaded(change: Any, message: str) -> None:
 
 def test_an_adapter_of_experts_that_transformers_runs() -> None:
     options = lora(target_modules=ONE, target_parameters=EXPERTS[1:])
-    model = get_peft_model(make_model("qwen3_moe", hidden_act="gelu"), options)
+    model = get_peft_model(make_model("qwen3_moe", hidden_act="mish"), options)
     with pytest.raises(UnsupportedModelError, match=r"experts.down_proj, which the engine does not run as experts of"):
         RolloutEngine(model, config=CONFIG)
 

@@ -70,6 +70,13 @@ def _every(x, out, step, BLOCK: tl.constexpr):
     tl.store(out + tl.arange(0, BLOCK), tl.load(x + at))
 
 
+@triton.jit
+def _clamped(x, out, KEPT: tl.constexpr):
+    at = tl.arange(0, 4)
+    nan: tl.constexpr = tl.PropagateNan.ALL if KEPT else tl.PropagateNan.NONE
+    tl.store(out + at, tl.minimum(tl.maximum(tl.load(x + at), -1.0, propagate_nan=nan), 1.0, propagate_nan=nan))
+
+
 @pytest.mark.parametrize(("does", "size_in", "size_out"), [("loads", 10, 16), ("stores", 16, 10)])
 def test_an_access_beyond_a_tensor_is_found(does: str, size_in: int, size_out: int) -> None:
     x, out = torch.ones(16)[:size_in], torch.zeros(16)[:size_out]  # beyond them is nobody else's memory
@@ -113,6 +120,14 @@ def test_masked_lanes_hold_anything() -> None:
         with sanitized() as found:
             _sum_of_some[(1,)](torch.ones(5), out, 5, BLOCK=8, OTHER=other, **SAID)
         assert bool(out.isnan()) is not other and not found
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_no_number_is_lost_where_a_gpu_loses_it(kept: bool) -> None:
+    x, out = torch.tensor([float("nan"), -3.0, 0.5, 3.0]), torch.zeros(4)
+    with sanitized() as found:
+        _clamped[(1,)](x, out, KEPT=kept, **SAID)
+    assert bool(out[0].isnan()) == kept and out[1:].tolist() == [-1.0, 0.5, 1.0] and not found
 
 
 def test_hints_are_true() -> None:

@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
     return make_model("llama")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "llama4", "gemma4+experts"])
 def test_rollouts_write_to_nothing_of_the_trainer(family):
     model = make_model(family)
     model.train()

@@ -24,6 +24,7 @@ from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
 SWIGLU = Gate()
+GEGLU = Gate(act="gelu_tanh")
 GPT_OSS = Gate(interleaved=True, alpha=1.702, limit=1.5, offset=1.0)
 OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
 all_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
@@ -33,7 +34,8 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def make_experts(
     tokens: int, per_token: int, experts: int, depth: int, width: int, options: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """options: letters of bias, transposed weights, clamped and interleaved gate, and only one expert that is chosen."""
+    """options: letters of bias, transposed weights, clamped and interleaved gate, or GELU, weighed inputs, and only one expert
+    that is chosen."""
     chosen = torch.rand(tokens, experts)
     if "o" in options:
         chosen[:, experts - 1] = 2.0
@@ -50,7 +52,8 @@ def make_experts(
         "down": down,
         "gate_up_bias": randn(experts, 2 * width, dtype=dtype) if bias else None,
         "down_bias": randn(experts, depth, dtype=dtype) if bias else None,
-        "gate": GPT_OSS if "c" in options else SWIGLU,
+        "gate": GPT_OSS if "c" in options else GEGLU if "g" in options else SWIGLU,
+        "weigh_input": "w" in options,
     }
 
 
@@ -63,11 +66,13 @@ def expected_experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     gate: Gate,
+    weigh_input: bool,
 ) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, k in itertools.product(range(len(x)), range(expert_ids.shape[1])):
         expert = int(expert_ids[token, k])
-        hidden = gate_up[expert].double() @ x[token].double()
+        weight = expert_weights[token, k].double()
+        hidden = gate_up[expert].double() @ x[token].double() * (weight if weigh_input else 1.0)
         if gate_up_bias is not None:
             hidden += gate_up_bias[expert].double()
         g, u = (hidden[::2], hidden[1::2]) if gate.interleaved else hidden.chunk(2)
@@ -75,11 +80,11 @@ def expected_experts(
             g, u = g.clamp(max=1.5), u.clamp(-1.5, 1.5)
             hidden = g * torch.sigmoid(1.702 * g) * (u + 1)
         else:
-            hidden = F.silu(g) * u
+            hidden = (F.gelu(g, approximate="tanh") if gate is GEGLU else F.silu(g)) * u
         hidden = down[expert].double() @ hidden
         if down_bias is not None:
             hidden += down_bias[expert].double()
-        out[token] += expert_weights[token, k].double() * hidden
+        out[token] += hidden if weigh_input else weight * hidden
     return out
 
 
@@ -90,6 +95,9 @@ CASES = [
     (5, 2, 4, 80, 48, "btc"),  # gpt-oss
     (9, 2, 70, 48, 32, "t"),  # experts without tokens, and more than a power of two of them
     (20, 1, 3, 32, 16, "o"),
+    (7, 1, 4, 48, 80, "tw"),  # Llama 4
+    (6, 2, 4, 48, 40, "wb"),
+    (12, 2, 5, 48, 32, "g"),  # Gemma 4
     (2, 8, 8, 96, 48, ""),
 ]
 
@@ -137,7 +145,7 @@ def test_pairs_that_the_router_has_put_in_order(ops: Ops, monkeypatch: pytest.Mo
 
 
 @all_ops
-@pytest.mark.parametrize("options", ["", "btc"])
+@pytest.mark.parametrize("options", ["", "btc", "tw", "g"])
 def test_adapters_of_experts(options: str, ops: Ops) -> None:
     """Adapters of some tokens, of different ranks, two of them one after the other, are other weights."""
     experts, depth, width = 6, 48, 32
@@ -159,10 +167,19 @@ def test_adapters_of_experts(options: str, ops: Ops) -> None:
     assert_close(out, expected, torch.float32)
 
 
-@pytest.mark.parametrize("options", ["b", "btc"])
+@pytest.mark.parametrize("options", ["b", "btc", "tw"])
 def test_sizes_that_divide_no_tile(options: str) -> None:
     arguments = make_experts(7, 3, 5, 50, 37, options, torch.float32)
     assert_close(TRITON.experts(**arguments), expected_experts(**arguments), torch.float32)
+
+
+@all_ops
+def test_a_bound_hides_no_nan(ops: Ops) -> None:
+    arguments = make_experts(3, 2, 4, 48, 32, "btc", torch.float32)
+    good = ops.experts(**arguments)
+    arguments["x"][1] = float("nan")
+    out = ops.experts(**arguments)
+    assert bool(out[1].isnan().all()) and torch.equal(out[::2], good[::2])
 
 
 def test_expert_ids_in_more_than_one_scan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +197,7 @@ def test_there_are_always_tiles_enough_and_never_far_too_many() -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("options", ["", "btc"])
+@pytest.mark.parametrize("options", ["", "btc", "tw"])
 def test_a_token_has_the_same_bits_among_any_others(options: str, dtype: torch.dtype) -> None:
     arguments = make_experts(64, 2, 5, 48, 32, options, dtype)
 

@@ -51,6 +51,15 @@ def test_a_packed_batch(name: str, lengths: list[int], dtype: torch.dtype, ops: 
     check(ops, name, lengths, dtype, exactness(ops, dtype))
 
 
+@tables
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_bound_of_the_step_hides_no_nan(length: int, ops: Ops) -> None:
+    by_token, given, make_state = CASES["selective_scan"](length, torch.float32, limit=(0.001, 2.0))
+    by_token["dt"][-1] = float("nan")
+    out = run(ops, "selective_scan", by_token, given, make_state(3), make_rows([length]))
+    assert out[-1].isnan().all() and not out[:-1].isnan().any()
+
+
 def test_a_gated_convolution_has_the_same_bits_in_any_pieces_and_among_any_others() -> None:
     for dtype in (torch.float32, torch.float16):
         options = {"gated": True, "activation": None, "width": 3}

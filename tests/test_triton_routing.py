@@ -6,6 +6,7 @@ Without a CUDA device kernels are interpreted, in fp32 and fp16; with one the sa
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ MIXTRAL = Choice(per_token=2, score="softmax", normalise=True, wide_weights=True
 QWEN3 = Choice(per_token=8, score="softmax", normalise=True)
 OLMOE = Choice(per_token=3, score="softmax")
 GPT_OSS = Choice(per_token=4, score="chosen")
+LLAMA4 = Choice(per_token=1, score="chosen_sigmoid")
+GEMMA4 = Choice(per_token=3, score="softmax", normalise=True, wide_weights=True)
 LFM2 = Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6)
 IN_GROUPS = {"wide": True, "wide_weights": True}
 DEEPSEEK_V2 = Choice(per_token=3, score="softmax", scale=16.0, groups=5, kept_groups=2, **IN_GROUPS)
@@ -49,40 +52,45 @@ all_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 kernels = pytest.mark.parametrize("ops", [TRITON, DETERMINISTIC], ids=["triton", "deterministic"])
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 CASES = [
-    # tokens, experts, depth, bias, correction
-    (1, 4, 48, False, False, MIXTRAL),
-    (5, 40, 600, False, False, QWEN3),  # splits, of which the last is shorter
-    (3, 8, 48, False, False, Choice(per_token=8, score="softmax")),  # all experts
-    (70, 6, 48, False, False, OLMOE),  # more tokens than have their logits split
-    (20, 32, 96, True, False, GPT_OSS),
-    (70, 6, 48, True, False, Choice(per_token=1, score="chosen")),
-    (9, 8, 48, False, True, LFM2),
-    (4, 15, 80, False, False, DEEPSEEK_V2),  # groups of no power of two
-    (18, 24, 80, False, True, DEEPSEEK_V3),
-    (70, 24, 80, True, True, DEEPSEEK_V3),
+    # tokens, experts, depth, bias, correction, gain
+    (1, 4, 48, False, False, False, MIXTRAL),
+    (5, 40, 600, False, False, False, QWEN3),  # splits, of which the last is shorter
+    (3, 8, 48, False, False, False, Choice(per_token=8, score="softmax")),  # all experts
+    (70, 6, 48, False, False, False, OLMOE),  # more tokens than have their logits split
+    (20, 32, 96, True, False, False, GPT_OSS),
+    (70, 6, 48, True, False, False, Choice(per_token=1, score="chosen")),
+    (9, 8, 48, False, True, False, LFM2),
+    (4, 15, 80, False, False, False, DEEPSEEK_V2),  # groups of no power of two
+    (18, 24, 80, False, True, False, DEEPSEEK_V3),
+    (70, 24, 80, True, True, False, DEEPSEEK_V3),
+    (1, 16, 48, False, False, False, LLAMA4),
+    (70, 5, 48, True, False, False, replace(LLAMA4, per_token=2)),
+    (6, 24, 80, False, False, True, GEMMA4),
+    (70, 6, 48, False, True, True, LFM2),
 ]
 
 
 def make_router(
-    tokens: int, experts: int, depth: int, bias: bool, correction: bool, choice: Choice, dtype: torch.dtype
+    tokens: int, experts: int, depth: int, bias: bool, correction: bool, gain: bool, choice: Choice, dtype: torch.dtype
 ) -> dict[str, Any]:
     return {
         "x": randn(tokens, depth, dtype=dtype),
         "weight": randn(experts, depth, dtype=dtype, scale=3 * depth**-0.5),
         "bias": randn(experts, dtype=dtype) if bias else None,
         "correction": randn(experts, scale=0.2) if correction else None,
+        "gain": 0.5 + torch.rand(experts).to(DEVICE, dtype) if gain else None,
         "choice": choice,
     }
 
 
 def expected_route(
-    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice
+    x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, gain: Tensor | None, choice: Choice
 ) -> tuple[Tensor, Tensor]:
     """What every expert ranks by, less than anything for those of other groups, and weights of those that are chosen."""
     logits = x.double() @ weight.double().T
     logits = logits if bias is None else logits + bias.double()
     logits = logits if choice.wide else logits.to(x.dtype).double()
-    every = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "chosen": logits}[choice.score]
+    every = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(choice.score, logits)
     if choice.score == "sigmoid" and not choice.wide:
         every = every.to(x.dtype).double()
     ranks = every if correction is None else every + correction.double()
@@ -96,9 +104,11 @@ def expected_route(
         mine = every[row, chosen]
         if choice.score == "chosen":
             mine = mine.softmax(-1)
+        if choice.score == "chosen_sigmoid":
+            mine = mine.sigmoid()
         if choice.normalise:
             mine = mine / (mine.sum() + choice.eps)
-        weights[row, chosen] = choice.scale * mine
+        weights[row, chosen] = choice.scale * mine * (1.0 if gain is None else gain.double()[chosen])
     return ranks, weights
 
 
@@ -120,7 +130,7 @@ def assert_in_order(routing: Routing, experts: int) -> None:
 @dtypes
 @all_ops
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_route(case: tuple[int, int, int, bool, bool, Choice], ops: Ops, dtype: torch.dtype) -> None:
+def test_route(case: tuple[int, int, int, bool, bool, bool, Choice], ops: Ops, dtype: torch.dtype) -> None:
     arguments, choice = make_router(*case, dtype), case[-1]
     routing = ops.route(**arguments)
     ranks, expected = expected_route(**arguments)
@@ -141,7 +151,7 @@ def test_route(case: tuple[int, int, int, bool, bool, Choice], ops: Ops, dtype: 
 @dtypes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernels_take_the_experts_that_the_reference_takes(
-    case: tuple[int, int, int, bool, bool, Choice], dtype: torch.dtype
+    case: tuple[int, int, int, bool, bool, bool, Choice], dtype: torch.dtype
 ) -> None:
     arguments = make_router(*case, dtype)
     mine, wanted = (ops.route(**arguments).ids.sort(dim=1).values for ops in (TRITON, REFERENCE))
@@ -164,10 +174,19 @@ def test_what_is_rounded_to_the_same_number_ranks_the_same(
     weight[3, 1] = 1.0
     for wide in (False, True):
         choice = Choice(per_token=1, score=score, wide=wide)
-        ids, weights, _ = ops.route(x, weight, None, None, choice)
+        ids, weights, _ = ops.route(x, weight, None, None, None, choice)
         assert set(ids.flatten().tolist()) == {3 if wide else 0}
         wanted = {"softmax": 0.25, "chosen": 1.0, "sigmoid": torch.tensor(near).sigmoid().item()}[score]
         assert weights.dtype == torch.float16 and weights.float().sub(wanted).abs().max() < 1e-3
+
+
+@all_ops
+def test_a_sigmoid_of_the_chosen_ranks_by_what_it_is_of(ops: Ops) -> None:
+    """Which comes to the same number for many."""
+    x, weight = torch.full((2, 48), 1.0, device=DEVICE), torch.zeros(4, 48, device=DEVICE)
+    weight[:, 0] = torch.tensor([20.0, 30.0, 40.0, 25.0])
+    ids, weights, _ = ops.route(x, weight, None, None, None, LLAMA4)
+    assert (weights == 1.0).all() and (ids == 2).all()
 
 
 @kernels
@@ -175,34 +194,34 @@ def test_what_is_rounded_to_the_same_number_ranks_the_same(
 @pytest.mark.parametrize("choice", [OLMOE, GPT_OSS, DEEPSEEK_V3])
 def test_of_experts_that_rank_the_same_the_first_are_taken(choice: Choice, tokens: int, ops: Ops) -> None:
     x, weight = randn(tokens, 48), randn(1, 48).expand(24, 48).contiguous()
-    routing = ops.route(x, weight, None, None, choice)
+    routing = ops.route(x, weight, None, None, None, choice)
     assert torch.equal(routing.ids, torch.arange(choice.per_token, device=DEVICE).expand(tokens, -1))
     assert_in_order(routing, 24)
 
 
 @kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("choice", [MIXTRAL, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3])
+@pytest.mark.parametrize("choice", [MIXTRAL, GPT_OSS, LLAMA4, DEEPSEEK_V2, DEEPSEEK_V3])
 def test_what_is_no_number_harms_no_other_token(choice: Choice, value: float, ops: Ops) -> None:
     """Ids stay within the experts and differ, or else what follows would write where it must not."""
     experts = 15 if choice is DEEPSEEK_V2 else 24
     x, weight = randn(3, 48), randn(experts, 48)
-    good = ops.route(x, weight, None, None, choice)
+    good = ops.route(x, weight, None, None, None, choice)
     x[1] = value
-    routing = ops.route(x, weight, None, None, choice)
+    routing = ops.route(x, weight, None, None, None, choice)
     assert all(len(set(row)) == choice.per_token for row in routing.ids.tolist())
     assert int(routing.ids.min()) >= 0 and int(routing.ids.max()) < experts
     assert_in_order(routing, experts)
     assert torch.equal(routing.ids[::2], good.ids[::2]) and torch.equal(routing.weights[::2], good.weights[::2])
     weight[:, 0] = value  # of all of them, and none of the others' ids is lost
-    routing = ops.route(randn(3, 48), weight, None, None, choice)
+    routing = ops.route(randn(3, 48), weight, None, None, None, choice)
     assert all(len(set(row)) == choice.per_token for row in routing.ids.tolist())
     assert_in_order(routing, experts)
 
 
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_one_program_or_several_choose_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = make_router(tokens, 24, 80, False, True, DEEPSEEK_V3, torch.float32)
+    arguments = make_router(tokens, 24, 80, False, True, True, DEEPSEEK_V3, torch.float32)
     together = TRITON.route(**arguments)
     monkeypatch.setattr(triton_routing, "_TOGETHER", 32)
     monkeypatch.setattr(triton_routing, "_EACH", 64)
@@ -215,7 +234,7 @@ def test_one_program_or_several_choose_the_same(tokens: int, monkeypatch: pytest
 @dtypes
 @pytest.mark.parametrize("choice", [QWEN3, GPT_OSS, DEEPSEEK_V3])
 def test_a_token_has_the_same_bits_among_any_others(choice: Choice, dtype: torch.dtype) -> None:
-    arguments = make_router(70, 24, 600, True, False, choice, dtype)
+    arguments = make_router(70, 24, 600, True, False, False, choice, dtype)
 
     def run(rows: slice) -> Routing:
         return DETERMINISTIC.route(**arguments | {"x": arguments["x"][rows]})
@@ -237,7 +256,7 @@ def test_only_the_fast_router_follows_the_number_of_tokens(monkeypatch: pytest.M
             triton_routing, "_choose", lambda logits, *rest: seen.add(len(logits)) or real(logits, *rest)
         )
         for tokens in (1, 40, 70):
-            ops.route(**make_router(tokens, 8, 4000, False, False, OLMOE, torch.float32))
+            ops.route(**make_router(tokens, 8, 4000, False, False, False, OLMOE, torch.float32))
         monkeypatch.undo()
         return seen
 
@@ -249,7 +268,7 @@ def test_only_the_fast_router_follows_the_number_of_tokens(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["triton", "deterministic"])
 @pytest.mark.parametrize("tokens", [4, 200])
 def test_nothing_waits_for_the_device_and_a_capture_serves_other_tokens(name: str, tokens: int) -> None:
-    ops, case = OPS[name], (tokens, 128, 2048, False, False, QWEN3)
+    ops, case = OPS[name], (tokens, 128, 2048, False, False, False, QWEN3)
     static = make_router(*case, torch.bfloat16)
     ops.route(**static)
     torch.cuda.set_sync_debug_mode("error")
@@ -274,7 +293,7 @@ def test_nothing_waits_for_the_device_and_a_capture_serves_other_tokens(name: st
 @pytest.mark.gpu
 def test_early_starts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, router and experts, each of which reads what the one before wrote."""
-    arguments = make_router(4, 64, 512, False, True, LFM2, torch.bfloat16)
+    arguments = make_router(4, 64, 512, False, True, False, LFM2, torch.bfloat16)
     norm = randn(512, dtype=torch.bfloat16)
     gate_up, down = (randn(64, *size, dtype=torch.bfloat16, scale=0.1) for size in ((256, 512), (512, 128)))
 

@@ -10,26 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, expert_slots, lora
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """``g * sigmoid(alpha * g) * (u + offset)`` with g at most ``limit`` and u within ``-limit`` to ``limit``.
+    """``act(g) * u``, as SwiGLU and GeGLU (Shazeer, 2020); or, as in gpt-oss, ``g * sigmoid(alpha * g) * (u + offset)`` with
+    g at most ``limit`` and u within ``-limit`` to ``limit``.
 
-    The defaults are SwiGLU (Shazeer, 2020); gpt-oss has the others. interleaved: gate and up alternate along the
-    projection, instead of the gate's half standing before the up's.
+    interleaved: gate and up alternate along the projection, instead of the gate's half standing before the up's.
     """
 
     interleaved: bool = False
+    act: Activation = "silu"
     alpha: float = 1.0
     limit: float = float("inf")
     offset: float = 0.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is ``act(g) * u``."""
+        return self == Gate(interleaved=self.interleaved, act=self.act)
+
     def __call__(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 * I]; returns [T, I]."""
         gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
-        if self == Gate(interleaved=self.interleaved):
-            return F.silu(gate) * up
+        if self.plain:
+            return ACTIVATIONS[self.act](gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return (up + self.offset) * (gate * torch.sigmoid(gate * self.alpha))
 
@@ -58,6 +65,7 @@ def experts(
     down_bias: Tensor | None = None,
     *,
     gate: Gate,
+    weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
     groups: tuple[Tensor, Tensor] | None = None,
     shared: Tensor | None = None,
@@ -71,7 +79,8 @@ def experts(
     The whole is ``residual + scale * (sum + sigmoid(x @ shared_gate.T) * shared)``, of which all but the sum is optional.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D]
-    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; adapters change what each projection gives;
+    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of what an expert gets, as in
+    Llama 4, and what experts give is added up as it is; adapters change what each projection gives;
     groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody reads
     the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
     nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
@@ -91,11 +100,16 @@ def experts(
         return out
 
     tables = ((), ()) if adapters is None else (adapters.gate_up, adapters.down)
-    hidden = gate(project(x[order // per_token], gate_up, gate_up_bias, tables[0]))
+    given = x[order // per_token]
+    if weigh_input:
+        given = (given * expert_weights.flatten()[order, None]).to(x.dtype)
+    hidden = gate(project(given, gate_up, gate_up_bias, tables[0]))
     out = project(hidden, down, down_bias, tables[1])
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     chosen = out[places].view(*expert_ids.shape, -1)
-    total = (chosen * expert_weights[..., None]).sum(1, dtype=torch.float32).to(x.dtype)
+    if not weigh_input:
+        chosen = chosen * expert_weights[..., None]
+    total = chosen.sum(1, dtype=torch.float32).to(x.dtype)
     if shared is not None:
         total += shared if shared_gate is None else F.linear(x, shared_gate).sigmoid() * shared
     return total if residual is None else torch.add(residual, total, alpha=scale, out=residual if in_place else None)

@@ -16,12 +16,13 @@ class Choice:
 
     A score is made of each logit, the best are chosen by score plus correction, and the scores of those, without it, are
     the weights. "chosen" is a softmax of the chosen experts' logits alone, as in gpt-oss; "softmax" one of them all, as in
-    Mixtral; "sigmoid" and groups are DeepSeek-V3's. Of several groups of experts only some are chosen from, those with the
+    Mixtral; "chosen_sigmoid" is a sigmoid of each chosen expert's logit, as in Llama 4; "sigmoid", which ranks by that, and
+    groups are DeepSeek-V3's. Of several groups of experts only some are chosen from, those with the
     largest sums of their ``best_of_group`` best.
     """
 
     per_token: int
-    score: Literal["softmax", "sigmoid", "chosen"]
+    score: Literal["softmax", "sigmoid", "chosen", "chosen_sigmoid"]
     normalise: bool = False  # the weights by their sum, plus ``eps``
     eps: float = 0.0
     scale: float = 1.0
@@ -40,8 +41,15 @@ class Routing(NamedTuple):
     groups: tuple[Tensor, Tensor] | None = None  # pairs in the order of their experts, where that was found on the way
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, choice: Choice) -> Routing:
-    """x: [T, D]; weight: [E, D]; bias, of the logits: [E]; correction, of what is ranked: [E].
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    correction: Tensor | None,
+    gain: Tensor | None,
+    choice: Choice,
+) -> Routing:
+    """x: [T, D]; weight: [E, D]; bias, of the logits: [E]; correction, of what is ranked: [E]; gain, of the weights: [E].
 
     Of experts that rank the same, whichever ``torch.topk`` takes.
     """
@@ -49,10 +57,12 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | N
         logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     else:
         logits = F.linear(x, weight, bias)
-    return choose(logits, correction, choice, x.dtype)
+    return choose(logits, correction, gain, choice, x.dtype)
 
 
-def choose(logits: Tensor, correction: Tensor | None, choice: Choice, dtype: torch.dtype) -> Routing:
+def choose(
+    logits: Tensor, correction: Tensor | None, gain: Tensor | None, choice: Choice, dtype: torch.dtype
+) -> Routing:
     """``route`` from the logits on, [T, E]. dtype: of ``x``."""
     scores = logits
     if choice.score == "softmax":
@@ -71,9 +81,13 @@ def choose(logits: Tensor, correction: Tensor | None, choice: Choice, dtype: tor
         weights = scores.gather(1, ids)
     if choice.score == "chosen":
         weights = torch.softmax(weights, dim=-1, dtype=torch.float32)
+    elif choice.score == "chosen_sigmoid":
+        weights = weights.float().sigmoid()
     if choice.normalise:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total + choice.eps if choice.eps else total)
     if choice.scale != 1.0:
         weights = weights * choice.scale
+    if gain is not None:
+        weights = weights * gain[ids]
     return Routing(ids, weights.to(torch.float32 if choice.wide_weights else dtype))
