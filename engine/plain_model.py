@@ -15,18 +15,21 @@ from stoker.engine.model import ModelShell
 from stoker.engine.probe import TOLERANCE, Recorder
 from stoker.engine.rotary import Rotary
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import Norm
 
 _KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
 _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
-_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm")
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def _last_norm(shell: ModelShell) -> Any:
-    """The norm before the head, or None."""
+def _last_norm(shell: ModelShell) -> tuple[Any, Norm | None]:
+    """The norm before the head, the module and what it is; either may be None."""
     found = (getattr(shell.text, name, None) for name in _LAST_NORM)
-    return next((norm for norm in found if norm is not None), None)
+    module = next((norm for norm in found if norm is not None), None)
+    like = shell.module.get_output_embeddings().weight
+    return module, None if module is None else norm_of(module, like.shape[1], like)
 
 
 class PerLayerInputs:
@@ -61,8 +64,7 @@ class PlainModel:
     def __init__(self, shell: ModelShell, ops: Ops, rotary: Rotary) -> None:
         """shell: one of which ``is_plain`` is true."""
         body: Any = shell.text
-        self.last_norm = _last_norm(shell)
-        norm = norm_of(self.last_norm)
+        self.last_norm, norm = _last_norm(shell)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
         self.embed: Any = body.get_input_embeddings()
@@ -82,11 +84,9 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body, norm = shell.text, _last_norm(shell)
         return (
-            hasattr(body, "layers")
-            and norm is not None
-            and norm_of(norm) is not None
+            hasattr(shell.text, "layers")
+            and _last_norm(shell)[1] is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
             and not shell.has_wide_head
         )
