@@ -31,7 +31,7 @@ def shape_of(module: Any) -> tuple[int, int]:
     if is_linear(module):
         return module.out_features, module.in_features
     rows, columns = module.weight.shape
-    return (columns, rows) if isinstance(module, nn.Embedding) else (rows, columns)
+    return (columns, rows) if isinstance(module, nn.Embedding | Conv1D) else (rows, columns)
 
 
 def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, NormBefore, Own
 from stoker.engine.fused_mixers import Mixer, mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
-from stoker.engine.linears import Linears
+from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel
@@ -51,6 +51,7 @@ class FusedDecoderLayer(nn.Module):
         self.rotary = rotary
         vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
+        self.reads_per_layer = any(isinstance(b, Mlp) and b.per_layer for b in self.branches)
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
 
     @property
@@ -75,16 +76,17 @@ class FusedDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        per_layer_input: Tensor | None = None,
-        *,
+        *besides: Any,
         stoker_context: Any,
         position_embeddings: Any = None,
         position_ids: Any = None,
+        per_layer_input: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        """What the original returns, but for what attention saw."""
+        """What the original returns, but for what attention saw. besides: ``per_layer_input``, or what is no matter."""
         tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
-        per_layer = None if per_layer_input is None else per_layer_input[0]
+        given: Any = next(iter(besides), per_layer_input)
+        per_layer = given[0] if self.reads_per_layer else None
         out = self.hidden(hidden_states, tables, stoker_context, per_layer)
         return out if self.besides is None else (out, *self.besides)
 
@@ -221,8 +223,9 @@ def _linears_of(
 ) -> Linears:
     """Of a module and its path, the linears with these names."""
     modules: list[Any] = [module.get_submodule(name) for name in names]
+    weight: Tensor | None
     if len(names) == 1:
-        weight, bias = modules[0].weight, modules[0].bias
+        weight, bias = matrix_of(modules[0]), modules[0].bias
     else:
         weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
     paths = tuple(f"{path}.{name}" for name in names)
@@ -265,9 +268,9 @@ def _fused(
 ) -> FusedDecoderLayer | None:
     """The fused form of a layer, or None where there is none that gives the same output on a few random tokens."""
     index = next((m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")), None)
-    like = layer.get_submodule(
-        next((branch.out for branch in structure.branches if branch.out), structure.norms[0])
-    ).weight
+    like = matrix_of(
+        layer.get_submodule(next((branch.out for branch in structure.branches if branch.out), structure.norms[0]))
+    )
     norms = {name: norm_of(layer.get_submodule(name), like.shape[0], like) for name in structure.norms}
     if index is None or None in norms.values():
         return None

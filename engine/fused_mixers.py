@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.layer_structure import head_dim_of, norm_of
-from stoker.engine.linears import Linears
+from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.probe import clipping_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
@@ -221,7 +221,7 @@ def mixers_of(
     asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
     another layer.
     """
-    widths, out_width = [linear.out_features for linear in inputs], out.in_features
+    widths, out_width = [matrix_of(linear).shape[0] for linear in inputs], matrix_of(out).shape[1]
     if hasattr(module, "conv"):
         if sum(widths) != 3 * out_width:
             return

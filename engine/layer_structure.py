@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from stoker.engine.probe import TOLERANCE
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, rms_norm
@@ -31,6 +32,7 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
+    ("ln_1", None, "ln_2", None),  # GPT-2
     ("input_layernorm", None, None, None),  # attention and MLP side by side: Cohere, Phi
 )
 # Gemma 4's experts beside the MLP: a router that reads what the block does, before any norm, and norms of their own.
@@ -55,6 +57,7 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
         (("q_proj",), "o_proj"),  # keys and values are those of another layer
     ),
     "attention": ((("query_key_value",), "dense"),),  # GPT-NeoX
+    "attn": ((("c_attn",), "c_proj"),),  # GPT-2
     # A gated delta net: query, key and value, then the gate, beta and the decay.
     "linear_attn": (
         (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
@@ -196,7 +199,7 @@ def structure_of(layer: nn.Module) -> Structure | None:
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
     latent = hasattr(module, "kv_b_proj")
-    if kind in ("self_attn", "attention"):
+    if kind in ("self_attn", "attention", "attn"):
         if not latent and head_dim_of(module) is None:
             return None
         scale, in_scale = _multiplier(layer, "attn_out"), _multiplier(layer, "attention_in")
@@ -287,4 +290,4 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:
-    return type(getattr(module, name, None)) is nn.Linear
+    return type(getattr(module, name, None)) in (nn.Linear, Conv1D)

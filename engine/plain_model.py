@@ -20,8 +20,14 @@ from stoker.kernels.reference.norm_rotary import Norm
 _KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
 _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
-_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm")
+_LAYERS = ("layers", "h")
+_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm", "ln_f")
+_POSITION_EMBEDDINGS = "wpe"  # added to those of tokens (GPT-2)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def _layers(shell: ModelShell) -> Any:
+    return next((getattr(shell.text, name) for name in _LAYERS if hasattr(shell.text, name)), None)
 
 
 def _last_norm(shell: ModelShell) -> tuple[Any, Norm | None]:
@@ -69,7 +75,8 @@ class PlainModel:
         self.shell, self.ops, self.norm = shell, ops, norm
         self.embed: Any = body.get_input_embeddings()
         self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
-        self.layers = list(zip(body.layers, rotary.kinds, strict=True))
+        self.embed_positions: Any = getattr(body, _POSITION_EMBEDDINGS, None)
+        self.layers = list(zip(_layers(shell), rotary.kinds, strict=True))
         self.rotary = rotary
         self.kinds = set() if rotary.module is None else {kind for _, kind in self.layers}
         has_inputs = hasattr(body, "per_layer_model_projection")
@@ -85,7 +92,7 @@ class PlainModel:
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
         return (
-            hasattr(shell.text, "layers")
+            _layers(shell) is not None
             and _last_norm(shell)[1] is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
             and not shell.has_wide_head
@@ -144,6 +151,8 @@ class PlainModel:
             x = x.index_copy(1, images.at, images.embeddings.to(x.dtype)[None])
         if self.multiplier != 1.0:
             x = x * self.multiplier
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
         rotary: dict[str | None, tuple[Tensor, ...] | None]
         if self.kept is None or places.dim() > 1:
             rotary = {kind: self.rotary.at(x, places, kind) for kind in self.kinds}

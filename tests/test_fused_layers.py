@@ -18,8 +18,6 @@ from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.engine.plain_model import PlainModel
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
-# Families whose layers all keep their own forward: positions that are embedded, weights that lie column by column.
-OWN = {"gpt2"}
 # Layers that keep a mixture of experts, in the models of ``families.py``.
 OWN_MLP = {
     "qwen3_moe": [0, 2],
@@ -88,12 +86,12 @@ def assert_like_hugging_face(engine: RolloutEngine, model: PreTrainedModel) -> N
 def test_the_families_that_are_fused(family: str) -> None:
     with RolloutEngine(make_model(family), config=CONFIG) as engine:
         layers = fused_layers(engine)
-        assert len(layers) == (0 if family in OWN else engine.stats().num_layers)
+        assert len(layers) == engine.stats().num_layers
         assert [layer.index for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
-        assert (plain_model(engine) is None) == (family in OWN)
+        assert plain_model(engine) is not None
 
 
-@pytest.mark.parametrize("family", sorted((FAMILIES | HYBRIDS).keys() - OWN))
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_fused_layers_follow_the_weights(family: str) -> None:
     """Every parameter in place, to numbers that no probe has seen."""
     model = make_model(family)
@@ -168,6 +166,7 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
         ("phi", {"hidden_act": "gelu_new"}, True, True),
         ("phi", {"qk_layernorm": True}, False, False),  # norms of heads that are LayerNorms
         ("cohere2", {"attention_bias": True, "hidden_act": "gelu"}, True, True),
+        ("gpt2", {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True}, True, True),
         ("granite", {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}, True, True),
         ("glm4", {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": False}, True, True),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, True, True),
@@ -293,7 +292,7 @@ def test_projections_that_are_something_else_are_not_taken_for_keys_or_for_none(
         assert_like_hugging_face(engine, model)
 
 
-@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2", "gpt2"])
 def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +313,7 @@ GELU_MLP = ["linear", "aten.gelu.default", "linear"]
     [
         ("llama", [*ATTENTION, "linear", "linear"]),
         ("starcoder2", [*ATTENTION, *GELU_MLP]),
+        ("gpt2", [*ATTENTION, *GELU_MLP]),
         ("gpt_neox", ["rms_norm", *ATTENTION, *GELU_MLP]),  # the MLP's, before attention is added
         ("phi", ["rms_norm", *ATTENTION, *GELU_MLP]),  # of both
         ("olmo", ["linear", "aten.clamp_.default", *ATTENTION[1:], "linear", "linear"]),

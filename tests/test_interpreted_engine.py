@@ -199,7 +199,7 @@ def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.Mon
     with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
         RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
-    # No layer of the one is fused, and of the other's layers all but experts without a gate.
+    # The one's weights lie column by column, and of the other's layers all but experts without a gate are fused.
     for family, name in (("gpt2", "GPT2LMHeadModel"), ("nemotron_h", "NemotronHForCausalLM")):
         with pytest.raises(UnsupportedModelError, match=f"{name} has layers that run their own matmuls"):
             RolloutEngine(make_model(family), config=EngineConfig(deterministic=True))

@@ -301,7 +301,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         ("qwen3", 1, {"num_hidden_layers": 1}),
         ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
         ("gpt_oss", 2, {"num_hidden_layers": 2, "layer_types": None}),
-        ("gpt2", 0, {"num_hidden_layers": 1}),
+        ("phi", 0, {"num_hidden_layers": 1, "qk_layernorm": True}),
         ("gemma4", 4, {}),
         ("llama4", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "moe_layers": []}),
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
