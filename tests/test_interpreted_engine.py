@@ -37,7 +37,6 @@ def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
         ("llama", {"num_hidden_layers": 1}),
         ("qwen3", {"num_hidden_layers": 1}),
         ("gpt_oss", {"num_hidden_layers": 1, "layer_types": None}),
-        ("gpt_neox", {"num_hidden_layers": 1}),
         ("deepseek_v3", {"num_hidden_layers": 2}),
         ("gemma4", TWO_OF_GEMMA4),
         ("llama4", {"num_hidden_layers": 2, "layer_types": None, "no_rope_layers": [1, 0]}),
