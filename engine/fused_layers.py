@@ -76,16 +76,16 @@ class FusedDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        *besides: Any,
+        *others: Any,
         stoker_context: Any,
         position_embeddings: Any = None,
         position_ids: Any = None,
         per_layer_input: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        """What the original returns, but for what attention saw. besides: ``per_layer_input``, or what is no matter."""
+        """What the original returns, but for what attention saw. others: ``per_layer_input``, or what is no matter."""
         tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
-        given: Any = next(iter(besides), per_layer_input)
+        given: Any = next(iter(others), per_layer_input)
         per_layer = given[0] if self.reads_per_layer else None
         out = self.hidden(hidden_states, tables, stoker_context, per_layer)
         return out if self.besides is None else (out, *self.besides)

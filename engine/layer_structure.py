@@ -258,7 +258,7 @@ def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> No
     width: of what it norms, and like: a tensor of that dtype, for one that may have no weight.
     """
     weight: Any = getattr(module, "weight", None)
-    bias: Any = getattr(module, "bias", None)
+    bias = module._parameters.get("bias")
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", _USUAL_EPS))
     if eps is None or len(list(module.parameters())) != sum(t is not None for t in (weight, bias)):
         return None
