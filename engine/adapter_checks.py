@@ -31,7 +31,7 @@ def shape_of(module: Any) -> tuple[int, int]:
     if is_linear(module):
         return module.out_features, module.in_features
     rows, columns = module.weight.shape
-    return (columns, rows) if isinstance(module, nn.Embedding) else (rows, columns)
+    return (columns, rows) if isinstance(module, nn.Embedding | Conv1D) else (rows, columns)
 
 
 def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
@@ -113,7 +113,7 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
         if module is None or path in fused or any(hasattr(m, "is_causal") for m in module.modules()):
             raise UnsupportedModelError(
                 f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
-                "may name embeddings, the last norm and the head"
+                "may name embeddings, norms before attention, MLP and head, and the head"
             )
         own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         wrong = sorted(n for n in state if n not in own or own[n].shape != state[n].shape)

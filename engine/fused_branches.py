@@ -23,6 +23,25 @@ class Given(NamedTuple):
     per_layer: Tensor | None  # [T, P], of a model that gives each layer an input of its own
 
 
+@dataclass(frozen=True, slots=True)
+class NormBefore:
+    """A norm of what branches read."""
+
+    norm: Norm
+    module: Any  # the original's
+    ops: Ops
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters have a weight or a bias of their own for it."""
+        return bool(self.module._forward_hooks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, D]."""
+        out: Tensor = self.module(x) if self.adapted else self.ops.rms_norm(x, *self.norm)
+        return out
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
     """Attention, what stands in its place, or an activation, between the linears before and after it."""
@@ -33,10 +52,11 @@ class Mixing:
     out: Linears
     scale: float
     in_scale: float
+    norm: NormBefore | None  # of its own, in place of the block's
     post_norm: Norm | None
 
     own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
-    norm: ClassVar[None] = None
+    norms_itself: ClassVar[bool] = False
 
     @property
     def linears(self) -> tuple[Linears, ...]:
@@ -55,11 +75,12 @@ class Mlp:
     per_layer: bool  # the gate is of the layer's own input, and the first linear makes the gate alone
     down: Linears
     scale: float
+    norm: NormBefore | None
     post_norm: Norm | None
 
     in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = False
-    norm: ClassVar[None] = None
+    norms_itself: ClassVar[bool] = False
 
     @property
     def linears(self) -> tuple[Linears, ...]:
@@ -80,13 +101,17 @@ class Own:
     module: Any
     router: Any
     scale: float
-    norm: Norm | None  # of its own, and the router's input is not normed
+    norm: NormBefore | None
     post_norm: Norm | None
-    ops: Ops
 
     in_scale: ClassVar[float] = 1.0
     own: ClassVar[bool] = True
     linears: ClassVar[tuple[Linears, ...]] = ()
+
+    @property
+    def norms_itself(self) -> bool:
+        """Whether its own norm is no matter of the layer's: what a router reads is not normed."""
+        return self.router is not None
 
     @property
     def runs_on_ops(self) -> bool:
@@ -104,7 +129,7 @@ class Own:
         in_place: bool = False,
     ) -> Tensor:
         assert norm is None
-        normed = x if self.norm is None else self.ops.rms_norm(x, *self.norm)
+        normed = self.norm(x) if self.norm is not None and self.norms_itself else x
         if (mixture := mixture_of(self.module)) is not None:
             return mixture(x, normed, residual=residual, scale=scale, in_place=in_place)[0]
         if self.router is not None:
@@ -120,7 +145,7 @@ class Own:
 class Block:
     """As ``layer_structure.Block``. It is held outside the module, so that reading it is cheap and no parameter is renamed."""
 
-    norm: Norm | None
+    norm: NormBefore | None
     branches: tuple[Mixing | Mlp | Own, ...]
     post_norm: Norm | None
     norm_is_read: bool = field(init=False)  # by other than one linear, which would do the norm on its way

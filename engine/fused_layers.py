@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, Own
+from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, NormBefore, Own
 from stoker.engine.fused_mixers import Mixer, mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
-from stoker.engine.linears import Linears
+from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel
-from stoker.engine.probe import TOLERANCE, Recorder
+from stoker.engine.probe import TOLERANCE, Recorder, clipping_within_reach
 from stoker.engine.rotary import Rotary
 from stoker.engine.routing import shared_mlps, take_over_mixtures
 from stoker.engine.step_context import PackedPositions
@@ -51,6 +51,7 @@ class FusedDecoderLayer(nn.Module):
         self.rotary = rotary
         vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
+        self.reads_per_layer = any(isinstance(b, Mlp) and b.per_layer for b in self.branches)
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
 
     @property
@@ -75,16 +76,17 @@ class FusedDecoderLayer(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        per_layer_input: Tensor | None = None,
-        *,
+        *others: Any,
         stoker_context: Any,
         position_embeddings: Any = None,
         position_ids: Any = None,
+        per_layer_input: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        """What the original returns, but for what attention saw."""
+        """What the original returns, but for what attention saw. others: ``per_layer_input``, or what is no matter."""
         tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
-        per_layer = None if per_layer_input is None else per_layer_input[0]
+        given: Any = next(iter(others), per_layer_input)
+        per_layer = given[0] if self.reads_per_layer else None
         out = self.hidden(hidden_states, tables, stoker_context, per_layer)
         return out if self.besides is None else (out, *self.besides)
 
@@ -100,13 +102,17 @@ class FusedDecoderLayer(nn.Module):
         """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
         x, given = hidden_states[0], Given(tables, context, per_layer)
         for block in self.blocks:
-            read, norm = x, block.norm
-            if norm is not None and block.norm_is_read:
-                read, norm = self.ops.rms_norm(x, *norm), None
+            read, norm = x, None
+            if block.norm is not None:
+                if block.norm_is_read or block.norm.adapted:
+                    read = block.norm(x)
+                else:
+                    norm = block.norm.norm
+            # Of all branches, before one adds to it in place.
+            reads = [_read(branch, x, read, norm) for branch in block.branches]
             added = None  # by its branches, where there is a norm of that
-            for branch in block.branches:
-                scaled = read if branch.in_scale == 1.0 else read * branch.in_scale
-                inputs = (scaled, norm, given) if branch.norm is None else (x, None, given)
+            for branch, own in zip(block.branches, reads, strict=True):
+                inputs = *own, given
                 if branch.post_norm is not None:
                     added = self.ops.rms_norm(branch(*inputs), *branch.post_norm, residual=added)
                 elif block.post_norm is not None:
@@ -120,6 +126,16 @@ class FusedDecoderLayer(nn.Module):
                 x = self.ops.rms_norm(added, *block.post_norm, residual=x, scale=last)
                 in_place = True
         return x[None]
+
+
+def _read(branch: Mixing | Mlp | Own, x: Tensor, read: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """What a branch reads of a block's input ``x``, and a norm of it that is left to the branch.
+
+    read, norm: the same of branches without a norm of their own.
+    """
+    if branch.norm is None:
+        return read if branch.in_scale == 1.0 else read * branch.in_scale, norm
+    return x if branch.norms_itself else branch.norm(x), None
 
 
 def _per_layer_width(layer: Any, structure: Structure) -> int:
@@ -158,10 +174,11 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
         except Exception:  # of any kind: positions alone do not give them
             return 0, False
         shared: dict[str, Any] = {}  # keys and values that layers take of others
-        found = [
-            (candidate, _fused(*candidate[3:], shell, ops, fused, candidate[0], rotary, shared))
-            for candidate in _candidates(shell)
-        ]
+        with clipping_within_reach(shell.module):
+            found = [
+                (candidate, _fused(*candidate[3:], shell, ops, fused, candidate[0], rotary, shared))
+                for candidate in _candidates(shell)
+            ]
         done = {replacement.index for _, replacement in found if replacement is not None}
         # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.
         done -= {of for index, of in shell.same_keys.items() if index not in done}
@@ -206,8 +223,9 @@ def _linears_of(
 ) -> Linears:
     """Of a module and its path, the linears with these names."""
     modules: list[Any] = [module.get_submodule(name) for name in names]
+    weight: Tensor | None
     if len(names) == 1:
-        weight, bias = modules[0].weight, modules[0].bias
+        weight, bias = matrix_of(modules[0]), modules[0].bias
     else:
         weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
     paths = tuple(f"{path}.{name}" for name in names)
@@ -221,6 +239,7 @@ def _mlp_of(
     path: str,
     module: nn.Module,
     branch: Branch,
+    norm: NormBefore | None = None,
     post_norm: Norm | None = None,
 ) -> Mlp:
     assert branch.act is not None
@@ -232,6 +251,7 @@ def _mlp_of(
         per_layer=branch.gates_per_layer,
         down=down,
         scale=branch.scale,
+        norm=norm,
         post_norm=post_norm,
     )
 
@@ -248,12 +268,12 @@ def _fused(
 ) -> FusedDecoderLayer | None:
     """The fused form of a layer, or None where there is none that gives the same output on a few random tokens."""
     index = next((m.layer_idx for m in layer.modules() if hasattr(m, "layer_idx")), None)
-    norms = {name: norm_of(layer.get_submodule(name)) for name in structure.norms}
+    like = matrix_of(
+        layer.get_submodule(next((branch.out for branch in structure.branches if branch.out), structure.norms[0]))
+    )
+    norms = {name: norm_of(layer.get_submodule(name), like.shape[0], like) for name in structure.norms}
     if index is None or None in norms.values():
         return None
-    like = layer.get_submodule(
-        next((branch.out for branch in structure.branches if branch.out), structure.norms[0])
-    ).weight
     generator = torch.Generator().manual_seed(index)
     positions, recorder, kind = rotary.probed(like.device), Recorder(shell.same_keys), rotary.kinds[index]
     x, per_layer = (
@@ -276,6 +296,10 @@ def _fused(
     added = (expected.float() - x.float()).abs().max()
     rounding = 4 * torch.finfo(like.dtype).eps * expected.float().abs().max()
 
+    def before(name: str | None) -> NormBefore | None:
+        norm = norm_by(name)
+        return None if name is None or norm is None else NormBefore(norm, layer.get_submodule(name), ops)
+
     def norm_by(name: str | None) -> Norm | None:
         return None if name is None else norms[name]
 
@@ -286,11 +310,11 @@ def _fused(
         module = layer.get_submodule(branch.path)
         if not branch.inputs:
             router = None if branch.router is None else layer.get_submodule(branch.router)
-            yield Own(module, router, branch.scale, norm_by(branch.norm), norm_by(branch.post_norm), ops)
+            yield Own(module, router, branch.scale, before(branch.norm), norm_by(branch.post_norm))
             return
-        post_norm = norm_by(branch.post_norm)
+        of_its_own: dict[str, Any] = {"norm": before(branch.norm), "post_norm": norm_by(branch.post_norm)}
         if branch.act is not None:
-            yield _mlp_of(shell, ops, fused, path, layer, branch, post_norm)
+            yield _mlp_of(shell, ops, fused, path, layer, branch, **of_its_own)
             return
         inputs, out = linears(branch.inputs), linears((branch.out,))
         mixers: Iterable[Mixer]
@@ -301,15 +325,15 @@ def _fused(
             linears_of = inputs.linears, inner, out.linears[0]
             takes = index in shell.same_keys
             mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
-        scales = {"scale": branch.scale, "in_scale": branch.in_scale}
+        of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
-            yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, post_norm=post_norm, **scales)
+            yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, **of_its_own)
 
     for chosen in itertools.product(*map(ways, structure.branches)):
         branches = iter(chosen)
         blocks = [
             Block(
-                norm=norm_by(block.norm),
+                norm=before(block.norm),
                 branches=tuple(itertools.islice(branches, len(block.branches))),
                 post_norm=norm_by(block.post_norm),
             )

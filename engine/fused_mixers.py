@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.layer_structure import norm_of
-from stoker.engine.linears import Linears
+from stoker.engine.layer_structure import head_dim_of, norm_of
+from stoker.engine.linears import Linears, matrix_of
+from stoker.engine.probe import clipping_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
@@ -46,6 +47,8 @@ class Attention:
     head_norm: QKNorm | None  # of each query and key head
     whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
     options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
+    clipping: Any = None  # a configuration with the bound ``clip_qkv`` of all numbers of queries, keys and values
+    grouped: bool = False  # as of ``Ops.qk_norm_rotary_write``
     rotary: bool = True
     interleaved: bool = False
     tempered: bool = False  # queries have a factor of their position
@@ -58,6 +61,8 @@ class Attention:
         """
         if self.whole_norms is not None:
             qkv = self._normed(qkv, *self.whole_norms)
+        if self.clipping is not None:
+            qkv = qkv.clamp_(-self.clipping.clip_qkv, self.clipping.clip_qkv)
         by_head, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
         if self.gated:
             query, rest = torch.split(by_head, [2 * self.heads, 2 * self.kv_heads], dim=1)
@@ -72,6 +77,7 @@ class Attention:
             (cos, sin) if self.rotary else None,
             interleaved=self.interleaved,
             factor=factor if self.tempered else None,
+            grouped=self.grouped,
             **self.options,
         )
         return out.flatten(1) if gate is None else (out * gate.sigmoid()).flatten(1)
@@ -215,7 +221,7 @@ def mixers_of(
     asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
     another layer.
     """
-    widths, out_width = [linear.out_features for linear in inputs], out.in_features
+    widths, out_width = [matrix_of(linear).shape[0] for linear in inputs], matrix_of(out).shape[1]
     if hasattr(module, "conv"):
         if sum(widths) != 3 * out_width:
             return
@@ -261,18 +267,20 @@ def mixers_of(
             yield from _latent(module, widths, inner, options, factors)
         return
     head_norm = whole_norms = None
-    dim, heads = module.head_dim, out_width // module.head_dim
+    if (dim := head_dim_of(module)) is None:
+        return
+    heads = out_width // dim
     names = next((n for n in _HEAD_NORMS if isinstance(getattr(module, n[0], None), nn.Module)), ())
     found = [norm_of(getattr(module, name), dim, inputs[0].weight) for name in names if hasattr(module, name)]
     norms = [norm for norm in found if norm is not None]
-    if len(norms) < len(found) or len({norm[1:] for norm in norms}) > 1:
+    if len(norms) < len(found) or any(norm.centred for norm in norms) or len({norm[1:3] for norm in norms}) > 1:
         return
     if norms:
         query, key = norms[0], norms[min(1, len(norms) - 1)]
         if (of_values := len(norms) > 2) and hasattr(module.v_norm, "weight"):
             return
         if query.weight.numel() == dim:
-            head_norm = QKNorm(query.weight, *key, of_values)
+            head_norm = QKNorm(query.weight, *key[:3], of_values)
         elif of_values:
             return
         else:
@@ -294,10 +302,12 @@ def mixers_of(
         head_norm=head_norm,
         whole_norms=whole_norms,
         options=options,
+        clipping=clipping_of(module),
     )
     rotations = (*(((True, False), (True, True)) if tables else ()), (False, False))
-    for (rotary, interleaved), tempered in itertools.product(rotations, factors):
-        yield replace(attention, rotary=rotary, interleaved=interleaved, tempered=tempered)
+    orders = (False, True)[: 2 if len(widths) == 1 else 1]
+    for (rotary, interleaved), tempered, grouped in itertools.product(rotations, factors, orders):
+        yield replace(attention, rotary=rotary, interleaved=interleaved, tempered=tempered, grouped=grouped)
 
 
 def _latent(

@@ -6,6 +6,7 @@ layer is for a probe of the whole to say.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from stoker.engine.probe import TOLERANCE
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, rms_norm
@@ -30,6 +32,8 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
+    ("ln_1", None, "ln_2", None),  # GPT-2
+    ("input_layernorm", None, None, None),  # attention and MLP side by side: Cohere, Phi
 )
 # Gemma 4's experts beside the MLP: a router that reads what the block does, before any norm, and norms of their own.
 _EXPERTS = {
@@ -47,10 +51,13 @@ _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "self_attn": (
         (("q_proj", "k_proj", "v_proj"), "o_proj"),
         (("q_proj", "k_proj", "v_proj"), "out_proj"),
+        (("q_proj", "k_proj", "v_proj"), "dense"),
         (("qkv_proj",), "o_proj"),
         (("q_proj", "k_proj"), "o_proj"),  # keys are values
         (("q_proj",), "o_proj"),  # keys and values are those of another layer
     ),
+    "attention": ((("query_key_value",), "dense"),),  # GPT-NeoX
+    "attn": ((("c_attn",), "c_proj"),),  # GPT-2
     # A gated delta net: query, key and value, then the gate, beta and the decay.
     "linear_attn": (
         (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "out_proj"),
@@ -73,11 +80,17 @@ _GATED = (
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
 )
-_UNGATED = ((("up_proj",), "down_proj"),)
+_UNGATED = (
+    (("up_proj",), "down_proj"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
 # What may stand between the linears of those.
-_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda x: F.relu(x).square_()}
+_PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "relu2": lambda x: F.relu(x).square_()}
 _PLAIN_ACTIVATIONS.update((str(name), act) for name, act in ACTIVATIONS.items())
 _Name = TypeVar("_Name", bound=str)
+_USUAL_EPS = 1e-5  # of a norm that does not say it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +114,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``h += post_norm(branches(norm(h)))``, either norm optional."""
+    """``h += post_norm(branches(norm(h)))``, either norm optional, and a branch may have a norm of its own in place of that."""
 
     norm: str | None
     branches: tuple[Branch, ...]  # whose results are added
@@ -122,8 +135,10 @@ class Structure:
 
     @property
     def kept(self) -> list[str]:
-        """Modules that stay as they are."""
-        return [name for b in self.branches if not b.inputs for name in (b.path, b.router) if name is not None]
+        """Modules that stay as they are, and norms, which do where adapters have some of their own."""
+        modules = [name for b in self.branches if not b.inputs for name in (b.path, b.router)]
+        parts: list[Block | Branch] = [*self.blocks, *self.branches]
+        return [name for name in (*modules, *(part.norm for part in parts)) if name is not None]
 
     @property
     def branches(self) -> list[Branch]:
@@ -136,7 +151,8 @@ class Structure:
 
 
 def structure_of(layer: nn.Module) -> Structure | None:
-    """The structure of a decoder layer, or None where it is not ``h += mixer(h); h += mlp(h)`` with known norms, or one of both.
+    """The structure of a decoder layer, or None where it is not ``h += mixer(h); h += mlp(h)`` with known norms, or one of both,
+    or ``h += mixer(h) + mlp(h)``.
 
     The mixer is attention, what stands in its place, or both of them side by side; the MLP may be two, too.
     """
@@ -165,6 +181,10 @@ def structure_of(layer: nn.Module) -> Structure | None:
         experts = Branch("experts", router="router", norm=before, post_norm=after)
         mlps = replace(mlps[0], post_norm="post_feedforward_layernorm_1"), experts
     blocks = [Block(norms[0], mixers, norms[1]), Block(norms[2], mlps, norms[3])]
+    if norms[2:] == (None, None) or getattr(layer, "use_parallel_residual", False):
+        if norms[1] is not None or norms[3] is not None:
+            return None
+        blocks = [Block(norms[0], (*mixers, *(replace(branch, norm=norms[2]) for branch in mlps)), None)]
     if has_input:
         gate, out, post = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
         act = _activation_of(layer, ACTIVATIONS)
@@ -179,11 +199,9 @@ def structure_of(layer: nn.Module) -> Structure | None:
 def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
     module = layer.get_submodule(name)
     latent = hasattr(module, "kv_b_proj")
-    if kind == "self_attn":
-        if not latent and not hasattr(module, "head_dim"):
+    if kind in ("self_attn", "attention", "attn"):
+        if not latent and head_dim_of(module) is None:
             return None
-        if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-            return None  # a probe need not reach the bound
         scale, in_scale = _multiplier(layer, "attn_out"), _multiplier(layer, "attention_in")
     else:
         scale, in_scale = _multiplier(layer, "ssm_out"), _multiplier(module, "ssm_in")
@@ -196,6 +214,10 @@ def _mixer(layer: nn.Module, name: str, kind: str) -> Branch | None:
             if found is not None:
                 return replace(found, inner=tuple(f"{name}.{path}" for path in inner))
     return None
+
+
+def head_dim_of(attention: Any) -> int | None:
+    return getattr(attention, "head_dim", getattr(attention, "head_size", None))
 
 
 def mlp_of(layer: nn.Module, name: str) -> Branch:
@@ -231,21 +253,26 @@ def _through_linears(
 
 
 def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> Norm | None:
-    """The RMS norm that a module is, in either convention of its weight; None for any other.
+    """The RMS norm or LayerNorm that a module is, in either convention of its weight; None for any other.
 
     width: of what it norms, and like: a tensor of that dtype, for one that may have no weight.
     """
     weight: Any = getattr(module, "weight", None)
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if eps is None or len(list(module.parameters())) != (weight is not None):
+    bias = module._parameters.get("bias")
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", _USUAL_EPS))
+    if eps is None or len(list(module.parameters())) != sum(t is not None for t in (weight, bias)):
         return None
     if weight is None:
         if like is None:
             return None
         weight = like.new_ones(width)
-    x = torch.linspace(-2, 3, weight.numel()).to(weight)[None]  # its mean is not 0: a LayerNorm is another
+    if weight.ndim != 1:
+        return None
+    x = torch.linspace(-2, 3, weight.numel()).to(weight)  # its mean is not 0: a LayerNorm is another
+    x = torch.stack((x, x * eps**0.5))  # and of small numbers another epsilon is
     expected = module(x).float()
-    norms = [Norm(weight, float(eps), offset) for offset in (False, True)]
+    kinds = ((False, True), (True,) if bias is not None else (False, True))
+    norms = [Norm(weight, float(eps), offset, centred, bias) for offset, centred in itertools.product(*kinds)]
     errors = [float((rms_norm(x, *norm).float() - expected).abs().max()) for norm in norms]
     best = min(errors)
     close = best <= TOLERANCE.get(weight.dtype, 0.0) * float(expected.abs().max())
@@ -253,7 +280,7 @@ def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> No
 
 
 def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) -> _Name | None:
-    acts = [getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "activation")]
+    acts = [getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "activation", "act")]
     act = next(filter(callable, acts), F.silu if hasattr(mlp, "w1") else None)  # LFM2's calls that
     if act is None:
         return None
@@ -263,4 +290,4 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
 
 
 def _is_linear(module: nn.Module, name: str) -> bool:
-    return type(getattr(module, name, None)) is nn.Linear
+    return type(getattr(module, name, None)) in (nn.Linear, Conv1D)

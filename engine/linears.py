@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from stoker.engine.lora import Adapted
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+
+def matrix_of(linear: Any) -> Tensor:
+    """The weight of a linear, [N, D], also of one that holds it column by column (GPT-2)."""
+    weight: Tensor = linear.weight
+    return weight.t() if isinstance(linear, Conv1D) else weight
 
 
 class Linears:
@@ -54,7 +61,7 @@ class Linears:
             out = self.ops.linear(x, self.weight, self.bias, residual=onto, in_place=onto is not None)
         else:
             onto = None
-            out = torch.cat([self.ops.linear(x, m.weight, m.bias) for m in self.linears], dim=-1)
+            out = torch.cat([self.ops.linear(x, matrix_of(m), m.bias) for m in self.linears], dim=-1)
         if rows is not None:
             out = self.lora.apply(x, out, rows, gated)
         elif gated is not None:

@@ -118,7 +118,7 @@ class LoraLayers:
     def group(self, paths: Sequence[str]) -> Adapted:
         """Linears that would be run together."""
         linears = [self._modules[path] for path in paths]
-        return Adapted(self, [m.out_features for m in linears], [m.bias for m in linears])
+        return Adapted(self, [shape_of(m)[0] for m in linears], [m.bias for m in linears])
 
     def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: Sequence[str] = ()) -> None:
         """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.

@@ -15,18 +15,27 @@ from stoker.engine.model import ModelShell
 from stoker.engine.probe import TOLERANCE, Recorder
 from stoker.engine.rotary import Rotary
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import Norm
 
 _KEPT_BYTES = 64 * 2**20  # of a kind's rotary embeddings: 131,072 positions of a head of 128 in bf16
 _POSITIONS = 16384  # of which they are computed at a time
 _LARGE = 1e3
-_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+_LAYERS = ("layers", "h")
+_LAST_NORM = ("norm", "embedding_norm", "final_layernorm", "norm_f", "final_layer_norm", "ln_f")
+_POSITION_EMBEDDINGS = "wpe"  # added to those of tokens (GPT-2)
 _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
-def _last_norm(shell: ModelShell) -> Any:
-    """The norm before the head, or None."""
+def _layers(shell: ModelShell) -> Any:
+    return next((getattr(shell.text, name) for name in _LAYERS if hasattr(shell.text, name)), None)
+
+
+def _last_norm(shell: ModelShell) -> tuple[Any, Norm | None]:
+    """The norm before the head, the module and what it is; either may be None."""
     found = (getattr(shell.text, name, None) for name in _LAST_NORM)
-    return next((norm for norm in found if norm is not None), None)
+    module = next((norm for norm in found if norm is not None), None)
+    like = shell.module.get_output_embeddings().weight
+    return module, None if module is None else norm_of(module, like.shape[1], like)
 
 
 class PerLayerInputs:
@@ -61,13 +70,13 @@ class PlainModel:
     def __init__(self, shell: ModelShell, ops: Ops, rotary: Rotary) -> None:
         """shell: one of which ``is_plain`` is true."""
         body: Any = shell.text
-        self.last_norm = _last_norm(shell)
-        norm = norm_of(self.last_norm)
+        self.last_norm, norm = _last_norm(shell)
         assert norm is not None
         self.shell, self.ops, self.norm = shell, ops, norm
         self.embed: Any = body.get_input_embeddings()
         self.multiplier: float = getattr(body, "embedding_multiplier", 1.0)
-        self.layers = list(zip(body.layers, rotary.kinds, strict=True))
+        self.embed_positions: Any = getattr(body, _POSITION_EMBEDDINGS, None)
+        self.layers = list(zip(_layers(shell), rotary.kinds, strict=True))
         self.rotary = rotary
         self.kinds = set() if rotary.module is None else {kind for _, kind in self.layers}
         has_inputs = hasattr(body, "per_layer_model_projection")
@@ -82,11 +91,9 @@ class PlainModel:
     @staticmethod
     def is_plain(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
-        body, norm = shell.text, _last_norm(shell)
         return (
-            hasattr(body, "layers")
-            and norm is not None
-            and norm_of(norm) is not None
+            _layers(shell) is not None
+            and _last_norm(shell)[1] is not None
             and type(shell.module.get_output_embeddings()) is nn.Linear
             and not shell.has_wide_head
         )
@@ -144,6 +151,8 @@ class PlainModel:
             x = x.index_copy(1, images.at, images.embeddings.to(x.dtype)[None])
         if self.multiplier != 1.0:
             x = x * self.multiplier
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
         rotary: dict[str | None, tuple[Tensor, ...] | None]
         if self.kept is None or places.dim() > 1:
             rotary = {kind: self.rotary.at(x, places, kind) for kind in self.kinds}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.kernels.reference.norm_rotary import latent_heads, qk_norm_rotary
 from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule, selective_scan
@@ -14,6 +15,28 @@ from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_del
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
+
+
+_LOW_BOUND = 0.3
+
+
+def clipping_of(module: nn.Module) -> Any:
+    """The configuration that has the bound ``clip_qkv`` of what a module projects; None where it clips nothing."""
+    config = getattr(module, "config", None)
+    return None if getattr(config, "clip_qkv", None) is None else config
+
+
+@contextmanager
+def clipping_within_reach(model: nn.Module) -> Iterator[None]:
+    """Within, a model clips at a bound that many numbers are beyond: none may be beyond its own, and a fault would not show."""
+    bounds = {id(c): (c, c.clip_qkv) for c in map(clipping_of, model.modules()) if c is not None}
+    try:
+        for config, _ in bounds.values():
+            config.clip_qkv = _LOW_BOUND
+        yield
+    finally:
+        for config, bound in bounds.values():
+            config.clip_qkv = bound
 
 
 def _one_sequence(x: Tensor) -> StateRows:
@@ -77,9 +100,10 @@ class Recorder:
         *,
         interleaved: bool = False,
         factor: Tensor | None = None,
+        grouped: bool = False,
         **options: Any,
     ) -> Tensor:
-        query, *own = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor)
+        query, *own = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor, grouped)
         return self.attend(layer, query, *(own if kv_heads else self.kept[self.same_keys[layer]]), **options)
 
     def attend_latent(

@@ -47,7 +47,7 @@ class RecurrentLayers:
             if not linear and any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers):
                 raise UnsupportedModelError(
                     f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
-                    "may name embeddings, the last norm and the head"
+                    "may name embeddings, norms before attention, MLP and head, and the head"
                 )
 
     @contextmanager

@@ -64,13 +64,12 @@ class StepContext:
         *,
         interleaved: bool,
         factor: Tensor | None,
+        grouped: bool,
         **options: Any,
     ) -> Tensor:
         """From the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
-        caches = self.layers[layer]
-        query = self.ops.qk_norm_rotary_write(
-            qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, interleaved=interleaved, factor=factor
-        )
+        caches, how = self.layers[layer], {"interleaved": interleaved, "factor": factor, "grouped": grouped}
+        query = self.ops.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, **how)
         return self.ops.paged_attention(query, *caches, self.plan, **options)
 
     def attend_latent(

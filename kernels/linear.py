@@ -249,8 +249,9 @@ def skinny(
     scale: float,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_SKINNY``; weight: [N, D]; the rows of both contiguous."""
-    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds.
-    if norm is not None and x.dtype == torch.float16 and x.shape[0] > 1:
+    # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds. The mean has to
+    # be known before any product.
+    if norm is not None and (norm.centred or (x.dtype == torch.float16 and x.shape[0] > 1)):
         x, norm = rms_norm(x, *norm), None
     tokens, depth = x.shape
     full_width = weight.shape[0]
@@ -259,7 +260,7 @@ def skinny(
         tokens, (full_width, depth), x.dtype.itemsize, launch.multiprocessors(x.device)
     )
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    norm_weight, eps, offset = norm or (x, 0.0, False)
+    norm_weight, eps, offset, *_ = norm or (x, 0.0, False)
     kernel = _single_kernel if tokens == 1 else _skinny_kernel
     kernel[(triton.cdiv(full_width, rows),)](
         x,

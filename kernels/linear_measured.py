@@ -94,7 +94,8 @@ class MeasuredLinear:
             expected = by_torch(x, weight, bias, **options).float()
             if not expected.isfinite().all():
                 raise ValueError("the product is not finite")
-            ways |= self._others(x, weight, options["norm"] is not None and x.dtype != torch.float16)
+            norm: Norm | None = options["norm"]
+            ways |= self._others(x, weight, norm is not None and not norm.centred and x.dtype != torch.float16)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)

@@ -154,7 +154,7 @@ def streamed(
 
     splits: of the depth, at most. arrived: int32 zeros, one a tile, of nobody else while this runs.
     """
-    if norm is not None and x.dtype == torch.float16:  # as in ``skinny``
+    if norm is not None and (norm.centred or x.dtype == torch.float16):  # as in ``skinny``
         x, norm = rms_norm(x, *norm), None
     tokens, depth = x.shape
     assert tokens <= MOST_ROWS and x.stride(1) == weight.stride(1) == 1
@@ -165,7 +165,7 @@ def streamed(
     splits, tiles = triton.cdiv(depth, split_depth), tiles_of(full_width)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     partial = torch.empty(tiles * splits * block_m * (_COLUMNS + 1), device=x.device) if splits > 1 else out
-    norm_weight, eps, offset = norm or (x, 0.0, False)
+    norm_weight, eps, offset, *_ = norm or (x, 0.0, False)
     _streamed_kernel[tiles, splits](
         x,
         weight,

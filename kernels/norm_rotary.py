@@ -34,15 +34,16 @@ def norm_factor(weight_ptr, at, mask, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _times_factor(normed, factor, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """Rounded to ``dtype`` before the product, or with ``OFFSET`` not; the product, in fp32, is not."""
-    return normed * factor if OFFSET else normed.to(dtype).to(tl.float32) * factor
+def _times_factor(normed, factor, dtype: tl.constexpr, WIDE: tl.constexpr):
+    """Rounded to ``dtype`` before the product, or with ``WIDE`` not; the product, in fp32, is not."""
+    return normed * factor if WIDE else normed.to(dtype).to(tl.float32) * factor
 
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     residual_ptr,
     scale_ptr,
     out_ptr,
@@ -51,6 +52,8 @@ def _rms_norm_kernel(
     dim,
     eps,
     OFFSET: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -61,9 +64,13 @@ def _rms_norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < dim
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / dim, 0.0)
     inverse = tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
     dtype = out_ptr.dtype.element_ty
-    out = _times_factor(x * inverse, norm_factor(weight_ptr, at, inside, OFFSET), dtype, OFFSET)
+    out = _times_factor(x * inverse, norm_factor(weight_ptr, at, inside, OFFSET), dtype, OFFSET or CENTRED)
+    if BIAS:
+        out += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + at, mask=inside, other=0.0)
         out = out.to(dtype).to(tl.float32) + residual.to(tl.float32)
@@ -77,10 +84,12 @@ def rms_norm(
     weight: Tensor,
     eps: float,
     offset: bool = False,
+    centred: bool = False,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """As the reference's. x: [..., D]; weight: [D]; residual: as ``x``; scale: [1]."""
+    """As the reference's. x: [..., D]; weight, bias: [D]; residual: as ``x``; scale: [1]."""
     dim = x.shape[-1]
     rows = _rows(x)
     residual_rows = rows if residual is None else _rows(residual)
@@ -88,6 +97,7 @@ def rms_norm(
     _rms_norm_kernel[(rows.shape[0],)](
         rows,
         weight,
+        weight if bias is None else bias,
         residual_rows,
         weight if scale is None else scale,
         out,
@@ -96,6 +106,8 @@ def rms_norm(
         dim,
         eps,
         OFFSET=offset,
+        CENTRED=centred,
+        BIAS=bias is not None,
         RESIDUAL=residual is not None,
         SCALE=scale is not None,
         BLOCK=triton.next_power_of_2(dim),
@@ -197,6 +209,7 @@ def _qk_norm_rotary_write_kernel(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FACTOR: tl.constexpr,
+    GROUPED: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
     VALUE_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -213,7 +226,12 @@ def _qk_norm_rotary_write_kernel(
     is_value = (value_head >= 0) & (value_head < kv_heads)
     inside = at < dim
 
-    row_ptr = qkv_ptr + token * token_stride + head * head_stride
+    place = head
+    if GROUPED:
+        group = heads // kv_heads
+        within = tl.where(is_query, head % group, tl.where(is_key, group, group + 1))
+        place = tl.where(is_query, head // group, (head - heads) % kv_heads) * (group + 2) + within
+    row_ptr = qkv_ptr + token * token_stride + place * head_stride
     x = tl.load(row_ptr + at, mask=(is_query | is_key | is_value) & inside, other=0.0)
     slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
     wide = x.to(tl.float32)
@@ -272,6 +290,7 @@ def qk_norm_rotary_write(
     *,
     interleaved: bool = False,
     factor: Tensor | None = None,
+    grouped: bool = False,
 ) -> Tensor:
     """As the reference's, in one pass over the projected heads.
 
@@ -317,6 +336,7 @@ def qk_norm_rotary_write(
         ROTARY=cos_sin is not None,
         INTERLEAVED=interleaved,
         FACTOR=factor is not None,
+        GROUPED=grouped,
         KEYS_ARE_VALUES=projected == heads + kv_heads,
         VALUE_NORM=of_values,
         num_warps=4,

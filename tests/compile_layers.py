@@ -112,6 +112,22 @@ def launch_others(dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
+def launch_centred(dim: int, heads: int, kv_heads: int, head_dim: int, rotated: int, grouped: bool) -> None:
+    """Of GPT-NeoX, with heads by group, and of Cohere: LayerNorms with a bias and without."""
+    norm_rotary.rms_norm(zeros(8, dim), *Norm(zeros(dim), 1e-5, centred=True, bias=zeros(dim) if grouped else None))
+    norm_rotary.qk_norm_rotary_write(
+        zeros(8, heads + 2 * kv_heads, head_dim),
+        heads,
+        kv_heads,
+        None,
+        (zeros(8, rotated), zeros(8, rotated)),
+        *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
+        torch.zeros(8, dtype=torch.long),
+        interleaved=not grouped,
+        grouped=grouped,
+    )
+
+
 def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
     projected, slots = zeros(8, 1536 + 512 + rotated), torch.zeros(8, dtype=torch.long)
     tables = torch.zeros(8, rotated), torch.zeros(8, rotated)
@@ -262,6 +278,8 @@ if __name__ == "__main__":
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
     launch_others(5376, 32, 4, 512)  # Gemma 4 31B
+    launch_centred(2048, 8, 8, 256, 64, grouped=True)  # Pythia 1B
+    launch_centred(4096, 32, 8, 128, 128, grouped=False)  # Command R7B
     launch_latent(128, 128, 64, 128)  # DeepSeek V3
     launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
     launch_routed()

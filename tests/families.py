@@ -201,6 +201,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
     },
     "gpt_neox": {"hidden_size": 64, "rope_parameters": _rope(partial_rotary_factor=0.25)},
+    "phi": {"hidden_size": 64, "rope_parameters": _rope(partial_rotary_factor=0.5)},
+    "olmo": {"clip_qkv": 1.0},
+    "gpt2": {"tie_word_embeddings": True},
     "llama4": {
         "num_hidden_layers": 4,
         "head_dim": 16,

@@ -14,8 +14,18 @@ EPS = 1e-5
 HF_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
-def expected_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: bool = False) -> Tensor:
-    return F.rms_norm(x.double(), weight.shape, weight.double() + offset, eps)
+def expected_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = EPS,
+    offset: bool = False,
+    centred: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
+    factor = weight.double() + offset
+    if not centred:
+        return F.rms_norm(x.double(), weight.shape, factor, eps)
+    return F.layer_norm(x.double(), weight.shape, factor, None if bias is None else bias.double(), eps)
 
 
 def expected_linear(x: Tensor, weight: Tensor, bias: Tensor | None, norm, gated, residual: Tensor | None, scale: float):
@@ -31,17 +41,20 @@ GATED: dict[str, Activation] = {"g": "silu", "t": "gelu_tanh", "e": "gelu"}
 
 
 def make_linear(tokens: int, width: int, depth: int, options: str, dtype: torch.dtype):
-    """options: letters of bias, norm, or norm with Offset, residual, scaled residual, gated by SiLU, Tanh GELU, or Erf GELU."""
+    """options: letters of bias, norm, or norm with Offset or Centred, residual, scaled residual, gated by SiLU, Tanh GELU, or
+    Erf GELU."""
     gated = next((act for letter, act in GATED.items() if letter in options), None)
     scaled = "s" in options
     has_residual = scaled or "r" in options
+    centred = "c" in options
+    norm = Norm(randn(depth, dtype=dtype), EPS, "o" in options, centred, randn(depth, dtype=dtype) if centred else None)
     wide = randn(tokens, depth + 3, dtype=dtype)
     x = wide[:, :depth] if has_residual else randn(tokens, depth, dtype=dtype)  # rows that lie apart, now and then
     return {
         "x": x,
         "weight": randn(width, depth, dtype=dtype, scale=depth**-0.5),
         "bias": randn(width, dtype=dtype) if "b" in options else None,
-        "norm": Norm(randn(depth, dtype=dtype), EPS, "o" in options) if set("no") & set(options) else None,
+        "norm": norm if set("noc") & set(options) else None,
         "gated": gated,
         "residual": randn(tokens, width // 2 if gated else width, dtype=dtype) if has_residual else None,
         "scale": 0.3 if scaled else 1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from adapted import CONFIG as OF_ADAPTERS
 from adapted import assert_like_peft, peft_model
 from families import FAMILIES, ROUTED, experts_modules, make_model, randomise
+from launches import Launches, named
 from test_fused_layers import CONFIG, assert_like_hugging_face
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from stoker.engine import experts as interface
@@ -23,7 +23,7 @@ from stoker.engine.mixture_parts import parts_of
 from stoker.engine.model import ModelShell
 from stoker.engine.routers import probes
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.ops import CPU, REFERENCE, Ops
+from stoker.kernels.ops import CPU, REFERENCE
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.reference.routing import Choice
 from stoker.kernels.triton_ops import TRITON
@@ -311,36 +311,6 @@ def test_deterministic_mode_takes_no_adapters_over_a_block(
         RolloutEngine(peft_model(family, **options), config=config)
 
 
-class _Launches(TorchDispatchMode):
-    """Names of the operations that are no views of what there is."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        if not func.is_view and "reshape" not in str(func):
-            self.names.append(str(func))
-        return out
-
-
-def _named(launched: list[str]) -> Ops:
-    """The reference's operations, of which each is one."""
-
-    def call(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            before = len(launched)
-            out = real(*args, **options)
-            launched[before:] = [name]
-            return out
-
-        return run
-
-    names = [f.name for f in fields(Ops) if callable(getattr(REFERENCE, f.name))]
-    return replace(REFERENCE, **{name: call(name, getattr(REFERENCE, name)) for name in names})
-
-
 @pytest.mark.parametrize(
     ("family", "operations"),
     [
@@ -355,18 +325,18 @@ def test_a_block_is_these_operations_and_nothing_else(
     family: str, operations: list[str], mixtures: list[routing.Mixture], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
-    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: _named(launched))
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: named(launched))
     with RolloutEngine(make_model(family), config=CONFIG), torch.inference_mode():
         mixture, x = mixtures[0], torch.randn(1, 3, 48)
         launched.clear()
-        with _Launches(launched):
+        with Launches(launched):
             mixture.forward(x)
         assert launched == operations
         if family in ("qwen3_moe", "qwen3_5_moe"):  # in a fused layer the residual is added on the way
-            own = fused_branches.Own(mixture.original.__self__, None, 1.0, None, None, REFERENCE)
+            own = fused_branches.Own(mixture.original.__self__, None, 1.0, None, None)
             residual = torch.randn(3, 48)
             launched.clear()
-            with _Launches(launched):
+            with Launches(launched):
                 own(x[0], None, None, residual=residual, in_place=True)
             assert launched == operations
 
@@ -376,11 +346,12 @@ def test_a_router_beside_other_modules_and_its_experts_are_operations(
 ) -> None:
     """Of Gemma 4: a norm before each of them, and a norm after that adds to what the MLP gives."""
     launched: list[str] = []
-    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: _named(launched))
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: named(launched))
     with RolloutEngine(make_model("gemma4+experts"), config=CONFIG), torch.inference_mode():
         norm, x = Norm(torch.ones(48), 1e-6), torch.randn(3, 48)
-        own = fused_branches.Own(mixtures[0].experts, None, 1.0, norm, norm, mixtures[0].ops)
+        before = fused_branches.NormBefore(norm, torch.nn.Identity(), mixtures[0].ops)
+        own = fused_branches.Own(mixtures[0].experts, mixtures[0].original.__self__, 1.0, before, norm)
         launched.clear()
-        with _Launches(launched):
+        with Launches(launched):
             own(x, None, None)
         assert own.runs_on_ops and launched == ["rms_norm", "rms_norm", "route", "experts"]

@@ -8,32 +8,21 @@ import oracle
 import pytest
 import torch
 from families import FAMILIES, HYBRIDS, VOCAB, make_model, randomise
+from launches import Launches, named
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
-from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from stoker.engine import plain_model as plain_model_module
 from stoker.engine.fused_layers import FusedDecoderLayer
-from stoker.engine.layer_structure import norm_of, structure_of
 from stoker.engine.plain_model import PlainModel
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
-# Families whose layers all keep their own forward: LayerNorms, bounds on what is projected.
-OWN = {
-    "cohere2",
-    "starcoder2",
-    "gpt_neox",
-    "olmoe",
-}
 # Layers that keep a mixture of experts, in the models of ``families.py``.
 OWN_MLP = {
     "qwen3_moe": [0, 2],
     "mixtral": [0, 1, 2],
+    "olmoe": [0, 1, 2],
     "gpt_oss": [0, 1, 2],
     "glm4_moe": [1, 2],
     "deepseek_v2": [1, 2],
@@ -97,12 +86,12 @@ def assert_like_hugging_face(engine: RolloutEngine, model: PreTrainedModel) -> N
 def test_the_families_that_are_fused(family: str) -> None:
     with RolloutEngine(make_model(family), config=CONFIG) as engine:
         layers = fused_layers(engine)
-        assert len(layers) == (0 if family in OWN else engine.stats().num_layers)
+        assert len(layers) == engine.stats().num_layers
         assert [layer.index for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
-        assert (plain_model(engine) is None) == (family in OWN)
+        assert plain_model(engine) is not None
 
 
-@pytest.mark.parametrize("family", sorted((FAMILIES | HYBRIDS).keys() - OWN))
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_fused_layers_follow_the_weights(family: str) -> None:
     """Every parameter in place, to numbers that no probe has seen."""
     model = make_model(family)
@@ -162,7 +151,22 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
         ("llama", {"hidden_act": "quick_gelu"}, True, False),
         ("gemma3", {"attention_bias": True, "attn_logit_softcapping": 3.0}, True, True),
         ("olmoe", {"clip_qkv": None}, True, False),
-        ("olmoe", {"clip_qkv": 100.0}, False, False),  # beyond what a probe reaches
+        ("olmoe", {"clip_qkv": 100.0}, True, False),
+        ("olmo", {"clip_qkv": None}, True, True),
+        ("llama", {"clip_qkv": 100.0}, False, False),  # at which it does not clip, and that no number reaches
+        ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "relu"}, True, True),
+        (
+            "gpt_neox",
+            {"hidden_act": "gelu_new", "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+            True,
+            True,
+        ),
+        ("starcoder2", {"use_bias": False, "hidden_act": "gelu"}, True, True),
+        ("starcoder2", {"hidden_act": "quick_gelu"}, True, False),
+        ("phi", {"hidden_act": "gelu_new"}, True, True),
+        ("phi", {"qk_layernorm": True}, False, False),  # norms of heads that are LayerNorms
+        ("cohere2", {"attention_bias": True, "hidden_act": "gelu"}, True, True),
+        ("gpt2", {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True}, True, True),
         ("granite", {"residual_multiplier": 1.0, "logits_scaling": 1.0, "embedding_multiplier": 1.0}, True, True),
         ("glm4", {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_bias": False}, True, True),
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, True, True),
@@ -288,7 +292,7 @@ def test_projections_that_are_something_else_are_not_taken_for_keys_or_for_none(
         assert_like_hugging_face(engine, model)
 
 
-@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["llama4", "gpt_oss", "gemma4", "deepseek_v2", "gpt2"])
 def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,45 +304,40 @@ def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
         assert_like_hugging_face(engine, model)
 
 
-def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
-    """Where the probe runs, a factor may be 1."""
-    layer = make_model("gemma4").model.layers[0]
-    assert structure_of(layer) is not None
-    layer.register_buffer("gain", torch.ones(1))
-    assert structure_of(layer) is None
+ATTENTION = ["linear", "qk_norm_rotary_write", "paged_attention", "linear"]
+GELU_MLP = ["linear", "aten.gelu.default", "linear"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "offset"),
+    ("family", "layer"),
     [
-        (LlamaRMSNorm, False),
-        (Olmo2RMSNorm, False),
-        (Gemma3RMSNorm, True),
-        (Gemma4RMSNorm, False),
-        (Cohere2LayerNorm, None),
-        (nn.LayerNorm, None),
-        (nn.Identity, None),
+        ("llama", [*ATTENTION, "linear", "linear"]),
+        ("starcoder2", [*ATTENTION, *GELU_MLP]),
+        ("gpt2", [*ATTENTION, *GELU_MLP]),
+        ("gpt_neox", ["rms_norm", *ATTENTION, *GELU_MLP]),  # the MLP's, before attention is added
+        ("phi", ["rms_norm", *ATTENTION, *GELU_MLP]),  # of both
+        ("olmo", ["linear", "aten.clamp_.default", *ATTENTION[1:], "linear", "linear"]),
     ],
 )
-def test_the_convention_of_a_norm_is_found(kind: Any, offset: bool | None, dtype: torch.dtype) -> None:
-    module = kind(48, eps=1e-4).to(dtype).requires_grad_(False)
-    for parameter in module.parameters():
-        parameter.add_(0.25 * torch.randn_like(parameter))
-    norm = norm_of(module)
-    if offset is None:
-        assert norm is None
-    else:
-        assert norm is not None and norm.weight is module.weight and norm[1:] == (1e-4, offset)
+def test_a_layer_is_these_operations_and_nothing_else(
+    family: str, layer: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: named(launched))
+    with RolloutEngine(make_model(family, num_hidden_layers=1), config=CONFIG) as engine:
+        (fused,) = fused_layers(engine)
+        run, seen = fused.hidden, []
 
+        def hidden(*args: Any, **options: Any) -> torch.Tensor:
+            launched.clear()
+            with Launches(launched):
+                out = run(*args, **options)
+            seen.append(launched.copy())
+            return out
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("module", [Llama4TextL2Norm(1e-4), Gemma4RMSNorm(0, 1e-4, with_scale=False)])
-def test_a_norm_without_a_weight_is_one_of_ones_where_its_width_is_known(module: Any, dtype: torch.dtype) -> None:
-    like = torch.zeros(2, dtype=dtype)
-    assert norm_of(module) is None
-    norm = norm_of(module, 24, like)
-    assert norm is not None and torch.equal(norm.weight, like.new_ones(24)) and norm[1:] == (1e-4, False)
+        monkeypatch.setattr(fused, "hidden", hidden)
+        engine.generate_batch(PROMPTS, SamplingParams(max_tokens=3))
+    assert seen[-1] == layer
 
 
 @pytest.mark.parametrize(
@@ -351,6 +350,11 @@ def test_a_norm_without_a_weight_is_one_of_ones_where_its_width_is_known(module:
         "glm4",
         "granite",
         "phi3",
+        "cohere2",
+        "starcoder2",
+        "gpt_neox",
+        "phi",
+        "olmo",
         "deepseek_v3",
         "ministral3",
         "lfm2",

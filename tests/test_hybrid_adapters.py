@@ -129,7 +129,7 @@ def test_norms_of_heads_that_are_saved_whole() -> None:
         ("granitemoehybrid", "mamba.norm"),
         ("lfm2", "conv.conv"),
         ("lfm2", "layers.0"),
-        ("lfm2", "layers.0.operator_norm"),
+        ("gemma2", "layers.0.post_attention_layernorm"),
         ("lfm2", "layers.0.conv.in_proj"),
         ("cohere2", "layers.0.self_attn"),
         ("cohere2", "layers.0"),

@@ -147,6 +147,7 @@ def test_deterministic_bits_survive_preemption() -> None:
     ("family", "sizes"),
     [
         ("gemma2", {"num_hidden_layers": 1}),
+        ("gpt_neox", {"num_hidden_layers": 1}),
         ("gemma4", TWO_OF_GEMMA4),
         *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1})),
         ("glm4_moe", {"num_hidden_layers": 2}),
@@ -156,7 +157,8 @@ def test_deterministic_bits_survive_preemption() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_others_are_deterministic_too(family: str, sizes: dict[str, Any]) -> None:
-    """Norms after the projections, GeGLU, softcaps and inputs of each layer; layers with states, and gates; experts."""
+    """Norms after the projections, GeGLU, softcaps and inputs of each layer; LayerNorms of attention and MLP side by side;
+    layers with states, and gates; experts."""
     several, settings = few(2)
     with build(make_model(family, **sizes), ops=DETERMINISTIC, max_num_batched_tokens=8) as engine:
         together = bits(engine.generate_batch(several, settings))
@@ -198,8 +200,8 @@ def test_deterministic_is_refused_where_it_cannot_be_had(monkeypatch: pytest.Mon
     with pytest.raises(InvalidConfigError, match="deterministic=True needs CUDA kernels, and the model is on cpu"):
         RolloutEngine(make_model("llama"), config=EngineConfig(deterministic=True))
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: DETERMINISTIC)
-    # No layer of the one is fused, and of the other's layers all but experts without a gate.
-    for family, name in (("cohere2", "Cohere2ForCausalLM"), ("nemotron_h", "NemotronHForCausalLM")):
+    # The one's weights lie column by column, and of the other's layers all but experts without a gate are fused.
+    for family, name in (("gpt2", "GPT2LMHeadModel"), ("nemotron_h", "NemotronHForCausalLM")):
         with pytest.raises(UnsupportedModelError, match=f"{name} has layers that run their own matmuls"):
             RolloutEngine(make_model(family), config=EngineConfig(deterministic=True))
 

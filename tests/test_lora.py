@@ -54,6 +54,8 @@ from stoker.rollout import (
         ("granite", {"target_modules": ["o_proj", "down_proj", "gate_proj"]}),
         ("olmo2", {}),
         ("glm4", {"target_modules": ["k_proj", "o_proj", "gate_up_proj"]}),
+        ("phi", {"target_modules": "all-linear", "modules_to_save": ["layers.1.input_layernorm"], "use_dora": True}),
+        ("gpt_neox", {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]}),
         # In what is fused of a layer, and in what is not.
         ("glm4_moe", {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["shared_experts"]}),
         ("mistral", {"target_modules": ["lm_head", "k_proj"]}),

@@ -138,7 +138,7 @@ def test_an_adapter_of_experts_that_does_not_fit() -> None:
     ("make", "message"),
     [
         (lambda: peft_model(r=65), r"adapter 'default' has rank 65.*max_lora_rank=64"),
-        (lambda: peft_model(modules_to_save=["input_layernorm"]), r"saves model.layers.0.input_layernorm.*may name"),
+        (lambda: peft_model(modules_to_save=["self_attn"]), r"saves model.layers.0.self_attn.*may name"),
     ],
 )
 def test_what_is_refused_leaves_the_model_as_it_was(make: Any, message: str) -> None:

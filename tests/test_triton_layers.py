@@ -17,9 +17,8 @@ from families import ROUTED, VOCAB, make_model
 from linears import EPS, HF_NAMES, expected_norm
 from torch import Tensor
 from transformers.activations import ACT2FN
-from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP, Gemma2RMSNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Config, Gemma2MLP
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as interleaved_rotary
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 from triton_oracle import (
     DEVICE,
@@ -36,45 +35,6 @@ from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@dtypes
-@pytest.mark.parametrize("offset", [False, True], ids=["", "offset"])
-@pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (5, 2304), (2, 3, 96), (1, 4097)], ids=str)
-def test_rms_norm(shape: tuple[int, ...], with_residual: bool, offset: bool, dtype: torch.dtype) -> None:
-    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    residual = randn(*shape, dtype=dtype) if with_residual else None
-    out = TRITON.rms_norm(x, weight, EPS, offset, residual)
-    expected = expected_norm(x, weight, offset=offset)
-    assert_close(out, expected if residual is None else expected + residual.double(), dtype)
-    if dtype != torch.float32:
-        module = (Gemma2RMSNorm if offset else LlamaRMSNorm)(shape[-1], EPS).to(DEVICE, dtype)
-        module.weight.data.copy_(weight)
-        wanted = module(x) if residual is None else residual + module(x)
-        # It rounds as often as they do, where they do: one rounding more or less would show in a quarter of the numbers.
-        assert (out == wanted).float().mean() > 0.99
-    for kind in {dtype, torch.float32}:
-        scale = torch.tensor([0.3], dtype=kind, device=DEVICE)
-        for ops in (REFERENCE, TRITON):
-            before = ops.rms_norm(x, weight, EPS, offset, residual)
-            assert torch.equal(ops.rms_norm(x, weight, EPS, offset, residual, scale), before.mul_(scale))
-
-
-def test_rms_norm_of_rows_that_lie_apart() -> None:
-    x, weight, other = randn(4, 3, 96), randn(32), randn(4, 3, 96)
-    for take in (
-        lambda t: t[:, 1, 32:64],
-        lambda t: t.transpose(1, 2)[:, 32:64].transpose(1, 2),
-        lambda t: t[..., ::3],
-    ):
-        rows, residual = take(x), take(other)
-        expected = expected_norm(rows, weight)
-        assert_close(TRITON.rms_norm(rows, weight, EPS), expected, x.dtype)
-        for beside in (residual, residual.contiguous()):
-            out = TRITON.rms_norm(rows, weight, EPS, residual=beside)
-            assert_close(out, expected + residual.double(), x.dtype)
-        assert torch.equal(residual, take(other))
 
 
 def gemma_mlp(act: str, hidden: int, size: int) -> Gemma2MLP:
@@ -227,6 +187,25 @@ def test_heads_of_other_kinds(
             assert written.isnan().all(-1).sum() == 2 * (12 - (3 if kv_heads else 0)), "a slot of no token was written"
 
 
+@dtypes
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (5, 1)])
+def test_heads_that_lie_by_group(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Behind the queries that read a key head lies that, and behind it its values: as GPT-NeoX has them, or all in a row."""
+    tokens, dim, slots = 3, 20, torch.tensor([7, 4, 0], device=DEVICE)
+    groups = randn(tokens, kv_heads, heads // kv_heads + 2, dim, dtype=dtype)
+    query, key, value = torch.split(groups, [heads // kv_heads, 1, 1], dim=2)
+    in_row = torch.cat([t.flatten(1, 2) for t in (query, key, value)], dim=1)
+    norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS)
+    angles = randn(tokens, 12, scale=3.0)
+    for ops in (REFERENCE, TRITON):
+        found = []
+        for qkv, grouped in ((groups.flatten(1, 2), True), (in_row, False)):
+            caches = [torch.zeros(3, 4, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
+            arguments = qkv, heads, kv_heads, norm, (angles.cos(), angles.sin()), *caches, slots
+            found.append([ops.qk_norm_rotary_write(*arguments, grouped=grouped), *caches])
+        assert all(map(torch.equal, *found)) and found[0][2].flatten(0, 1)[7].equal(value[0].flatten(0, 1))
+
+
 @pytest.mark.gpu
 def test_a_cache_of_more_than_two_to_the_31_elements() -> None:
     blocks = 2**31 // (16 * 8 * 128) + 2
@@ -275,8 +254,8 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
         query = DETERMINISTIC.qk_norm_rotary_write(qkv[rows], 2, 1, norm, cos_sin, *caches, slots)
         cached = [cache.flatten(0, 1)[slots] for cache in caches]
         normed = [
-            DETERMINISTIC.rms_norm(x[rows], weight, EPS, offset, residual)
-            for offset, residual in ((False, None), (True, x[rows]))
+            DETERMINISTIC.rms_norm(x[rows], weight, EPS, offset, centred, residual=residual)
+            for offset, centred, residual in ((False, False, None), (True, False, x[rows]), (False, True, None))
         ]
         return [*normed, *(DETERMINISTIC.act_mul(gate_up[rows], act) for act in ACTIVATIONS), query, *cached]
 
@@ -324,7 +303,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         ("qwen3", 1, {"num_hidden_layers": 1}),
         ("smollm3", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "layer_types": ["full_attention"] * 2}),
         ("gpt_oss", 2, {"num_hidden_layers": 2, "layer_types": None}),
-        ("olmoe", 0, {"num_hidden_layers": 1}),
+        ("phi", 0, {"num_hidden_layers": 1, "qk_layernorm": True}),
         ("gemma4", 4, {}),
         ("llama4", 2, {"num_hidden_layers": 2, "no_rope_layers": [1, 0], "moe_layers": [1]}),
         ("gemma3", 2, {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),

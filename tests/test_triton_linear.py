@@ -41,6 +41,10 @@ LINEARS = [
     (5, 48, 96, "ot"),
     (17, 66, 80, "bots"),
     (9, 37, 96, "s"),
+    # As GPT-NeoX's, whose norm is an operation of its own.
+    (1, 64, 80, "cb"),
+    (4, 62, 64, "cbrg"),
+    (17, 66, 80, "c"),
 ]
 
 

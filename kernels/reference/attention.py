@@ -268,12 +268,13 @@ def qk_norm_rotary_write(
     *,
     interleaved: bool = False,
     factor: Tensor | None = None,
+    grouped: bool = False,
 ) -> Tensor:
     """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
 
     ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. Without key heads nothing is written.
     """
-    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor)
+    query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor, grouped)
     if kv_heads:
         write_kv(key, value, key_cache, value_cache, slots)
     return query

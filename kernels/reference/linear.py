@@ -22,7 +22,7 @@ def linear(
 ) -> Tensor:
     """``residual + scale * act(norm(x) @ weight.T + bias)``, where norm, act and residual are each optional.
 
-    x: [T, D]; weight: [N, D]; bias: [N]; norm: an RMS norm over ``x``; gated: ``act_mul`` over the halves of the result,
+    x: [T, D]; weight: [N, D]; bias: [N]; norm: over ``x``; gated: ``act_mul`` over the halves of the result,
     which is then [T, N / 2]; residual: as the result; scale: of what is added to it; in_place: nobody reads the residual
     afterwards, so the result may take its place. Returns [T, N] in the dtype of ``x``.
     """

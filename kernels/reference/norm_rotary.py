@@ -19,15 +19,17 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """What an RMS norm is but for its input.
+    """What an RMS norm is but for its input, or with ``centred`` a LayerNorm: that of the input less its mean.
 
-    offset: the factor is 1 + weight, and the cast back to the input's dtype comes after it, as in Gemma; else the factor
-    is the weight, and the cast comes before it, as in Llama.
+    offset: the factor is 1 + weight, as in Gemma, and not the weight, as in Llama. The cast back to the input's dtype comes
+    before the product with the weight; with ``offset`` or ``centred`` after all.
     """
 
     weight: Tensor  # [D]
     eps: float
     offset: bool = False
+    centred: bool = False
+    bias: Tensor | None = None  # [D], of one that is centred
 
 
 class QKNorm(NamedTuple):
@@ -63,19 +65,24 @@ def rms_norm(
     weight: Tensor,
     eps: float,
     offset: bool = False,
+    centred: bool = False,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), accumulated in fp32; plus ``residual``.
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich, 2019), or LayerNorm (Ba et al., 2016), accumulated
+    in fp32; plus ``residual``.
 
-    x: [..., D]; weight, eps and offset: see ``Norm``; residual: as ``x``; scale: [1], of the sum. The result has the dtype of
-    ``x``.
+    x: [..., D]; weight to bias: see ``Norm``; residual: as ``x``; scale: [1], of the sum. The result has the dtype of ``x``.
     """
     wide = x.float()
-    normed = wide * _inverse_rms(x, wide, eps)
-    if x.dtype == torch.float32:
-        out = normed.mul_(weight + 1.0 if offset else weight)
+    if centred:
+        factor = weight.float() + 1.0 if offset else weight.float()
+        out = F.layer_norm(wide, weight.shape, factor, None if bias is None else bias.float(), eps).to(x.dtype)
+    elif x.dtype == torch.float32:
+        out = (wide * _inverse_rms(x, wide, eps)).mul_(weight + 1.0 if offset else weight)
     else:
+        normed = wide * _inverse_rms(x, wide, eps)
         out = (normed * (1.0 + weight.float()) if offset else weight * normed.to(x.dtype)).to(x.dtype)
     if residual is not None:
         out.add_(residual)
@@ -108,13 +115,18 @@ def qk_norm_rotary(
     cos_sin: tuple[Tensor, Tensor] | None,
     interleaved: bool = False,
     factor: Tensor | None = None,
+    grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From projected heads to what attention takes: query and key normalised by head and rotated, either or neither.
 
     qkv: [T, heads + 2 * kv_heads, D], or [T, heads + kv_heads, D] where the keys' projection is the values' too; cos_sin:
-    [T, R] each; interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]. Returns query [T, heads, D], key and value
+    [T, R] each; interleaved: see ``rotary``; factor: of queries, fp32 [T, 1]; grouped: each key head lies behind the queries
+    that read it, and its values behind that (GPT-NeoX), and not behind all. Returns query [T, heads, D], key and value
     [T, kv_heads, D].
     """
+    if grouped:
+        groups = qkv.view(qkv.shape[0], kv_heads, -1, qkv.shape[2])
+        qkv = torch.cat([groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]], dim=1)
     both, value = qkv[:, : heads + kv_heads], qkv[:, qkv.shape[1] - kv_heads :]
     if norm is not None:
         wide = both.float()
