@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
+from itertools import islice
 
 from stoker.engine.constraints import Constraint
 from stoker.engine.images import ImageInputs
@@ -177,10 +178,9 @@ class Request:
                     "other requests go on"
                 )
                 return True
-            done = self._append(token, logprob, version)
-            if top_logprobs is not None and self.spec.top_logprobs:
-                self.top_logprobs.append(top_logprobs[step])
-            if done:
+            if top_logprobs is not None and self.spec.top_logprobs:  # a step makes as many as one of its rows wants
+                self.top_logprobs.append(dict(islice(top_logprobs[step].items(), self.spec.top_logprobs)))
+            if self._append(token, logprob, version):
                 return True
         return False
 

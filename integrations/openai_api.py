@@ -86,8 +86,6 @@ def read_call(body: Any, engine: RolloutEngine, model: str, *, chat: bool) -> Ca
     params, logprobs = _sampling(fields, chat)
     if params.n > _MOST_SAMPLES:
         raise InvalidRequestError(f"n={params.n}: the server makes at most {_MOST_SAMPLES} completions of a prompt")
-    if stream and params.logprobs:
-        raise InvalidRequestError("a stream has no top log-probabilities: ask for them without stream")
     prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields)
     if fields:
         raise InvalidRequestError(f"{shown(next(iter(fields)))} is no field the server knows: leave it out")
@@ -357,7 +355,7 @@ class Stream:
         """New tokens. Their text may come later, where characters are incomplete or may begin a stop string."""
         text = self._texts[chunk.index].add(chunk.token_ids)
         choice = self._choice(chunk.index, {} if self._whole else {"content": text})
-        choice["logprobs"] = _logprobs(self._call, chunk.token_ids, chunk.logprobs, None, self._tokenizer)
+        choice["logprobs"] = _logprobs(self._call, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._tokenizer)
         if self._call.ids:
             choice |= {"token_ids": chunk.token_ids, "weight_versions": chunk.weight_versions}
         return {**self._head, "choices": [choice]}

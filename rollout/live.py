@@ -277,12 +277,14 @@ class Loop:
 class RolloutChunk:
     """New tokens of one completion, in the order they were sampled.
 
-    index: which of the prompt's ``n`` samples. token_ids, logprobs (in nats), weight_versions: one a token.
+    index: which of the prompt's ``n`` samples. token_ids, logprobs (in nats), weight_versions: one a token, and so
+    top_logprobs where ``SamplingParams.logprobs`` asks for them.
     """
 
     index: int
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[dict[int, float]] | None
     weight_versions: list[int]
 
 
@@ -365,6 +367,7 @@ class RolloutHandle:
                     index=r.sample_index,
                     token_ids=r.output[span],
                     logprobs=r.logprobs[span],
+                    top_logprobs=r.top_logprobs[span] if r.spec.top_logprobs else None,
                     weight_versions=r.weight_versions[span],
                 )
 

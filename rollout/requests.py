@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -293,7 +293,7 @@ class RequestMaker:
                     index=r.sample_index,
                     token_ids=r.output,
                     logprobs=r.logprobs,
-                    top_logprobs=_most_likely(r.top_logprobs, r.spec.top_logprobs) if r.spec.top_logprobs else None,
+                    top_logprobs=r.top_logprobs if r.spec.top_logprobs else None,
                     finish_reason=r.finish_reason,  # type: ignore[arg-type]
                     stop_reason=r.stop_reason,
                     weight_versions=r.weight_versions,
@@ -352,8 +352,3 @@ def _nothing_to_sample(given: int) -> SamplingSpec:
         top_logprobs=0,
         logprobs_mode=0,
     )
-
-
-def _most_likely(top: list[dict[int, float]], count: int) -> list[dict[int, float]]:
-    """The first ``count`` of each: a step makes as many for every row as one of its rows wants."""
-    return [dict(islice(one.items(), count)) for one in top]

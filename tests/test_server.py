@@ -136,11 +136,11 @@ def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> 
 
 def test_a_stream_is_the_whole(client: Any) -> None:
     asked = {"model": "policy", "prompt": ["abc", "d"], "n": 2, "seed": 9, "max_tokens": 40}
-    whole = client.completions.create(**asked, logprobs=0, extra_body={"return_token_ids": True})
+    whole = client.completions.create(**asked, logprobs=2, extra_body={"return_token_ids": True})
     stream = client.completions.create(
-        **asked, logprobs=0, stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
+        **asked, logprobs=2, stream=True, stream_options={"include_usage": True}, extra_body={"return_token_ids": True}
     )
-    text, ids, logprobs, ends = [""] * 4, [[], [], [], []], [[], [], [], []], {}
+    text, ends, (ids, logprobs, top) = [""] * 4, {}, ([[], [], [], []] for _ in range(3))
     events = list(stream)
     for event in events[:-1]:
         (choice,) = event.choices
@@ -148,12 +148,15 @@ def test_a_stream_is_the_whole(client: Any) -> None:
         ids[choice.index] += choice.token_ids
         if choice.logprobs is not None:
             logprobs[choice.index] += choice.logprobs.token_logprobs
+            top[choice.index] += choice.logprobs.top_logprobs
         if choice.finish_reason is not None:
             ends[choice.index] = choice.finish_reason
     assert len(events) > 9 and events[-1].usage.completion_tokens == whole.usage.completion_tokens
     for choice in whole.choices:
         assert text[choice.index] == choice.text and ids[choice.index] == choice.token_ids
         assert logprobs[choice.index] == pytest.approx(choice.logprobs.token_logprobs, abs=1e-5)
+        for one, other in zip(top[choice.index], choice.logprobs.top_logprobs, strict=True):
+            assert one and one == pytest.approx(other, abs=1e-5)
         assert ends[choice.index] == choice.finish_reason
 
 

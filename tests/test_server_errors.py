@@ -52,7 +52,6 @@ def client(server: Server) -> Any:
         ({"prompt": "a", "echo": True}, 400, "echo=True: the server does not do that"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias="),
         ({"prompt": "a", "stream": "yes"}, 400, "stream='yes': give true or false"),
-        ({"prompt": "a", "stream": True, "logprobs": 2}, 400, "a stream has no top log-probabilities"),
         ({"prompt": "a", "stream_options": {"x": 1}}, 400, "stream_options="),
         ({"prompt": "a", "structured_outputs": {"json": 5}}, 400, "structured_outputs={'json': 5}: structured_outputs is a"),
         ({"prompt": "a", "structured_outputs": {"json": {"type": "?"}}}, 400, "structured_outputs: Unsupported type"),
