@@ -126,7 +126,7 @@ def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tupl
         if entry is not None:
             values[parts.scale or ""] = matrix.new_full((weight.shape[1],), 1 / entry.factor)
         yield (
-            rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).gate_up_proj.dtype),  # type: ignore[arg-type]
+            rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).down_proj.dtype),  # type: ignore[arg-type]
             {name: value.to(tensors[name]) for name, value in values.items()},
         )
 
