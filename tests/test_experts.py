@@ -129,6 +129,15 @@ def test_other_models_have_no_such_blocks(family: str, mixtures: list[routing.Mi
         assert not mixtures
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_how_many_groups_are_chosen_from_may_be_no_divisor(family: str, mixtures: list[routing.Mixture]) -> None:
+    """As of DeepSeek V2: three of eight."""
+    model = make_model(family, n_routed_experts=16, num_experts_per_tok=5, n_group=8, topk_group=3)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert {(m.choice.groups, m.choice.kept_groups) for m in mixtures} == {(8, 3)}
+        assert_like_hugging_face(engine, model)
+
+
 @pytest.mark.parametrize("family", CHOICES)
 def test_routers_follow_the_weights(family: str, mixtures: list[routing.Mixture]) -> None:
     """Every parameter and buffer in place, of layers that are not fused, too."""
