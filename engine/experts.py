@@ -27,7 +27,6 @@ from stoker.kernels.reference.norm_rotary import ACTIVATIONS
 EXPERTS = "stoker_experts"
 _DEFAULT = "grouped_mm"
 _STATE = "stoker_experts"  # of a module that was taken over
-_PROJECTIONS = ("gate_up_proj", "down_proj")
 _GATES = tuple(Gate(act=act) for act in ACTIVATIONS)
 _BIAS = "_bias"  # what transformers calls biases of a projection, after its name
 
@@ -55,10 +54,10 @@ def is_taken_over(module: Any) -> bool:
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
     """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
     state: _State = getattr(module, _STATE)
-    gate_up, down = module.gate_up_proj, module.down_proj
+    gate_up, down = (getattr(module, name) for name in _projections(module))
     if _is_transposed(module):
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if _has_bias(module) else (None, None)
+    biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
     options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
 
@@ -102,14 +101,14 @@ def take_over_experts(model: nn.Module, ops: Ops) -> int:
 
 def are_experts(module: nn.Module) -> bool:
     """Whether a module has the two projections of experts. It holds on the meta device too."""
-    return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _PROJECTIONS)
+    return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _projections(module))
 
 
 def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
     if not hasattr(module, _STATE):
         return {}
-    shapes = {name: getattr(module, name).shape for name in _PROJECTIONS}
+    shapes = {name: getattr(module, name).shape for name in _projections(module)}
     return {n: (s[0], s[2], s[1]) if _is_transposed(module) else tuple(s) for n, s in shapes.items()}
 
 
@@ -149,6 +148,11 @@ def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) ->
         module.forward = partial(_dense_experts, module)
 
 
+def _projections(module: nn.Module) -> tuple[str, str]:
+    """Names of the parameters."""
+    return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj", "down_proj"
+
+
 def _is_dense(module: Any) -> bool:
     """Of experts that were taken over."""
     state: _State = getattr(module, _STATE)
@@ -166,14 +170,14 @@ def _has_bias(module: Any) -> bool:
 def _gate_of_dense(module: Any) -> Gate | None:
     """The activation of experts that run each over its own of [E * T, D], and by projections [E, D, 2 * I] and [E, I, D] and no
     other; None where they do something else."""
-    if set(module.state_dict()) != set(_PROJECTIONS):
+    if set(module.state_dict()) != {"gate_up_proj", "down_proj"}:
         return None
     depth, generator = module.down_proj.shape[2], torch.Generator().manual_seed(0)
     sizes = (2, 3, depth), (2, depth, 16), (2, 8, depth)
     x, gate_up, down = (torch.randn(size, generator=generator, device="cpu") for size in sizes)
     gate_up *= depth**-0.5
     try:
-        found = functional_call(module, dict(zip(_PROJECTIONS, (gate_up, down), strict=True)), (x.flatten(0, 1),))
+        found = functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, (x.flatten(0, 1),))
     except Exception:  # of any kind: it wants something else
         return None
     for gate in _GATES:
@@ -185,14 +189,14 @@ def _gate_of_dense(module: Any) -> Gate | None:
 
 def _gate_of(module: Any) -> Gate | None:
     """The activation of an experts module, or None where it is not one the operation knows."""
-    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         return None
-    known = [*_GATES]
+    known = [*_GATES] if module.has_gate else [Gate(gated=False)]
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         known.append(Gate(interleaved=True, alpha=module.alpha, limit=module.limit, offset=1.0))
     size = 16
     probe = torch.linspace(-12, 12, 4 * size).view(2 * size, 2).t().contiguous()  # beyond any limit, both halves unlike
-    expected = module._apply_gate(probe)
+    expected = module._apply_gate(probe) if module.has_gate else module.act_fn(probe)
     for gate in known:
         actual = gate(probe)
         if actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):

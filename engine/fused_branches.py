@@ -18,9 +18,12 @@ from stoker.kernels.reference.norm_rotary import Activation, Norm
 class Given(NamedTuple):
     """What a layer gets besides hidden states."""
 
-    tables: tuple[Tensor, ...] | None  # of ``Rotary``
-    context: Any
-    per_layer: Tensor | None  # [T, P], of a model that gives each layer an input of its own
+    tables: tuple[Tensor, ...] | None = None  # of ``Rotary``
+    context: Any = None
+    per_layer: Tensor | None = None  # [T, P], of a model that gives each layer an input of its own
+
+
+_NOTHING = Given()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Mixing:
     def linears(self) -> tuple[Linears, ...]:
         return self.inputs, *self.inner, self.out
 
-    def __call__(self, x: Tensor, norm: Norm | None, given: Given, **add: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given = _NOTHING, **add: Any) -> Tensor:
         """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
         return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
 

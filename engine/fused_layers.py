@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, NormBefore, Own
-from stoker.engine.fused_mixers import Mixer, mixers_of
+from stoker.engine.fused_mixers import mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
 from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.lora import Adapted
@@ -241,9 +241,14 @@ def _mlp_of(
     branch: Branch,
     norm: NormBefore | None = None,
     post_norm: Norm | None = None,
-) -> Mlp:
-    assert branch.act is not None
+) -> Mlp | Mixing:
     gate_up, down = (_linears_of(shell, ops, fused, path, module, names) for names in (branch.inputs, (branch.out,)))
+    if branch.act is None:
+        act = branch.plain_act
+        assert act is not None
+        of_its_own: dict[str, Any] = {"norm": norm, "post_norm": post_norm}
+        of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
+        return Mixing(inputs=gate_up, mixer=lambda x, *_: act(x), inner=(), out=down, **of_its_own)
     return Mlp(
         gate_up=gate_up,
         act=branch.act,
@@ -313,18 +318,14 @@ def _fused(
             yield Own(module, router, branch.scale, before(branch.norm), norm_by(branch.post_norm))
             return
         of_its_own: dict[str, Any] = {"norm": before(branch.norm), "post_norm": norm_by(branch.post_norm)}
-        if branch.act is not None:
+        if branch.act is not None or branch.plain_act is not None:
             yield _mlp_of(shell, ops, fused, path, layer, branch, **of_its_own)
             return
         inputs, out = linears(branch.inputs), linears((branch.out,))
-        mixers: Iterable[Mixer]
         inner = tuple(linears((name,)) for name in branch.inner)
-        if (act := branch.plain_act) is not None:
-            mixers = [lambda x, *_: act(x)]
-        else:
-            linears_of = inputs.linears, inner, out.linears[0]
-            takes = index in shell.same_keys
-            mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
+        linears_of = inputs.linears, inner, out.linears[0]
+        takes = index in shell.same_keys
+        mixers = mixers_of(module, ops, *linears_of, recorder.options, tables=tables or (), takes_keys=takes)
         of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
             yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, **of_its_own)

@@ -291,7 +291,7 @@ class LoraLayers:
                 for name, (experts, width, _) in expert_tables(module).items()
             }
             self._adapted |= {f"{path}.{name}": (group, 0) for name, group in groups.items()}
-            adapt_experts(module, partial(self._expert_adapters, **groups))
+            adapt_experts(module, partial(self._expert_adapters, *groups.values()))
             return
         if isinstance(module, nn.Embedding):
             group = Adapted(self, [module.embedding_dim], [None])
@@ -302,9 +302,9 @@ class LoraLayers:
         self.has_hooks = True
         module.register_forward_hook(partial(hook, group))
 
-    def _expert_adapters(self, gate_up_proj: Adapted, down_proj: Adapted) -> ExpertAdapters | None:
-        rows = gate_up_proj.rows or down_proj.rows
-        return None if rows is None else ExpertAdapters(gate_up_proj.tables, down_proj.tables, rows.slots)
+    def _expert_adapters(self, first: Adapted, down: Adapted) -> ExpertAdapters | None:
+        rows = first.rows or down.rows
+        return None if rows is None else ExpertAdapters(first.tables, down.tables, rows.slots)
 
     def _after_linear(self, group: Adapted, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
         if (rows := group.rows) is not None:

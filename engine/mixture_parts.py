@@ -30,10 +30,10 @@ def parts_of(block: nn.Module) -> Parts | None:
     if len(found) != 1:
         return None
     experts: Any = block.get_submodule(found[0])
-    count = experts.gate_up_proj.shape[0]
+    count = experts.down_proj.shape[0]
     gates = [n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1 and m.bias is None]
     branches = [mlp_of(block, name) for name, _ in block.named_children() if name not in (*found, *gates)]
-    shared = [branch for branch in branches if branch.act is not None and branch.gate_scale == branch.scale == 1.0]
+    shared = [branch for branch in branches if branch.inputs and branch.gate_scale == branch.scale == 1.0]
     known = (*found, *gates, *(branch.path for branch in shared))
     rest = {n: t for n, t in tensors_of(block).items() if not n.startswith(tuple(f"{path}." for path in known))}
     weights = [name for name, tensor in rest.items() if tensor.dim() == 2]
@@ -45,6 +45,7 @@ def parts_of(block: nn.Module) -> Parts | None:
     if (
         rest[weights[0]].shape[0] != count
         or depth <= count
+        or depth not in experts.down_proj.shape[1:]
         or len(scales) > 1
         or len(rest) > 1 + len(biases) + len(scales)
     ):

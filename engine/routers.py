@@ -87,9 +87,9 @@ def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
     """How a router may choose, what most do first. Scales of weights, and how many groups of experts there are and are taken,
     are numbers that modules of the block have as attributes."""
     numbers = _numbers(block)
-    whole = sorted(n for n in numbers if isinstance(n, int) and 0 < n < count and count % n == 0)
+    whole = sorted(n for n in numbers if isinstance(n, int) and 0 < n < count)
     groups = [(1, 1, 1)]
-    groups += [(g, k, n) for g in whole for k in whole if g > k for n in (1, 2) if n <= count // g]
+    groups += [(g, k, n) for g in whole if count % g == 0 for k in whole if g > k for n in (1, 2) if n <= count // g]
     scales = [1.0, *sorted(n for n in numbers if isinstance(n, float) and n > 0 and n != 1.0)]
     kinds: list[dict[str, Any]] = [{"score": "softmax", "normalise": True}, {"score": "softmax"}, {"score": "chosen"}]
     kinds += [{"score": "sigmoid"}, *({"score": "sigmoid", "normalise": True, "eps": eps} for eps in _EPSILONS)]
@@ -126,7 +126,7 @@ def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tupl
         if entry is not None:
             values[parts.scale or ""] = matrix.new_full((weight.shape[1],), 1 / entry.factor)
         yield (
-            rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).gate_up_proj.dtype),  # type: ignore[arg-type]
+            rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).down_proj.dtype),  # type: ignore[arg-type]
             {name: value.to(tensors[name]) for name, value in values.items()},
         )
 

@@ -136,13 +136,13 @@ def _agrees(mixture: Mixture) -> bool:
     no layer reads."""
     generator, like = torch.Generator().manual_seed(0), mixture.weight
     x = torch.randn(POSITIONS.numel(), like.shape[1], generator=generator, device="cpu").to(like)
-    x = x.to(mixture.experts.gate_up_proj.dtype)
-    returned = mixture.original(x[None])
-    expected, *besides = returned if isinstance(returned, tuple) else (returned,)
+    x = x.to(mixture.experts.down_proj.dtype)
     try:
+        returned = mixture.original(x[None])
         actual, _ = mixture(x)
-    except RuntimeError:  # sizes that do not go with the operation
+    except RuntimeError:  # sizes that do not go together, or with the operation
         return False
+    expected, *besides = returned if isinstance(returned, tuple) else (returned,)
     if expected.shape not in (x.shape, x[None].shape) or len(besides) > 1 or any(len(t) != len(x) for t in besides):
         return False
     mixture.returns_weights, mixture.returns_rows = bool(besides), expected.shape == x.shape

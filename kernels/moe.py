@@ -57,6 +57,7 @@ def _grouped_kernel(
     alpha,
     limit,
     offset,
+    FIRST: tl.constexpr,
     GATED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -73,9 +74,9 @@ def _grouped_kernel(
 ):
     """A tile of one expert's pairs by columns of its weight.
 
-    GATED: rows of ``x`` are tokens, those of the result pairs in order, [S, width], of a weight twice as wide. Else
-    rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with IN_ORDER. WEIGHED: by the
-    pairs' weights, as if ``x`` were.
+    FIRST: rows of ``x`` are tokens, those of the result pairs in order, [S, width], after the activation, with GATED of a
+    weight twice as wide. Else rows of ``x`` are pairs in order, and the result goes back to the pairs' own places but with
+    IN_ORDER. WEIGHED: by the pairs' weights, as if ``x`` were.
     """
     await_turn(DEPENDENT)
     dtype = out_ptr.dtype.element_ty
@@ -93,11 +94,10 @@ def _grouped_kernel(
         of_width = tl.program_id(0) * HALF + (number % HALF if IN_HALVES else number // 2)
         weight_rows = columns if INTERLEAVED else of_up * width + of_width
         inside = columns < 2 * width if INTERLEAVED else of_width < width
-        x_rows = pairs // per_token
     else:
         weight_rows = columns
         inside = columns < width
-        x_rows = places.to(tl.int64)
+    x_rows = pairs // per_token if FIRST else places.to(tl.int64)
     x_tile = x_ptr + x_rows[:, None] * depth
     weight_tile = weight_ptr + expert.to(tl.int64) * expert_stride + weight_rows.to(tl.int64)[None, :] * row_stride
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -122,9 +122,10 @@ def _grouped_kernel(
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, HALF, 2)))
         total = _gate(gate, up, alpha, limit, offset, ACT, CLAMPED, dtype)
         columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        out_rows = places.to(tl.int64)
-    else:
-        out_rows = places.to(tl.int64) if IN_ORDER else pairs
+    elif FIRST:
+        total = total.to(dtype).to(tl.float32)
+        total = tl.where(total < 0.0, 0.0, total * total)  # what is no number stays that
+    out_rows = places.to(tl.int64) if FIRST or IN_ORDER else pairs
     out_at = out_rows[:, None] * width + columns[None, :]
     tl.store(out_ptr + out_at, total, mask=real[:, None] & (columns < width)[None, :])
 
@@ -244,8 +245,9 @@ def _experts(
     order, starts = order_by_group(expert_ids, num_experts) if groups is None else groups
     options = {"num_warps": 4} | launch.options(x.device)
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, in_order: bool = False) -> Tensor:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, first: bool, in_order: bool = False) -> Tensor:
         full_width, depth = weight.shape[1:]
+        gated = first and gate.gated
         width = full_width // 2 if gated else full_width
         out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
         # Columns vary first: programs of one expert run near each other, and share its weight in cache.
@@ -265,11 +267,12 @@ def _experts(
             gate.alpha,
             gate.limit,
             gate.offset,
+            FIRST=first,
             GATED=gated,
             IN_ORDER=in_order,
             INTERLEAVED=gate.interleaved,
-            IN_HALVES=weight.stride(2) != 1 and not gate.interleaved,
-            WEIGHED=gated and weigh_input,
+            IN_HALVES=gated and weight.stride(2) != 1 and not gate.interleaved,
+            WEIGHED=first and weigh_input,
             ACT=gate.act if gate.plain else None,
             CLAMPED=gate.limit != float("inf"),
             BIAS=bias is not None,

@@ -139,7 +139,7 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
 
 def launch_routed() -> None:
     """Routers and sums of Qwen3-MoE, gpt-oss, DeepSeek-V2 and V3, Qwen3.5-MoE, Gemma 4 and Llama 4, in a decode step and a
-    prompt, and experts of the last two."""
+    prompt, and experts of the last two and of Nemotron-H."""
     in_groups = {"groups": 8, "wide": True, "wide_weights": True}
     qwen3 = Choice(per_token=8, score="softmax", normalise=True)
     v2 = Choice(per_token=6, score="softmax", scale=16.0, kept_groups=3, **in_groups)
@@ -172,6 +172,7 @@ def launch_routed() -> None:
         x, ids, weights = zeros(tokens, 512), torch.zeros(tokens, 1, dtype=torch.long), zeros(tokens, 1)
         moe.experts(x, ids, weights, zeros(16, 512, 1024).mT, zeros(16, 512, 512).mT, gate=Gate(), weigh_input=True)
     moe.experts(x, ids, weights, zeros(128, 1408, 512), zeros(128, 512, 704), gate=Gate(act="gelu_tanh"))
+    moe.experts(x, ids, weights, zeros(128, 704, 512), zeros(128, 512, 704), gate=Gate(gated=False))
 
 
 def adapt(

@@ -78,13 +78,18 @@ CHOICES: dict[str, tuple[Choice, int, tuple[str, ...]]] = {
     "qwen3_5_moe": (_MIXTRAL, 3, ()),
     "lfm2_moe": (Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6), 2, ()),
     "granitemoehybrid": (_GPT_OSS, 3, ()),
+    "nemotron_h": (
+        replace(_DEEPSEEK_V3, groups=1, kept_groups=1, best_of_group=1, scale=1.0),
+        1,
+        ("wide", "wide_weights"),
+    ),
     "llama4": (Choice(per_token=1, score="chosen_sigmoid"), 2, ()),
     "gemma4+experts": (_MIXTRAL, 4, ("wide_weights",)),
 }
-WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "llama4"}
+WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "llama4", "nemotron_h"}
 GATED = {"qwen3_next", "qwen3_5_moe"}
 # Bias of the logits, correction of the ranks, or gain of the weights.
-BIASED = {"gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1, "gemma4+experts": 2}
+BIASED = {"gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1, "nemotron_h": 1, "gemma4+experts": 2}
 
 
 @pytest.fixture
@@ -118,10 +123,19 @@ def test_how_the_routers_of_families_choose(family: str, dtype: torch.dtype, mix
         assert (mixture.norm is not None) == (family == "gemma4+experts")
 
 
-@pytest.mark.parametrize("family", ["gemma4", "nemotron_h", "llama"])
+@pytest.mark.parametrize("family", ["gemma4", "llama"])
 def test_other_models_have_no_such_blocks(family: str, mixtures: list[routing.Mixture]) -> None:
     with RolloutEngine(make_model(family), config=CONFIG):
         assert not mixtures
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_how_many_groups_are_chosen_from_may_be_no_divisor(family: str, mixtures: list[routing.Mixture]) -> None:
+    """As of DeepSeek V2: three of eight."""
+    model = make_model(family, n_routed_experts=16, num_experts_per_tok=5, n_group=8, topk_group=3)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert {(m.choice.groups, m.choice.kept_groups) for m in mixtures} == {(8, 3)}
+        assert_like_hugging_face(engine, model)
 
 
 @pytest.mark.parametrize("family", CHOICES)
@@ -270,6 +284,8 @@ SAVED = [
     ("glm4_moe", {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}, 1),
     ("llama4", {"target_modules": ["shared_expert.up_proj"], "target_parameters": ["experts.gate_up_proj"]}, 1),
     ("llama4", {"target_modules": ["q_proj"], "modules_to_save": ["feed_forward.router"]}, 0),
+    ("nemotron_h", {"target_modules": ["shared_experts.up_proj"], "target_parameters": ["experts.up_proj"]}, 1),
+    ("nemotron_h", {"target_modules": [], "target_parameters": ["experts.down_proj", "mixer.gate.weight"]}, 0),
     ("gemma4+experts", {"target_modules": ["router.proj"], "target_parameters": ["experts.down_proj"]}, 0),
     ("gemma4+experts", {"target_modules": ["mlp.up_proj"], "target_parameters": ["experts.gate_up_proj"]}, 1),
     ("gemma4+experts", {"target_modules": ["q_proj"], "modules_to_save": ["router"]}, 0),
@@ -319,6 +335,7 @@ def test_deterministic_mode_takes_no_adapters_over_a_block(
         ("deepseek_v3", ["linear", "linear", "route", "experts"]),
         ("qwen3_5_moe", ["linear", "linear", "route", "experts"]),
         ("llama4", ["linear", "linear", "route", "experts"]),
+        ("nemotron_h", ["linear", "aten.relu.default", "aten.square_.default", "linear", "route", "experts"]),
     ],
 )
 def test_a_block_is_these_operations_and_nothing_else(

@@ -356,11 +356,13 @@ def test_memory_without_room_for_the_states_says_so() -> None:
         RolloutEngine(make_model("qwen3_5"), config=EngineConfig(kv_cache_memory="64KiB"))
 
 
-@pytest.mark.parametrize(("family", "fields"), [("nemotron_h", {}), ("qwen3_moe", {"hidden_act": "mish"})])
+@pytest.mark.parametrize(
+    ("family", "fields"), [("nemotron_h", {"moe_latent_size": 24}), ("qwen3_moe", {"hidden_act": "mish"})]
+)
 def test_deterministic_mode_is_refused_where_layers_run_their_own_matmuls(
-    family: str, fields: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    family: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts without a gate, or with an activation that is not known."""
+    """Experts between projections, or with an activation that is not known."""
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: REFERENCE)  # what it would run on is not to be had here
     model = make_model(family, **fields)
     with pytest.raises(

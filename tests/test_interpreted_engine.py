@@ -153,6 +153,7 @@ def test_deterministic_bits_survive_preemption() -> None:
         ("glm4_moe", {"num_hidden_layers": 2}),
         ("llama4", {"num_hidden_layers": 1, "no_rope_layers": [1], "moe_layers": [0]}),
         ("gemma4+experts", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+        ("nemotron_h", {"num_hidden_layers": 2, "layers_block_type": ["attention", "moe"]}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

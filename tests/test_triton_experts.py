@@ -23,9 +23,10 @@ from stoker.kernels.reference.lora import LoraTable, LoraWeights
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
-SWIGLU = Gate()
-GEGLU = Gate(act="gelu_tanh")
 GPT_OSS = Gate(interleaved=True, alpha=1.702, limit=1.5, offset=1.0)
+GEGLU = Gate(act="gelu_tanh")
+UNGATED = Gate(gated=False)
+GATES = {"c": GPT_OSS, "g": GEGLU, "u": UNGATED}
 OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
 all_ops = pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,12 +35,14 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def make_experts(
     tokens: int, per_token: int, experts: int, depth: int, width: int, options: str, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """options: letters of bias, transposed weights, clamped and interleaved gate, or GELU, weighed inputs, and only one expert
-    that is chosen."""
+    """options: letters of bias, transposed weights, clamped and interleaved gate, or GELU, or ungated, weighed inputs, and only
+    one expert that is chosen."""
+    gate = next((known for letter, known in GATES.items() if letter in options), Gate())
+    full_width = 2 * width if gate.gated else width
     chosen = torch.rand(tokens, experts)
     if "o" in options:
         chosen[:, experts - 1] = 2.0
-    gate_up = randn(experts, 2 * width, depth, dtype=dtype, scale=2 * depth**-0.5)
+    gate_up = randn(experts, full_width, depth, dtype=dtype, scale=2 * depth**-0.5)
     down = randn(experts, depth, width, dtype=dtype, scale=2 * width**-0.5)
     if "t" in options:
         gate_up, down = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (gate_up, down))
@@ -50,9 +53,9 @@ def make_experts(
         "expert_weights": torch.rand(tokens, per_token).to(DEVICE, dtype),
         "gate_up": gate_up,
         "down": down,
-        "gate_up_bias": randn(experts, 2 * width, dtype=dtype) if bias else None,
+        "gate_up_bias": randn(experts, full_width, dtype=dtype) if bias else None,
         "down_bias": randn(experts, depth, dtype=dtype) if bias else None,
-        "gate": GPT_OSS if "c" in options else GEGLU if "g" in options else SWIGLU,
+        "gate": gate,
         "weigh_input": "w" in options,
     }
 
@@ -79,6 +82,8 @@ def expected_experts(
         if gate is GPT_OSS:
             g, u = g.clamp(max=1.5), u.clamp(-1.5, 1.5)
             hidden = g * torch.sigmoid(1.702 * g) * (u + 1)
+        elif gate is UNGATED:
+            hidden = hidden.clamp(min=0) ** 2
         else:
             hidden = (F.gelu(g, approximate="tanh") if gate is GEGLU else F.silu(g)) * u
         hidden = down[expert].double() @ hidden
@@ -98,6 +103,8 @@ CASES = [
     (7, 1, 4, 48, 80, "tw"),  # Llama 4
     (6, 2, 4, 48, 40, "wb"),
     (12, 2, 5, 48, 32, "g"),  # Gemma 4
+    (9, 3, 5, 48, 80, "ub"),  # Nemotron-H
+    (4, 2, 3, 48, 32, "ut"),
     (2, 8, 8, 96, 48, ""),
 ]
 
@@ -145,7 +152,7 @@ def test_pairs_that_the_router_has_put_in_order(ops: Ops, monkeypatch: pytest.Mo
 
 
 @all_ops
-@pytest.mark.parametrize("options", ["", "btc", "tw", "g"])
+@pytest.mark.parametrize("options", ["", "btc", "tw", "g", "u"])
 def test_adapters_of_experts(options: str, ops: Ops) -> None:
     """Adapters of some tokens, of different ranks, two of them one after the other, are other weights."""
     experts, depth, width = 6, 48, 32
@@ -154,7 +161,7 @@ def test_adapters_of_experts(options: str, ops: Ops) -> None:
     expected = expected_experts(**arguments)
     tables: dict[str, list[LoraTable]] = {}
     adapted = {slot: dict(arguments) for slot in (1, 2)}
-    for name, rows, columns in (("gate_up", 2 * width, depth), ("down", depth, width)):
+    for name, rows, columns in (("gate_up", arguments["gate_up"].shape[1], depth), ("down", depth, width)):
         tables[name] = [LoraTable([rows], [None], 4, DEVICE, experts) for _ in range(2)]
         for slot, rank, links in ((1, 3, 1), (2, 7, 2)):
             for table in tables[name][:links]:
@@ -174,8 +181,9 @@ def test_sizes_that_divide_no_tile(options: str) -> None:
 
 
 @all_ops
-def test_a_bound_hides_no_nan(ops: Ops) -> None:
-    arguments = make_experts(3, 2, 4, 48, 32, "btc", torch.float32)
+@pytest.mark.parametrize("options", ["btc", "u"])
+def test_a_bound_hides_no_nan(options: str, ops: Ops) -> None:
+    arguments = make_experts(3, 2, 4, 48, 32, options, torch.float32)
     good = ops.experts(**arguments)
     arguments["x"][1] = float("nan")
     out = ops.experts(**arguments)

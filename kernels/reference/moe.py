@@ -16,11 +16,13 @@ from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation
 @dataclass(frozen=True, kw_only=True)
 class Gate:
     """``act(g) * u``, as SwiGLU and GeGLU (Shazeer, 2020); or, as in gpt-oss, ``g * sigmoid(alpha * g) * (u + offset)`` with
-    g at most ``limit`` and u within ``-limit`` to ``limit``.
+    g at most ``limit`` and u within ``-limit`` to ``limit``; or, where it is not ``gated``, ``relu(u) ** 2`` (So et al., 2021), as
+    in Nemotron-H.
 
     interleaved: gate and up alternate along the projection, instead of the gate's half standing before the up's.
     """
 
+    gated: bool = True
     interleaved: bool = False
     act: Activation = "silu"
     alpha: float = 1.0
@@ -33,7 +35,9 @@ class Gate:
         return self == Gate(interleaved=self.interleaved, act=self.act)
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [T, 2 * I]; returns [T, I]."""
+        """gate_up: [T, 2 * I], or [T, I] without a gate; returns [T, I]."""
+        if not self.gated:
+            return F.relu(gate_up).square()
         gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
         if self.plain:
             return ACTIVATIONS[self.act](gate) * up
@@ -78,8 +82,8 @@ def experts(
 
     The whole is ``residual + scale * (sum + sigmoid(x @ shared_gate.T) * shared)``, of which all but the sum is optional.
 
-    x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D]
-    and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of what an expert gets, as in
+    x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D], or
+    [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of what an expert gets, as in
     Llama 4, and what experts give is added up as it is; adapters change what each projection gives;
     groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody reads
     the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
