@@ -76,6 +76,14 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _interpreted_quickly() -> None:
+    if not HAS_CUDA:
+        from quick_interpreter import make_quick
+
+        make_quick()
+
+
 @pytest.fixture(autouse=True)
 def _sanitized(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where kernels are interpreted they are looked at for what would go wrong on a GPU only."""
