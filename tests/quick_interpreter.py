@@ -20,7 +20,15 @@ def make_quick() -> None:
             patch_lang(fn)
         return interpreter._LangPatchScope()  # of no changes: they stay
 
-    interpreter._patch_lang = patch_once
+    dtype_of, dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def dtype_once(kind: Any) -> Any:
+        """Looks up in a table that Triton builds anew at each call."""
+        if kind.name not in dtypes:
+            dtypes[kind.name] = dtype_of(kind)
+        return dtypes[kind.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
     # It computes sums and products of integers twice, to see whether they overflow, and looks at that in debug mode only.
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
