@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage goes through all that the modules of the tests import, of which nothing ever is."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
