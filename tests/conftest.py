@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -69,11 +70,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
 
 
+def pytest_collection_finish() -> None:
+    """No collection of garbage goes through all that the modules of the tests import, of which nothing ever is."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """Random tensors are the same whether a test runs alone or after others."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interpreted_quickly() -> None:
+    if not HAS_CUDA:
+        from quick_interpreter import make_quick
+
+        make_quick()
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,12 @@ def content(request: Request, position: int, token: int) -> int:
     return token
 
 
-def contents(request: Request, tokens: Sequence[int]) -> list[int]:
-    return [content(request, position, token) for position, token in enumerate(tokens)]
+def contents(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    return (
+        tokens
+        if request.images is None
+        else [content(request, position, token) for position, token in enumerate(tokens)]
+    )
 
 
 def _spans(images: ImageInputs) -> tuple[tuple[int, int], ...]:
@@ -124,12 +128,13 @@ def expected(request: Request, version: int) -> tuple[list[int], list[float], st
     spec, tokens, logprobs = request.spec, list(request.prompt), []
     checker = Repeats() if request.stop_string else lambda token: None
     versions = [*request.weight_versions, *repeat(version, spec.max_tokens)]
+    last = 0
     for count in range(1, spec.max_tokens + 1):
-        token, logprob = draw(
-            reduce(mark, contents(request, tokens), root(versions[count - 1], request.adapter)),
-            spec,
-            request.sample_index,
-        )
+        if count > 1 and versions[count - 1] == versions[count - 2]:
+            last = mark(last, content(request, len(tokens) - 1, tokens[-1]))
+        else:
+            last = reduce(mark, contents(request, tokens), root(versions[count - 1], request.adapter))
+        token, logprob = draw(last, spec, request.sample_index)
         if math.isnan(logprob):
             return tokens[request.num_prompt :], logprobs, "error"
         tokens.append(token)
