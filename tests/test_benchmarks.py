@@ -30,7 +30,7 @@ def run(tmp_path: Path, name: str, *flags: str) -> dict:
 def test_rollouts_against_their_ceiling(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Ceilings are looked for a fifth as long: engines are at a seventh of them at most.
+    # Ceilings are looked for a fifth as long: engines are far below them.
     monkeypatch.setattr(ceilings, "best_time", lambda call, device, budget_s=0.5: best_time(call, device, budget_s / 5))
     results = run(tmp_path, "rollout", "--only", "toy", "--peers", "generate")
     assert [found["model"]["name"] for found in results["rollouts"]] == ["qwen3-toy", "qwen3.5-toy"]
