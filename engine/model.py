@@ -314,7 +314,7 @@ def attending_by(config: Any, implementation: str) -> Iterator[None]:
 def route_text(config: Any, implementation: str) -> None:
     """Set how text attends, and what makes its masks. Other parts of a model stay as they are."""
     text = config.get_text_config(decoder=True)
-    config._attn_implementation = {"": implementation}  # of itself alone
+    config._attn_implementation = {"": implementation} if config.sub_configs else implementation  # of itself alone
     for part in (getattr(config, key, None) for key in config.sub_configs):
         if part is not None and part.get_text_config(decoder=True) is text:
             route_text(part, implementation)
