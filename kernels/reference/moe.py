@@ -83,10 +83,10 @@ def experts(
     The whole is ``residual + scale * (sum + sigmoid(x @ shared_gate.T) * shared)``, of which all but the sum is optional.
 
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D], or
-    [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of what an expert gets, as in
-    Llama 4, and what experts give is added up as it is; adapters change what each projection gives;
-    groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody reads
-    the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
+    [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of
+    what an expert gets, as in Llama 4, and what experts give is added up as it is; adapters change what each projection
+    gives; groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody
+    reads the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
     nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
     """
     per_token = expert_ids.shape[1]
