@@ -63,7 +63,14 @@ class MaskRule:
 def check_masks(name: str, probe: ShapeProbe, length: int, device: torch.device) -> None:
     """Raise ``UnsupportedModelError`` where a layer's mask hides what its attention shows, or the other way round."""
     for layer, rule in probe.masks.items():
-        at = rule.first_difference(probe.told[layer], length, device)
+        try:
+            at = rule.first_difference(probe.told[layer], length, device)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: it is the model's own code
+            raise UnsupportedModelError(
+                f"{name}: the mask of layer {layer} is no function of positions alone ({error}): use model.generate for it"
+            ) from error
         if at is not None:
             shorter = f"set EngineConfig(max_model_len={at}), or " if at > 1 else ""
             raise UnsupportedModelError(

@@ -5,6 +5,7 @@ Both leave the model as it was.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +30,14 @@ from transformers import (
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_causal_mask,
     or_masks,
     sliding_window_causal_mask_function,
 )
+from transformers.models.llama import modeling_llama
 from usable import CONFIG, PROMPT, assert_usable
 
 from stoker.engine.attention import MaskRule
@@ -181,6 +185,17 @@ def test_a_window_that_attention_is_not_told_of_may_be_as_long_as_the_sequences(
 )
 def test_masks_that_attention_knows_nothing_of_are_seen(rule, told, first):
     assert MaskRule(rule).first_difference(told, 1000, torch.device("cpu")) == first
+
+
+def test_a_mask_of_what_tokens_are_is_refused(monkeypatch):
+    """Blocks of tokens are known for those of a step alone."""
+    blocks = torch.tensor([[0, 0]])
+    with_blocks = partial(create_causal_mask, or_mask_function=blockwise_overlay(blocks))
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", with_blocks)
+    with pytest.raises(
+        UnsupportedModelError, match=r"^LlamaForCausalLM: the mask of layer 0 is no function of positions"
+    ):
+        RolloutEngine(make_model("llama"), config=CONFIG)
 
 
 def test_a_merged_adapter_leaves_a_plain_model():
