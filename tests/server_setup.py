@@ -25,7 +25,7 @@ from stoker.integrations.server import Server
 
 CONFIG = EngineConfig(kv_cache_memory="4MiB", max_model_len=256, max_num_seqs=16)
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
-LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 240, "extra_body": {"ignore_eos": True}}
 
 
 def text_engine(model: Any = None) -> RolloutEngine:
