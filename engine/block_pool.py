@@ -4,46 +4,91 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import count
 
 
 class BlockPool:
-    """Reference counts over ``num_blocks`` blocks; block 0 is the null block that padding writes to, never handed out.
+    """Reference counts over blocks of one memory, in pages. A block's number is that of its first page.
+
+    There may be blocks of two sizes: of one page, and of ``span`` pages that begin at a multiple of it, a slab. A slab is
+    a block, or in pieces of a page each, or empty. Slab 0 is the null block that padding writes to, never handed out.
 
     A block with no holder is free. A free block may still carry content worth keeping (``retain``): those are handed
     out last, least recently used first, and ``on_evict`` is told when their content is about to go.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] = lambda block: None) -> None:
-        assert num_blocks > 1, "a pool needs a block besides the null block"
-        self.num_blocks = num_blocks
+    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda block: None, *, span: int = 1) -> None:
+        self.span = span
+        self.num_slabs = num_pages // span
+        assert self.num_slabs > 1, "a pool needs a block besides the null block"
         self.on_evict = on_evict
-        self._refs = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free blocks with content, oldest first
+        self._refs = [0] * (self.num_slabs * span)
+        self._held = [0] * self.num_slabs  # blocks in the slab with a holder
+        self._empty = list(range(self.num_slabs - 1, 0, -1))  # slabs
+        self._broken: set[int] = set()  # slabs in pieces
+        self._loose: dict[int, None] = {}  # empty pieces
+        # Free, with content, oldest first, and since when: pieces, and slabs of which nothing is held.
+        self._cached: OrderedDict[int, int] = OrderedDict()
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._num_idle_broken = 0
         self._retained: set[int] = set()  # blocks whose content is worth keeping, held or free
+        self._clock = count()
 
     @property
     def num_free(self) -> int:
-        return len(self._empty) + len(self._cached)
+        """Pages."""
+        return len(self._empty) * self.span + len(self._idle) * self.span + self._num_free_pieces
+
+    @property
+    def _num_free_pieces(self) -> int:
+        """In slabs of which something is held."""
+        return len(self._loose) + len(self._cached) - self._num_idle_broken * self.span
+
+    def fits(self, slabs: int, pieces: int = 0) -> bool:
+        """Whether so many blocks of both sizes can be allocated."""
+        left = len(self._empty) + len(self._idle) - slabs
+        return left >= 0 and pieces <= left * self.span + self._num_free_pieces
 
     def refs(self, block: int) -> int:
         return self._refs[block]
 
     def allocate(self) -> int:
-        """A block with one holder. The caller has checked ``num_free``."""
-        if self._empty:
-            block = self._empty.pop()
+        """A slab with one holder. The caller has checked ``fits``."""
+        slab = self._empty.pop() if self._empty else self._clear(next(iter(self._idle)))
+        self._refs[slab * self.span] = 1
+        self._held[slab] = 1
+        return slab * self.span
+
+    def allocate_piece(self, near: int = 0) -> int:
+        """A page with one holder, beside page ``near`` or in a slab of its own if possible, so that slabs empty as one.
+
+        The caller has checked ``fits``.
+        """
+        if near + 1 in self._loose and (near + 1) % self.span:
+            block = near + 1
+            del self._loose[block]
+        elif self._empty:
+            block = self._break(self._empty.pop())
+        elif self._loose:
+            block, _ = self._loose.popitem()
         else:
-            block, _ = self._cached.popitem(last=False)
-            self._retained.discard(block)
-            self.on_evict(block)
+            slab, since = next(iter(self._idle.items()), (0, -1))
+            block, own = next(iter(self._cached.items()), (0, -1))
+            if slab and (not block or since < own):
+                block = self._break(self._clear(slab))
+            else:
+                del self._cached[block]
+                self._evict(block)
         self._refs[block] = 1
+        self._hold(block // self.span)
         return block
 
     def share(self, block: int) -> None:
         """One more holder, of a held block or of a free one with content."""
         if self._refs[block] == 0:
-            del self._cached[block]
+            assert block in self._retained, f"block {block} has no content to share"
+            self._cached.pop(block, None)
+            self._hold(block // self.span)
         self._refs[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -52,10 +97,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} freed twice"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                if block in self._retained:
-                    self._cached[block] = None
-                else:
-                    self._empty.append(block)
+                self._let_go(block)
 
     def retain(self, block: int) -> None:
         """Keep the content of a held block for as long as possible after its last holder has gone."""
@@ -64,19 +106,100 @@ class BlockPool:
 
     def forget(self) -> None:
         """No content is worth keeping any more; holders keep their blocks."""
-        self._empty.extend(self._cached)
-        self._cached.clear()
         self._retained.clear()
+        self._loose |= dict.fromkeys(self._cached)
+        self._cached.clear()
+        for slab in self._idle:
+            self._mend(slab)
+        self._empty.extend(self._idle)
+        self._idle.clear()
+
+    # -- slabs -------------------------------------------------------------------------------------------------------
+
+    def _hold(self, slab: int) -> None:
+        self._held[slab] += 1
+        if slab in self._idle:
+            del self._idle[slab]
+            self._num_idle_broken -= slab in self._broken
+
+    def _let_go(self, block: int) -> None:
+        slab = block // self.span
+        self._held[slab] -= 1
+        kept = block in self._retained
+        if slab in self._broken:
+            if kept:
+                self._cached[block] = next(self._clock)
+            else:
+                self._loose[block] = None
+            kept = not self._held[slab] and any(page in self._cached for page in self._pages(slab))
+        if not self._held[slab]:
+            if kept:
+                self._idle[slab] = next(self._clock)
+                self._num_idle_broken += slab in self._broken
+            else:
+                self._mend(slab)
+                self._empty.append(slab)
+
+    def _break(self, slab: int) -> int:
+        """An empty slab is in pieces now; returns the first, all others are loose."""
+        if self.span > 1:
+            self._broken.add(slab)
+            self._loose |= dict.fromkeys(reversed(self._pages(slab)[1:]))
+        return slab * self.span
+
+    def _mend(self, slab: int) -> None:
+        """A slab without content is no longer in pieces."""
+        if slab in self._broken:
+            self._broken.discard(slab)
+            self._num_idle_broken -= slab in self._idle
+            for page in self._pages(slab):
+                del self._loose[page]
+
+    def _clear(self, slab: int) -> int:
+        """An idle slab's content goes; it is neither idle nor empty then."""
+        for block in self._pages(slab) if slab in self._broken else (slab * self.span,):
+            if self._cached.pop(block, None) is not None:
+                self._loose[block] = None
+            self._evict(block)
+        self._mend(slab)
+        del self._idle[slab]
+        return slab
+
+    def _evict(self, block: int) -> None:
+        if block in self._retained:
+            self._retained.discard(block)
+            self.on_evict(block)
+
+    def _pages(self, slab: int) -> range:
+        return range(slab * self.span, (slab + 1) * self.span)
+
+    # -- proof -------------------------------------------------------------------------------------------------------
+
+    @property
+    def empty_pages(self) -> list[int]:
+        """Free, and nothing in them worth keeping."""
+        return [*self._loose, *(page for slab in self._empty for page in self._pages(slab))]
 
     def check(self, held: Iterable[Iterable[int]]) -> None:
         """Prove the books: every block is free once or held, with exactly the holders given. Raises AssertionError."""
-        counts = [0] * self.num_blocks
+        counts = [0] * len(self._refs)
         for blocks in held:
             for block in blocks:
                 counts[block] += 1
         assert counts == self._refs, "reference counts differ from the holders"
-        free = [*self._empty, *self._cached]
-        assert len(free) == len(set(free)), "a block is free twice"
-        assert set(free) == {b for b in range(1, self.num_blocks) if counts[b] == 0}, "free and held do not add up"
         assert counts[0] == 0, "the null block is held"
-        assert all(b in self._retained for b in self._cached), "a free block is cached without content"
+        assert len(self._empty) == len(set(self._empty)), "a slab is free twice"
+        for slab in range(1, self.num_slabs):
+            pages, broken = self._pages(slab), slab in self._broken
+            blocks = pages if broken else pages[:1]
+            assert not any(counts[page] for page in pages if page not in blocks), "a page of a block is held by itself"
+            used = [block for block in blocks if counts[block]]
+            kept = [block for block in blocks if block in self._retained and not counts[block]]
+            assert self._held[slab] == len(used), "holders of a slab differ from those of its blocks"
+            assert (slab in self._empty) == (not used and not kept), "free and held do not add up"
+            assert (slab in self._idle) == (not used and bool(kept)), "free blocks with content do not add up"
+            assert not broken or slab not in self._empty, "an empty slab is in pieces"
+            for page in pages:
+                assert (page in self._loose) == (broken and page not in used and page not in kept), "a piece is lost"
+                assert (page in self._cached) == (broken and page in kept), "a free piece is cached without content"
+        assert self._num_idle_broken == sum(slab in self._broken for slab in self._idle)

@@ -117,8 +117,8 @@ class EngineCore:
                         self.place_adapter(request.adapter)
                     if request.spec.penalised:
                         self.runner.sampler.start_penalties(request.slot, request.prompt, request.output)
-                if plan.copies:
-                    self.runner.kv.copy_blocks(plan.copies)
+                if plan.copies or plan.window_copies:
+                    self.runner.kv.copy_blocks(plan.copies, plan.window_copies)
                 if plan.begun_states:
                     self.runner.kv.copy_states(plan.begun_states)
                 pending = self.runner(self.inputs.fill(plan))

@@ -1,20 +1,27 @@
-"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer, and as rows of states."""
+"""The bytes of the KV cache: one allocation, seen as one key and one value tensor a layer, and as rows of states.
+
+Layers with a window may have blocks of their own, as few as the window needs. For that the memory is cut into pages, of as
+many layers as there are of the rarer kind: a block of these is one page, and a block of the others as many pages as they
+fill, side by side. So both kinds take from the same memory, whatever the lengths of sequences ("Efficient Memory Management
+for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import Runtime
 from stoker.engine.state_cache import StateLayout
 from stoker.engine.virtual_memory import DeviceBuffer
-from stoker.kernels.reference.attention import movable
+from stoker.kernels.reference.attention import PLAIN, Visibility, movable
 
 _ALIGNED = 256  # bytes
 _ROWS_AT_A_TIME = 16
@@ -41,6 +48,7 @@ class LayerShape:
     key_dim: int = 0
     value_dim: int = 0
     dtype: torch.dtype = torch.float32
+    visibility: Visibility = PLAIN
     same_as: int | None = None  # a layer before it, whose keys and values it attends to: it keeps none of its own
     states: tuple[StateShape, ...] = ()
 
@@ -51,11 +59,45 @@ class LayerShape:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
-class KVCache:
-    """``num_blocks`` blocks of ``block_size`` tokens for every layer. Block 0 takes what padding writes.
+def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: int) -> BlockLayout:
+    """Blocks of their own for layers with a window, where there are others, all alike, and the longest sequence takes less."""
+    own = [shape for shape in shapes if shape.token_bytes]
+    windowed = [shape for shape in own if shape.visibility != PLAIN]
+    mixed = 0 < len(windowed) < len(own) and len({replace(s, visibility=PLAIN, same_as=None) for s in own}) == 1
+    for shape in shapes:  # who attends to the keys of another has to find them
+        other = None if shape.same_as is None else shapes[shape.same_as]
+        mixed = mixed and not shape.states and (other is None or other.visibility == shape.visibility)
+    if not mixed:
+        return BlockLayout()
+    few, many = sorted((len(windowed), len(own) - len(windowed)))
+    span = -(-many // few)
+    rare = len(windowed) == few
+    windows = tuple({shape.visibility for shape in windowed})
+    layout = BlockLayout(span if rare else 1, 1 if rare else span, windows)
+    taken = layout.needed(max_model_len, block_size, block_size) * span * few
+    return layout if taken < -(-max_model_len // block_size) * len(own) else BlockLayout()
 
-    ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``. Fresh blocks hold
-    garbage: nothing may read a slot that was not written. ``layers`` is empty while the memory is given back.
+
+def _page(shapes: Sequence[LayerShape], layout: BlockLayout) -> list[dict[int, int]]:
+    """For each part of a page, the layers whose keys and values it may hold, and in which page of their blocks."""
+    own = [i for i, shape in enumerate(shapes) if shape.token_bytes]
+    if not layout.window_pages:
+        return [{i: 0} for i in own]
+    windowed = [i for i in own if shapes[i].visibility != PLAIN]
+    whole = [i for i in own if shapes[i].visibility == PLAIN]
+    parts: list[dict[int, int]] = [{} for _ in range(min(len(whole), len(windowed)))]
+    for layers in (whole, windowed):
+        for number, layer in enumerate(layers):
+            parts[number % len(parts)][layer] = number // len(parts)
+    return parts
+
+
+class KVCache:
+    """``num_blocks`` pages of ``block_size`` tokens. Block 0 takes what padding writes.
+
+    ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``, where a block of several pages
+    has the number of the first. Fresh blocks hold garbage: nothing may read a slot that was not written. ``layers`` is empty
+    while the memory is given back.
 
     ``states[i]`` are the tensors of ``shapes[i].states``, a row for each of ``state_layout``.
     """
@@ -67,8 +109,10 @@ class KVCache:
         block_size: int,
         runtime: Runtime,
         state_layout: StateLayout | None = None,
+        block_layout: BlockLayout | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
+        self.block_layout = block_layout or BlockLayout()
         self.num_blocks = num_blocks
         self.state_layout = state_layout
         self.block_size = block_size
@@ -79,8 +123,19 @@ class KVCache:
         self.allocate()
 
     @staticmethod
-    def block_bytes(shapes: Sequence[LayerShape], block_size: int) -> int:
-        return block_size * sum(shape.token_bytes for shape in shapes)
+    def block_bytes(shapes: Sequence[LayerShape], block_size: int, layout: BlockLayout | None = None) -> int:
+        """Of a page."""
+        return block_size * sum(shapes[next(iter(part))].token_bytes for part in _page(shapes, layout or BlockLayout()))
+
+    @property
+    def token_bytes(self) -> int:
+        """What another token of a long sequence takes."""
+        layout = self.block_layout
+        return layout.pages * self.block_bytes(self.shapes, 1, layout)
+
+    def most_tokens(self, chunk: int) -> int:
+        """Of the longest sequence there is room for, ``chunk`` tokens of it computed at a time at most."""
+        return self.block_layout.most_tokens(self.num_blocks, self.block_size, chunk)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +148,7 @@ class KVCache:
     @property
     def wanted_bytes(self) -> int:
         """``nbytes`` when awake."""
-        blocks = self.num_blocks * self.block_bytes(self.shapes, self.block_size)
+        blocks = self.num_blocks * self.block_bytes(self.shapes, self.block_size, self.block_layout)
         return blocks + self.state_bytes(self.shapes, self.state_layout)
 
     @property
@@ -107,18 +162,20 @@ class KVCache:
         self._buffer.restore()
         buffer = self._buffer.tensor
         self.states, start = self._state_tensors(buffer)
-        layers: list[tuple[Tensor, Tensor]] = []
-        for shape in self.shapes:
-            if shape.same_as is not None:
-                layers.append(layers[shape.same_as])
-                continue
-            pair = []
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for part in _page(self.shapes, self.block_layout):
+            shape, pair = self.shapes[next(iter(part))], []
             for dim in (shape.key_dim, shape.value_dim):
                 size = (self.num_blocks, self.block_size, shape.heads, dim)
                 end = start + math.prod(size) * shape.dtype.itemsize
                 pair.append(buffer[start:end].view(shape.dtype).view(size))
                 start = end
-            layers.append((pair[0], pair[1]))
+            found |= {layer: (pair[0][page:], pair[1][page:]) for layer, page in part.items()}
+        nothing = buffer[:0].view(1, 1, 0, 0)
+        layers = [
+            found.get(i if shape.same_as is None else shape.same_as, (nothing, nothing))
+            for i, shape in enumerate(self.shapes)
+        ]
         for key, value in layers:  # padding reads and writes block 0: finite numbers, so that no NaN starts there
             key[0].zero_()
             value[0].zero_()
@@ -146,12 +203,18 @@ class KVCache:
         if self._buffer is not None:
             self._buffer.release()
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, all reads before all writes. copies: (from, to)."""
-        (index,) = self.runtime.upload(np.array(copies))
-        source, target = index[:, 0], index[:, 1]
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], window_copies: Sequence[tuple[int, int]] = ()) -> None:
+        """Copy whole blocks, all reads before all writes. copies: (from, to).
+
+        window_copies: of layers with a window, where these have blocks of their own.
+        """
+        index, window_index = self.runtime.upload(
+            *(np.array(pairs, np.int64).reshape(-1, 2) for pairs in (copies, window_copies))
+        )
         for pair, shape in zip(self.layers, self.shapes, strict=True):
-            for cache in pair if shape.token_bytes else ():
+            windowed = self.block_layout.window_pages and shape.visibility != PLAIN
+            source, target = (window_index if windowed else index).unbind(1)
+            for cache in pair if shape.token_bytes and len(source) else ():
                 rows = movable(cache)
                 rows.index_copy_(0, target, rows.index_select(0, source))
 

@@ -19,7 +19,9 @@ class Plan:
     scored: list[range]  # given tokens each scores
     num_steps: int
     admitted: list[Request]  # those that got a slot since the last plan
-    copies: list[tuple[int, int]]  # KV blocks to copy first: (from, to)
+    # KV blocks to copy first, of layers that see all keys and of those with a window: (from, to).
+    copies: list[tuple[int, int]]
+    window_copies: list[tuple[int, int]] = field(default_factory=list)
     # Rows of states to copy first, and after the plan has run: (from, to).
     begun_states: list[tuple[int, int]] = field(default_factory=list)
     kept_states: list[tuple[int, int]] = field(default_factory=list)

@@ -27,6 +27,7 @@ class PrefixCache:
         self.block_size = block_size
         self.enabled = enabled
         self._block_of: dict[bytes, int] = {}
+        self._window_of: dict[bytes, int] = {}  # blocks of layers with a window, where these have their own
         self._key_of: dict[int, bytes] = {}
         self._scores: dict[bytes, dict[Variant, tuple[Scoring, Sequence[int]]]] = {}  # with the tokens they are of
         pool.on_evict = self._evicted
@@ -66,11 +67,16 @@ class PrefixCache:
                 blocks.append(block)
         return blocks
 
-    def insert(self, key: bytes, block: int) -> bool:
+    def lookup_window(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of layers with a window, as many as keys, 0 where there is none."""
+        return [self._window_of.get(key, 0) for key in keys]
+
+    def insert(self, key: bytes, block: int, *, window: bool = False) -> bool:
         """Offer a full, held block; False where another one serves that key, or it another key."""
-        if not self.enabled or key in self._block_of or block in self._key_of:
+        blocks = self._window_of if window else self._block_of
+        if not self.enabled or key in blocks or block in self._key_of:
             return False
-        self._block_of[key] = block
+        blocks[key] = block
         self._key_of[block] = key
         self.pool.retain(block)
         return True
@@ -104,6 +110,7 @@ class PrefixCache:
         """Forget every prefix: what the blocks hold is no longer what their tokens mean."""
         self._scores.clear()
         self._block_of.clear()
+        self._window_of.clear()
         self._key_of.clear()
         self.pool.forget()
 
@@ -112,5 +119,8 @@ class PrefixCache:
 
     def _evicted(self, block: int) -> None:
         key = self._key_of.pop(block)
-        del self._block_of[key]
-        self._scores.pop(key, None)
+        if self._window_of.get(key) == block:
+            del self._window_of[key]
+        else:
+            del self._block_of[key]
+            self._scores.pop(key, None)

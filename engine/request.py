@@ -91,6 +91,8 @@ class Request:
     status: Status = Status.WAITING
     slot: int = -1  # row of the static inputs while running
     block_ids: list[int] = field(default_factory=list)
+    window_ids: list[int] = field(default_factory=list)  # of layers with a window, 0 where it sees none any more
+    unseen_blocks: int = 0  # of these, the first ones
     first_new_block: int = 0  # block ids from here on are not yet in the static block table
     block_keys: list[bytes] = field(default_factory=list)
     offered_blocks: int = 0  # full blocks the prefix cache has been told of

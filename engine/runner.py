@@ -122,7 +122,15 @@ class EagerStep:
         # A row that has ended within its window is at place 0, wherever it was.
         rotary = None if batch.turns is None else (batch.positions + batch.turns).clamp_(min=0)
         context = StepContext(
-            self.ops, kv.layers, batch.attention, batch.slots, kv.states, batch.state_rows, batch.images, rotary
+            self.ops,
+            kv.layers,
+            batch.attention,
+            batch.slots,
+            batch.window_slots,
+            kv.states,
+            batch.state_rows,
+            batch.images,
+            rotary,
         )
         self.model.lora.rows = batch.adapters
         return self.model.hidden(batch.token_ids, batch.positions, context)

@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Any
 
 from stoker.engine.adapter_slots import AdapterSlots
-from stoker.engine.block_pool import BlockPool
+from stoker.engine.block_layout import BlockLayout
+from stoker.engine.block_tables import BlockTables
 from stoker.engine.counters import Counters
 from stoker.engine.plan import Plan, Sampled
 from stoker.engine.prefix_cache import PrefixCache
@@ -22,22 +23,25 @@ from stoker.engine.request import Request, Status
 from stoker.engine.state_cache import StateCache, StateLayout
 from stoker.kernels.errors import StokerError
 
+_Copies = tuple[dict[int, int], dict[int, int]]  # as ``BlockTables.reserve`` takes them
+
 
 @dataclass(slots=True)
 class Scheduler:
-    num_blocks: int
+    num_blocks: int  # pages of KV
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     decode_window: int
     enable_prefix_caching: bool
     adapter_slots: AdapterSlots
+    block_layout: BlockLayout = field(default_factory=BlockLayout)
     state_layout: StateLayout | None = None  # None: layers keep keys and values alone
     weight_version: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of arrival
     counters: Counters = field(default_factory=Counters)
-    pool: BlockPool = field(init=False)
+    tables: BlockTables = field(init=False)
     prefix_cache: PrefixCache = field(init=False)
     states: StateCache = field(init=False)
     _free_slots: list[int] = field(init=False)
@@ -48,9 +52,9 @@ class Scheduler:
         self._reset_blocks()
 
     def _reset_blocks(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
+        self.tables = BlockTables(self.num_blocks, self.block_size, self.block_layout)
         self.states = StateCache(self.state_layout, self.block_size)
-        self.prefix_cache = PrefixCache(self.pool, self.block_size, self.enable_prefix_caching)
+        self.prefix_cache = PrefixCache(self.tables.pool, self.block_size, self.enable_prefix_caching)
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -64,10 +68,20 @@ class Scheduler:
         Counters move on at once, as if the plan had run. It may be made before the plans before it were committed, as
         long as plans run in order on the device.
         """
+        plan = self._plan()
+        if plan is None and not self.running and self.waiting:
+            first = self.waiting[0]
+            if not (first.pending or first.launched):
+                # What is cached of it lies so scattered over the slabs that it does not fit beside that.
+                self.forget_prefixes()
+                plan = self._plan()
+        return plan
+
+    def _plan(self) -> Plan | None:
         work: list[tuple[Request, int]] = []
         scored: list[range] = []
         admitted: list[Request] = []
-        copies: dict[int, int] = {}  # KV blocks by the block they are copied to
+        copies: _Copies = {}, {}
         budget = self.max_num_batched_tokens
         preempted = False
         self._unwritten.clear()
@@ -77,7 +91,7 @@ class Scheduler:
                 continue  # preempted for an earlier one, no budget left, or its last token is being sampled
             if not (num_new := self._next(request, budget)):
                 continue  # a budget for less than it has to compute at once
-            while not self._reserve(request, num_new, copies):
+            while not self.tables.reserve(request, num_new, copies):
                 self._preempt(self.running[-1])
                 preempted = True
                 if request.status is not Status.RUNNING:
@@ -103,11 +117,12 @@ class Scheduler:
         num_steps = 1
         if all(r.computed + n == r.total and n == 1 and not r.within_images for r, n in work):
             num_steps = self._reserve_window([r for r, _ in work])
-        pairs = [(source, target) for target, source in copies.items()]
+        pairs, window_pairs = ([(source, target) for target, source in kind.items()] for kind in copies)
         requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
         states = self.states.take()
-        return Plan(requests, starts, [n for _, n in work], num_samples, scored, num_steps, admitted, pairs, *states)
+        counts = [n for _, n in work]
+        return Plan(requests, starts, counts, num_samples, scored, num_steps, admitted, pairs, window_pairs, *states)
 
     def _next(self, request: Request, budget: int) -> int:
         """Tokens the request computes now."""
@@ -182,21 +197,6 @@ class Scheduler:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def _reserve(self, request: Request, num_new: int, copies: dict[int, int]) -> bool:
-        """Blocks for the request's next ``num_new`` tokens, the first of them its own; False where they do not fit."""
-        blocks, first = request.block_ids, request.computed // self.block_size
-        shared = first < len(blocks) and self.pool.refs(blocks[first]) > 1
-        missing = -(-(request.computed + num_new) // self.block_size) - len(blocks)
-        if missing + shared > self.pool.num_free:
-            return False
-        if shared:  # copy on write; what is itself still to be copied is copied from where it comes from
-            own = self.pool.allocate()
-            copies[own] = copies.get(blocks[first], blocks[first])
-            self.pool.free((blocks[first],))
-            blocks[first] = own
-        blocks.extend(self.pool.allocate() for _ in range(missing))
-        return True
-
     def _reserve_window(self, requests: Sequence[Request]) -> int:
         """How many decode steps can run in a row, their blocks allocated.
 
@@ -210,15 +210,14 @@ class Scheduler:
         def missing(request: Request, left: int) -> int:
             return max(0, -(-(request.computed + min(steps, left)) // size) - len(request.block_ids))
 
-        while steps > 1 and sum(map(missing, requests, remaining)) > self.pool.num_free:
+        while not self.tables.fits(sum(map(missing, requests, remaining))):
             steps -= 1
-        for request, left in zip(requests, remaining, strict=True):
-            request.block_ids.extend(self.pool.allocate() for _ in range(missing(request, left)))
+        self.tables.extend(requests, list(map(missing, requests, remaining)))
         return steps
 
     def _release(self, request: Request) -> None:
-        self.pool.free(reversed(request.block_ids))
-        request.block_ids, request.first_new_block, request.offered_blocks = [], 0, 0
+        self.tables.release(request)
+        request.first_new_block, request.offered_blocks = 0, 0
         if request.slot >= 0:
             self._free_slots.append(request.slot)
             request.slot = -1
@@ -257,21 +256,18 @@ class Scheduler:
                 if request.status is Status.RUNNING:
                     mine.append(request)
 
-    def _admit(self, request: Request, other: Request | None, budget: int, copies: dict[int, int]) -> int:
+    def _admit(self, request: Request, other: Request | None, budget: int, copies: _Copies) -> int:
         """Start a waiting request with what is already computed of it, be it by ``other`` (as in ``_admissible``).
         Returns the tokens it computes, 0 if it must wait."""
-        shared, computed, from_cache = self._already_computed(request, other)
-        for block in shared:
-            self.pool.share(block)
-        request.block_ids, request.computed = shared, computed
+        *shared, computed, from_cache = self._already_computed(request, other)
+        request.computed = computed
+        self.tables.hold(request, *shared)
         num_new = self._next(request, budget)
         # Each running request may still take a block: do not admit what would be preempted at once.
-        fits = not self.running or self.pool.num_free >= len(self.running) + -(-num_new // self.block_size)
-        copied = len(copies)
-        if not num_new or not fits or not self._reserve(request, num_new, copies):
-            assert len(copies) == copied
-            self.pool.free(reversed(shared))
-            request.block_ids, request.computed = [], 0
+        fits = not self.running or self.tables.fits(len(self.running) + -(-num_new // self.block_size))
+        if not num_new or not fits or not self.tables.reserve(request, num_new, copies):
+            self.tables.release(request)
+            request.computed = 0
             return 0
         if not request.started:
             request.started = True
@@ -287,31 +283,36 @@ class Scheduler:
         self.states.begin(request.slot, request.block_keys[: computed // self.block_size])
         return num_new
 
-    def _already_computed(self, request: Request, other: Request | None) -> tuple[list[int], int, bool]:
-        """Blocks that hold the beginning of the request, how many tokens of it, and whether the cache had them.
+    def _already_computed(self, request: Request, other: Request | None) -> tuple[list[int], list[int], int, bool]:
+        """Blocks that hold the beginning of the request, those of windows, how many tokens of it, and whether the cache had
+        them.
 
         At least one token is left to compute, so that there is a hidden state to sample from, and with it all from which
         a score is still wanted. A block that is only partly the request's own is shared as it is; writing to it copies
         it first.
         """
         scoring = None if request.scoring is None or request.scoring.launched else request.scoring
+        cache, computed = self.prefix_cache, 0
         if other is not None and not self.states.enabled:
-            blocks, computed, from_cache = other.block_ids, other.num_prompt, False
-        else:
-            cache = self.prefix_cache
+            blocks, window_blocks, from_cache = other.block_ids, other.window_ids, False
+            computed = min(other.num_prompt, request.total - 1 if scoring is None else scoring.next - 1)
+        if not computed or self.tables.seen_upto(window_blocks, computed) < computed:
             if cache.enabled:
                 self._extend_keys(request, request.total)
             blocks = cache.lookup(request.block_keys)
+            window_blocks = cache.lookup_window(request.block_keys[: len(blocks)]) if self.tables.windowed else []
             if scoring is not None:
                 cache.take_scores(request.block_keys[: len(blocks)], request.tokens, scoring, bool(request.remaining))
             computed, from_cache = len(blocks) * self.block_size, other is None
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
         if self.states.enabled:
             computed = self.states.known(request.block_keys[: computed // self.block_size]) * self.block_size
-        part = computed % self.block_size
-        if part and computed > self._unwritten.get(blocks[computed // self.block_size], computed):
+        part, last = computed % self.block_size, computed // self.block_size
+        if part and any(computed > self._unwritten.get(ids[last], computed) for ids in (blocks, window_blocks) if ids):
             computed -= part  # a copy would come before what the plan writes
-        return blocks[: -(-computed // self.block_size)], computed, from_cache
+        computed = self.tables.seen_upto(window_blocks, computed)
+        end = -(-computed // self.block_size)
+        return blocks[:end], window_blocks[:end], computed, from_cache
 
     def _extend_keys(self, request: Request, upto: int) -> None:
         """Have the keys of the full blocks of a request's first ``upto`` tokens."""
@@ -344,8 +345,10 @@ class Scheduler:
         self._extend_keys(request, known)
         new = slice(request.offered_blocks, full)
         request.offered_blocks = full
-        offers = zip(request.block_keys[new], request.block_ids[new], strict=True)
-        return [block for key, block in offers if cache.insert(key, block)]
+        keys = request.block_keys[new]
+        serving = [b for key, b in zip(keys, request.block_ids[new], strict=True) if cache.insert(key, b)]
+        in_window = zip(keys, request.window_ids[new], strict=False)
+        return serving + [b for key, b in in_window if b and cache.insert(key, b, window=True)]
 
     # -- what a user may do in between ---------------------------------------------------------------------------
 
@@ -393,18 +396,17 @@ class Scheduler:
         for request in (*self.running, *self.waiting):
             if request.status is not Status.FINISHED:
                 request.end("abort", error)
-            request.block_ids, request.slot, request.pending = [], -1, 0
+            request.block_ids, request.window_ids, request.slot, request.pending = [], [], -1, 0
         self.running, self.waiting = [], deque()
         self._reset_blocks()
 
     def check(self) -> None:
         """Prove the books after a step: blocks, slots and counters of every request. Raises AssertionError."""
-        self.pool.check(r.block_ids for r in self.running)
+        self.tables.check(self.running)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.max_num_seqs)), "slots are lost or held twice"
         self.states.check()
         for r in self.running:
             assert r.status is Status.RUNNING and r.computed < r.total
-            assert len(r.block_ids) * self.block_size >= r.computed
         for r in self.waiting:
-            assert r.status is Status.WAITING and r.computed == 0 and not r.block_ids and r.slot == -1
+            assert r.status is Status.WAITING and r.computed == 0 and not (r.block_ids or r.window_ids) and r.slot == -1

@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.engine.kv_cache import LayerShape, StateShape
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention import PLAIN, Visibility
 from stoker.kernels.reference.norm_rotary import QKNorm
 from stoker.kernels.reference.recurrent import StateRows
 
@@ -42,16 +42,22 @@ class StepContext:
     layers: Sequence[tuple[Tensor, Tensor]]
     plan: Any
     slots: Tensor
+    window_slots: Tensor  # of layers with a window
     states: Sequence[tuple[Tensor, ...]]
     rows: StateRows
     images: ImageRows | None = None
     rotary: Tensor | None = None
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def _where(self, visibility: Visibility) -> Tensor:
+        return self.slots if visibility == PLAIN else self.window_slots
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, visibility: Visibility, **options: Any
+    ) -> Tensor:
         """query, key, value: [T, heads, dim]; returns [T, query heads, value dim]."""
         key_cache, value_cache = self.layers[layer]
-        self.ops.write_kv(key, value, key_cache, value_cache, self.slots)
-        return self.ops.paged_attention(query, key_cache, value_cache, self.plan, **options)
+        self.ops.write_kv(key, value, key_cache, value_cache, self._where(visibility))
+        return self.ops.paged_attention(query, key_cache, value_cache, self.plan, visibility=visibility, **options)
 
     def attend_projected(
         self,
@@ -65,12 +71,15 @@ class StepContext:
         interleaved: bool,
         factor: Tensor | None,
         grouped: bool,
+        visibility: Visibility,
         **options: Any,
     ) -> Tensor:
         """From the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
         caches, how = self.layers[layer], {"interleaved": interleaved, "factor": factor, "grouped": grouped}
-        query = self.ops.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, self.slots, **how)
-        return self.ops.paged_attention(query, *caches, self.plan, **options)
+        query = self.ops.qk_norm_rotary_write(
+            qkv, heads, kv_heads, norm, cos_sin, *caches, self._where(visibility), **how
+        )
+        return self.ops.paged_attention(query, *caches, self.plan, visibility=visibility, **options)
 
     def attend_latent(
         self,
@@ -82,12 +91,15 @@ class StepContext:
         *,
         interleaved: bool,
         factor: Tensor | None,
+        visibility: Visibility,
         **options: Any,
     ) -> Tensor:
         """From the projections of latent attention, before rotation, as ``Ops.latent_heads_write`` takes them."""
         caches, rotation = self.layers[layer], {"interleaved": interleaved, "factor": factor}
-        query = self.ops.latent_heads_write(query, key_value, key_rotary, cos_sin, *caches, self.slots, **rotation)
-        return self.ops.paged_attention(query, *caches, self.plan, **options)
+        query = self.ops.latent_heads_write(
+            query, key_value, key_rotary, cos_sin, *caches, self._where(visibility), **rotation
+        )
+        return self.ops.paged_attention(query, *caches, self.plan, visibility=visibility, **options)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """As ``Ops.causal_conv``."""
@@ -127,7 +139,12 @@ class ShapeProbe:
         same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
         self.kept[layer], self.told[layer] = (key, value), options["visibility"]
         self.attended[layer] = LayerShape(
-            heads=key.shape[1], key_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype, same_as=same_as
+            heads=key.shape[1],
+            key_dim=key.shape[2],
+            value_dim=value.shape[2],
+            dtype=key.dtype,
+            visibility=options["visibility"],
+            same_as=same_as,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
 

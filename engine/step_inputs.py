@@ -44,7 +44,9 @@ class Batch:
     last_token: Tensor  # int64 [R], index of each row's last token
     seq_lens: Tensor  # int64 [R], keys the row's last token sees
     last_lens: Tensor  # int64 [R], keys it sees in the last step before its length ends
+    window_slots: Tensor  # the same of layers with a window, which may have blocks of their own
     block_tables: Tensor  # int64 [R, M]
+    window_tables: Tensor | None  # of such blocks
     block_size: int
     attention: Any  # the plan made by Ops.plan_attention
     shared: bool  # whether it reads together what neighbouring rows begin with
@@ -78,6 +80,8 @@ class Batch:
             slots=self.slots,
             seq_lens=self.seq_lens,
             last_lens=self.last_lens,
+            window_tables=self.window_tables,
+            window_slots=self.window_slots,
             logprobs=logprobs,
             record=record,
         )
@@ -122,8 +126,9 @@ class StepInputs:
         block_size: int,
         token_bytes: int,
         vocab: int,
+        windowed: bool = False,
     ) -> None:
-        """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id."""
+        """max_blocks: of one sequence; windowed: layers with a window have blocks of their own; token_bytes: what one layer keeps of a token; vocab: one more than the largest id."""
         self.ops = ops
         self.runtime = runtime
         self.max_rows = max_num_seqs
@@ -145,10 +150,12 @@ class StepInputs:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
 
         self.constraints = Constraints(runtime, max_num_seqs)
-        self._slots = static(self.max_tokens)
+        # Of all layers, or of those that see all keys and those with a window.
+        self._kinds = 2 if windowed else 1
+        self._slots = static(self._kinds, self.max_tokens)
         self._turns = static(3, self.max_tokens)
-        self._block_tables = static(max_num_seqs, max_blocks)
-        self._tables = static(max_num_seqs + 1, max_blocks)  # block tables by slot
+        self._block_tables = [static(max_num_seqs, max_blocks) for _ in range(self._kinds)]
+        self._tables = [static(max_num_seqs + 1, max_blocks) for _ in range(self._kinds)]  # by slot
         self._sampled = static(max_num_seqs + 1)
         self._workspace: dict[str, Any] = {}  # attention's
         # Whether plans look for neighbours that begin alike: from the first time there are such, and then always, or a step
@@ -187,7 +194,8 @@ class StepInputs:
         )
         new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
         if new_blocks.numel():
-            self._tables.index_put_((new_blocks[0], new_blocks[1]), new_blocks[2])
+            for table, blocks in zip(self._tables, new_blocks[2:], strict=True):
+                table.index_put_((new_blocks[0], new_blocks[1]), blocks)
 
         count = len(requests)
         rows = bucket(count, self.max_rows)
@@ -200,7 +208,7 @@ class StepInputs:
         last = lengths + np.maximum(plan.num_samples, 1) - 1
         decode = bool(count == new.sum())
         static = decode and self.ops.static_plans
-        columns = self._tables.shape[1] if static else int(-(-last.max() // self.block_size))
+        columns = self._tables[0].shape[1] if static else int(-(-last.max() // self.block_size))
 
         if decode:  # every row one token: rows and tokens are the same thing
             tokens = rows
@@ -246,21 +254,23 @@ class StepInputs:
             if request.images is not None and request.images.features is not None
         ]
 
-        block_tables = self._block_tables[:rows, :columns]
-        block_tables.copy_(self._tables[:, :columns].index_select(0, sent["slot_index"]))
+        block_tables = [table[:rows, :columns] for table in self._block_tables]
+        for own, by_slot in zip(block_tables, self._tables, strict=True):
+            own.copy_(by_slot[:, :columns].index_select(0, sent["slot_index"]))
         if token_ids.min() < 0:  # sampled by a plan that was not read yet
             newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
             torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
-        blocks = block_tables[sent["token_rows"], sent["positions"] // self.block_size]
-        where = self._slots[:tokens]
-        torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=where)
-        where[len(positions) :] = 0
+        where = self._slots[:, :tokens]
+        for slots, table in zip(where, block_tables, strict=True):
+            blocks = table[sent["token_rows"], sent["positions"] // self.block_size]
+            torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=slots)
+        where[:, len(positions) :] = 0
         if static and not self._shared:
             self._shared = self._begin_alike(requests)
         attention = self.ops.plan_attention(
             num_new,
             lengths.tolist(),
-            block_tables,
+            block_tables[0],
             sent["seq_lens"],
             block_size=self.block_size,
             token_bytes=self.token_bytes,
@@ -269,6 +279,7 @@ class StepInputs:
             spans=() if decode else spans_within(of_images),
             local_spans=any(features.local_spans for _, _, _, features in of_images),
             workspace=self._workspace,
+            window_tables=block_tables[1] if self._kinds == 2 else None,
         )
         return Batch(
             num_rows=count,
@@ -276,11 +287,13 @@ class StepInputs:
             decode=decode,
             token_ids=sent["token_ids"],
             positions=sent["positions"],
-            slots=where,
+            slots=where[0],
+            window_slots=where[-1],
             last_token=sent["last_token"],
             seq_lens=sent["seq_lens"],
             last_lens=sent["last_lens"],
-            block_tables=block_tables,
+            block_tables=block_tables[0],
+            window_tables=block_tables[1] if self._kinds == 2 else None,
             block_size=self.block_size,
             attention=attention,
             shared=self._shared,
@@ -313,23 +326,24 @@ class StepInputs:
         blocks = [r.block_ids[last] if last < len(r.block_ids) else None for r in requests]
         return any(block is not None and block == other for block, other in pairwise(blocks))
 
-    @staticmethod
-    def _new_blocks(plan: Plan) -> NDArray[np.int64]:
-        """Slot, column and number of blocks the device does not know yet, int64 [3, n].
+    def _new_blocks(self, plan: Plan) -> NDArray[np.int64]:
+        """Slot, column and number of blocks the device does not know yet, int64 [3, n], or [4, n] with those of windows.
 
-        What a slot's last request left behind is never read.
+        What a slot's last request left behind is never read, nor is what a request's window has left behind.
         """
         slots: list[int] = []
         columns: list[int] = []
         blocks: list[int] = []
+        window_blocks: list[int] = []
         for request in plan.requests:
             first, end = request.first_new_block, len(request.block_ids)
             if first < end:
                 slots += [request.slot] * (end - first)
                 columns += range(first, end)
                 blocks += request.block_ids[first:]
+                window_blocks += request.window_ids[first:]
                 request.first_new_block = end
-        return np.array([slots, columns, blocks], dtype=np.int64)
+        return np.array([slots, columns, blocks, window_blocks][: 2 + self._kinds], dtype=np.int64)
 
     def release_workspace(self) -> None:
         """Give back the memory that attention has set aside. No graph may be there: they remember where it is."""

@@ -198,7 +198,8 @@ class _Launch:
         sinks: Tensor | None,
     ) -> None:
         self.plan, self.visibility = plan, visibility
-        self.tensors = (query, key_cache, value_cache, query if sinks is None else sinks, plan.block_tables)
+        table = plan.tables.of(visibility)
+        self.tensors = (query, key_cache, value_cache, query if sinks is None else sinks, table)
         self.heads, self.key_dim = query.shape[1:]
         self.kv_heads, self.value_dim = value_cache.shape[2:]
         self.group = self.heads // self.kv_heads
@@ -212,7 +213,7 @@ class _Launch:
             *query.stride()[:2],
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
-            plan.block_tables.stride(0),
+            table.stride(0),
         )
         whole = 2 ** int(math.log2(self.key_dim))
         rest = self.key_dim - whole

@@ -283,13 +283,13 @@ def prefill_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
-    # Only tiles at the edges, where some queries see what others do not, need a mask.
-    begin = first_seen // BLOCK_N * BLOCK_N
-    all_see = tl.cdiv(last_seen, BLOCK_N) * BLOCK_N
-    all_saw = tl.maximum(all_end // BLOCK_N * BLOCK_N, all_see)
+    # Only tiles at the edges, where some queries see what others do not, need a mask. What no query sees is not loaded: its
+    # block may be another row's by now.
+    all_see = first_seen + tl.cdiv(last_seen - first_seen, BLOCK_N) * BLOCK_N
+    all_saw = tl.maximum(first_seen + (all_end - first_seen) // BLOCK_N * BLOCK_N, all_see)
     for phase in tl.static_range(3):
         if phase == 0:
-            low, high = begin, tl.minimum(all_see, end)
+            low, high = first_seen, tl.minimum(all_see, end)
         elif phase == 1:
             low, high = all_see, all_saw
         else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.host_memory import to_device
-from stoker.kernels.reference.attention import Segment, Visibility, segments
+from stoker.kernels.reference.attention import PLAIN, Segment, Tables, Visibility, segments
 
 UNIT_ROWS = 16  # rows of a unit at most
 LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again
@@ -97,7 +97,7 @@ class Lanes:
 
     def shares(self, visibility: Visibility) -> bool:
         """What a window hides of a shared beginning differs from row to row, so such layers read each row alone."""
-        return self.shared and visibility == Visibility()
+        return self.shared and visibility == PLAIN
 
     def work_list(self, visibility: Visibility) -> WorkList:
         if visibility not in self.lists:
@@ -164,7 +164,7 @@ class Chunks:
 class AttentionPlan:
     """What every layer of a step does alike."""
 
-    block_tables: Tensor
+    tables: Tables
     block_size: int
     lanes: tuple[Lanes, ...]
     chunks: Chunks | None
@@ -216,6 +216,7 @@ def plan_attention(
     spans: Sequence[tuple[int, int]] = (),
     local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
+    window_tables: Tensor | None = None,
 ) -> AttentionPlan:
     """As the reference's. Where every row has one query, only device tensors are read, and plans of the same static
     buffers, workspace, number of rows and ``shared`` are the same tensors: a step captured with one of them serves them all.
@@ -225,9 +226,11 @@ def plan_attention(
     once a query, mostly from cache. Spans are no decode rows and always tiles, whose queries have no part in each other's
     numbers.
 
-    workspace: belongs to one static table; no step that was captured with it may run once it is cleared.
+    window_tables: with the strides of ``block_tables``. workspace: belongs to one static table; no step that was captured
+    with it may run once it is cleared.
     """
     workspace = {} if workspace is None else workspace
+    tables = Tables(block_tables, block_tables if window_tables is None else window_tables)
     if "buffers" not in workspace:
         workspace["buffers"] = _buffers_of(block_tables, block_size)
     buffers: Buffers = workspace["buffers"]
@@ -257,7 +260,7 @@ def plan_attention(
                 **options,
             )
         every.build()
-        return AttentionPlan(block_tables, block_size, (every,), None)
+        return AttentionPlan(tables, block_size, (every,), None)
 
     single: list[tuple[int, int, int]] = []  # token, row, keys it sees
     several: list[Segment] = []
@@ -274,4 +277,4 @@ def plan_attention(
             tokens, rows, lengths = where[:, begin : begin + buffers.rows]
             lanes.append(Lanes(buffers, lengths, tokens, rows, False, {}))
     chunks = Chunks(tuple(several), bool(spans), local_spans, device) if several else None
-    return AttentionPlan(block_tables, block_size, tuple(lanes), chunks)
+    return AttentionPlan(tables, block_size, tuple(lanes), chunks)

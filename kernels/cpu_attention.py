@@ -22,14 +22,13 @@ from torch import Tensor
 
 from stoker.kernels.host_memory import host_memory
 from stoker.kernels.reference import attention as reference
-from stoker.kernels.reference.attention import AttentionPlan, Visibility
+from stoker.kernels.reference.attention import PLAIN, AttentionPlan, Visibility
 
 _LEAST_SAVED = 0.2  # of all keys: below it, two calls and a merge cost more than they save
 _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they are not worth it
 _LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
 # So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
 _HOLD_BYTES = 2**30
-_PLAIN = Visibility()
 _attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -79,11 +78,18 @@ class _Held:
     flat: dict[tuple[object, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def gather(
-        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+        self,
+        plan: AttentionPlan,
+        number: int,
+        visibility: Visibility,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows of a piece of the reference's plan."""
-        d = plan.decodes[number]
-        return self.own(plan, number, d.table, plan.last_key(number), (key_cache, value_cache), dtype)
+        table, _ = plan.decodes[number].seen(visibility)
+        last = plan.last_seen(number, visibility)
+        return self.own(plan, (number, visibility), table, last, (key_cache, value_cache), dtype)
 
     def own(
         self,
@@ -176,6 +182,7 @@ def plan_attention(
     spans: Sequence[tuple[int, int]] = (),
     local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
+    window_tables: Tensor | None = None,
 ) -> CpuPlan:
     """As the reference's, and with the rows' common beginnings found out, unless ``deterministic`` or not ``shared``.
 
@@ -192,6 +199,7 @@ def plan_attention(
         deterministic=deterministic,
         spans=spans,
         local_spans=local_spans,
+        window_tables=window_tables,
     )
     room: _Room | None = None
     if num_steps > 1:
@@ -266,7 +274,7 @@ def paged_attention(
 ) -> Tensor:
     """As the reference's: query [T, Hq, Dk], caches [N, block, Hkv, D]; returns [T, Hq, Dv]."""
     shared = plan.shared
-    ordinary = visibility == _PLAIN and softcap is None and sinks is None
+    ordinary = visibility == PLAIN and softcap is None and sinks is None
     if shared is None or not ordinary or key_cache.shape[-1] != value_cache.shape[-1]:
         return reference.paged_attention(
             query, key_cache, value_cache, plan.plain, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks

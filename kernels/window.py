@@ -17,9 +17,9 @@ from stoker.kernels.reference.window import Record
 @triton.jit(do_not_specialize_on_alignment=["logprobs_ptr"])
 def _advance_kernel(
     tokens_ptr, stop_ids_ptr, first_stop_ptr, table_ptr, token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr,
-    last_lens_ptr, logprobs_ptr, step_ptr, all_tokens_ptr, all_logprobs_ptr, newest_ptr, kept_slots_ptr,
-    stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr, RECORD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    last_lens_ptr, window_table_ptr, window_slots_ptr, logprobs_ptr, step_ptr, all_tokens_ptr, all_logprobs_ptr,
+    newest_ptr, kept_slots_ptr, stops_stride, table_stride, stops, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr,
+    WINDOWED: tl.constexpr, RECORD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     await_turn(DEPENDENT)
     row = tl.program_id(0)
@@ -32,12 +32,16 @@ def _advance_kernel(
     over = stopped | (length + 1 > last)
     length = tl.where(over, 1, length + 1)
     position = length - 1
-    block = tl.load(table_ptr + row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
+    entry = row.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block = tl.load(table_ptr + entry)
     tl.store(token_ids_ptr + row, token)
     tl.store(seq_lens_ptr + row, length)
     tl.store(last_lens_ptr + row, tl.where(over, 0, last))
     tl.store(positions_ptr + row, position)
     tl.store(slots_ptr + row, tl.where(over, 0, block * BLOCK_SIZE + position % BLOCK_SIZE))
+    if WINDOWED:
+        block = tl.load(window_table_ptr + entry)
+        tl.store(window_slots_ptr + row, tl.where(over, 0, block * BLOCK_SIZE + position % BLOCK_SIZE))
     if RECORD:
         step = tl.load(step_ptr + row)
         at = step * tl.num_programs(0) + row
@@ -59,10 +63,13 @@ def advance(
     slots: Tensor,
     seq_lens: Tensor,
     last_lens: Tensor,
+    window_tables: Tensor | None = None,
+    window_slots: Tensor | None = None,
     logprobs: Tensor | None = None,
     record: Record | None = None,
 ) -> None:
-    """As the reference; one-dimensional tensors are contiguous, and so are the rows of the others and a record's tensors."""
+    """As the reference; one-dimensional tensors are contiguous, and so are the rows of the others and a record's tensors.
+    Both tables have the same strides."""
     kept = (
         (tokens,) * 5 if record is None else (record.step, record.tokens, record.logprobs, record.newest, record.slots)
     )
@@ -76,12 +83,15 @@ def advance(
         slots,
         seq_lens,
         last_lens,
+        block_tables if window_tables is None else window_tables,
+        slots if window_slots is None else window_slots,
         tokens if logprobs is None else logprobs,
         *kept,
         stop_ids.stride(0),
         block_tables.stride(0),
         stop_ids.shape[1],
         BLOCK_SIZE=block_size,
+        WINDOWED=window_tables is not None,
         RECORD=record is not None,
         STOPS=triton.next_power_of_2(stop_ids.shape[1]),
         num_warps=1,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
-from stoker.engine.kv_cache import KVCache
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
@@ -82,8 +81,8 @@ class RolloutEngine:
             constraint=ConstraintMaker(self.tokenizer, self._binding.shell.vocab),
             eos_ids=setup.eos_ids(self._binding, self.tokenizer),
             max_model_len=self.max_model_len,
-            kv_tokens=(self._kv.num_blocks - 1) * self.config.block_size,
-            token_bytes=KVCache.block_bytes(self._binding.shapes, 1),
+            kv_tokens=self._kv.most_tokens(self.config.max_num_batched_tokens),
+            token_bytes=self._kv.token_bytes,
             share=self.config.block_size,
             seed=self.config.seed,
             encoder=self.core.encoder,

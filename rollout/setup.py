@@ -14,7 +14,7 @@ from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.image_reader import ImageReader
-from stoker.engine.kv_cache import KVCache
+from stoker.engine.kv_cache import KVCache, block_layout
 from stoker.engine.model import decoder_of
 from stoker.engine.quantised import finds_outliers
 from stoker.engine.runner import EagerStep, Runner
@@ -143,24 +143,29 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
 
     Raises ``InvalidConfigError`` where it cannot be had.
     """
-    block_bytes = KVCache.block_bytes(binding.shapes, config.block_size)
+    layout = block_layout(binding.shapes, config.block_size, model_len)
+    block_bytes = KVCache.block_bytes(binding.shapes, config.block_size, layout)
     states = _state_layout(config, binding)
     state_bytes = KVCache.state_bytes(binding.shapes, states)
     if config.kv_cache_memory == "auto":
-        needed = config.max_num_seqs * -(-model_len // config.block_size) + 1
+        # Of one sequence while it decodes, and while many tokens of its prompt are computed at a time.
+        chunks = config.block_size, config.max_num_batched_tokens
+        decoding, prompt = (layout.needed(model_len, config.block_size, chunk) for chunk in chunks)
+        slabs = (config.max_num_seqs - 1) * decoding + prompt + 1
         budget = _budget(config, binding, runtime, model_len)
-        num_blocks = max(2, min(needed, (budget - state_bytes) // block_bytes))
+        num_blocks = max(2 * layout.span, min(slabs * layout.span, (budget - state_bytes) // block_bytes))
     else:
         assert isinstance(config.kv_cache_memory, int)
         num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
-        if num_blocks < 2:
+        if num_blocks < 2 * layout.span:
             besides = f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}"
             raise InvalidConfigError(
                 f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
-                f"{2 * block_bytes} bytes{besides if states else ''}"
+                f"{2 * layout.span * block_bytes} bytes{besides if states else ''}"
             )
+    num_blocks -= num_blocks % layout.span
     try:
-        return KVCache(binding.shapes, num_blocks, config.block_size, runtime, states)
+        return KVCache(binding.shapes, num_blocks, config.block_size, runtime, states, layout)
     except (RuntimeError, MemoryError) as error:
         wanted, free = num_blocks * block_bytes + state_bytes, runtime.free_memory()
         raise InvalidConfigError(
@@ -220,6 +225,7 @@ def core(
         decode_window=config.decode_window,
         enable_prefix_caching=config.enable_prefix_caching,
         adapter_slots=adapters.slots,
+        block_layout=kv.block_layout,
         state_layout=kv.state_layout,
     )
     inputs = StepInputs(
@@ -231,6 +237,7 @@ def core(
         block_size=block_size,
         token_bytes=max(shape.token_bytes for shape in binding.shapes),
         vocab=vocab,
+        windowed=kv.block_layout.window_pages > 0,
     )
     sampler = Sampler(binding.ops, runtime, config.max_num_seqs, vocab)
     scorer = Scorer(binding.ops, runtime, config.score_chunk_tokens)

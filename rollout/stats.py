@@ -13,7 +13,9 @@ class EngineStats:
     """What the engine holds now, and counters since it was built. Tokens are counts, memory is bytes.
 
     weight_version, is_sleeping: as the engine's. num_kv_blocks: of ``kv_block_bytes`` each, without the null block;
-    num_free_kv_blocks: of these. kv_cache_bytes: 0 while asleep; recurrent_state_bytes of these are states, and no blocks.
+    num_free_kv_blocks: of these. A block holds ``block_size`` tokens for all layers; where layers with a window have blocks of
+    their own, a sequence gives up their part of it once nothing sees it any more. kv_cache_bytes: 0 while asleep;
+    recurrent_state_bytes of these are states, and no blocks.
     fused_layers: how many of ``num_layers`` run in their fused form. matmuls: by rows, weight and what else is done, who
     multiplies, fastest first, where that was measured on the device. mirror_bytes: the engine's own copy of the weights,
     where it has one. last_update_seconds: of ``update_weights``; last_update_bytes: what it wrote, 0 where the engine runs
@@ -49,13 +51,15 @@ class EngineStats:
 def stats_of(memory: EngineMemory, updates: WeightUpdates) -> EngineStats:
     """As ``RolloutEngine.stats``."""
     kv, binding, scheduler = memory.kv, memory.binding, memory.core.scheduler
+    layout = kv.block_layout
+    pages = layout.pages + layout.window_pages
     counters = scheduler.counters
     return EngineStats(
         weight_version=updates.version,
         is_sleeping=bool(memory.asleep),
-        num_kv_blocks=kv.num_blocks - 1,
-        num_free_kv_blocks=scheduler.pool.num_free,
-        kv_block_bytes=kv.block_bytes(kv.shapes, kv.block_size),
+        num_kv_blocks=(kv.num_blocks - layout.span) // pages,
+        num_free_kv_blocks=scheduler.tables.pool.num_free // pages,
+        kv_block_bytes=pages * kv.block_bytes(kv.shapes, kv.block_size, layout),
         kv_cache_bytes=kv.nbytes,
         recurrent_state_bytes=kv.state_bytes(kv.shapes, kv.state_layout) if kv.layers else 0,
         num_preemptions=counters.preemptions,

@@ -3,7 +3,8 @@
 In place of a KV cache there is a memory of marks. A token's mark is a hash of its own and of the mark that the block
 table names for the token before it, so a mark is right only if the whole sequence before it was, under the present
 weights. Where tokens see each other both ways, a token is to its mark what all of these are together. Tokens are drawn from marks: what a plan gets wrong shows in the marks, and in the results. Where the scheduler
-keeps states, a state is the mark of the last token, and the one before a token has to be both.
+keeps states, a state is the mark of the last token, and the one before a token has to be both. Where layers with a window
+have blocks of their own, there is a second memory, and the marks that a token's window sees have to be in both.
 """
 
 from __future__ import annotations
@@ -164,6 +165,9 @@ class Machine:
         self.size = scheduler.block_size
         self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
         self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
+        self.windowed = scheduler.tables.windowed
+        self.window_memory = list(self.memory)
+        self.window_tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]
         self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
         self.layout = scheduler.state_layout
         self.states: list[int | None] = [None] * (self.layout.num_rows if self.layout else 0)
@@ -179,8 +183,9 @@ class Machine:
         s = self.scheduler
         had_running = next((r for r in s.running if r.remaining > r.pending), None)
         waited = list(s.waiting)
-        for block in s.pool._empty:  # free, and nothing in it worth keeping
-            self.memory[block * self.size : (block + 1) * self.size] = [None] * self.size
+        for block in s.tables.pool.empty_pages:  # free, and nothing in it worth keeping
+            for memory in (self.memory, self.window_memory):
+                memory[block * self.size : (block + 1) * self.size] = [None] * self.size
         for row in s.states._free:
             self.states[row] = None
         plan = s.plan()
@@ -208,7 +213,8 @@ class Machine:
         return finished
 
     def run(self, plan: Plan) -> Sampled:
-        self._copy(plan.copies)
+        self._copy(self.memory, plan.copies)
+        self._copy(self.window_memory, plan.window_copies)
         self._begin_states(plan)
         self._admitted = plan.admitted
         for request in plan.admitted:
@@ -216,10 +222,12 @@ class Machine:
             if request.adapter is not None:
                 self.adapters[request.adapter.slot] = request.adapter
         for request in plan.requests:
-            row = self.tables[request.slot]
+            row, window = self.tables[request.slot], self.window_tables[request.slot]
             row[request.first_new_block :] = request.block_ids[request.first_new_block :]
+            window[request.first_new_block :] = request.window_ids[request.first_new_block :]
             request.first_new_block = len(request.block_ids)
             assert row == request.block_ids, "the static block table missed a change"
+            assert window[request.unseen_blocks :] == request.window_ids[request.unseen_blocks :]
         last = [
             [self._write(r, p, r.tokens[p] if p < len(r.tokens) else self.sampled[r.slot]) for p in range(c, c + n)][-1]
             for r, c, n in zip(plan.requests, plan.starts, plan.num_new, strict=True)
@@ -251,11 +259,11 @@ class Machine:
             [[{token: logprob} for token, logprob in row] for row in drawn],
         )
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
+    def _copy(self, memory: list[int | None], copies: list[tuple[int, int]]) -> None:
         size = self.size
-        read = [self.memory[source * size : (source + 1) * size] for source, _ in copies]
+        read = [memory[source * size : (source + 1) * size] for source, _ in copies]
         for (_, target), marks in zip(copies, read, strict=True):
-            self.memory[target * size : (target + 1) * size] = marks
+            memory[target * size : (target + 1) * size] = marks
         self.copies += len(copies)
 
     def _begin_states(self, plan: Plan) -> None:
@@ -274,6 +282,9 @@ class Machine:
     def _at(self, request: Request, position: int) -> int:
         return self.tables[request.slot][position // self.size] * self.size + position % self.size
 
+    def _window_at(self, request: Request, position: int) -> int:
+        return self.window_tables[request.slot][position // self.size] * self.size + position % self.size
+
     def _write(self, request: Request, position: int, token: int) -> int:
         adapter = request.adapter and self.adapters[request.adapter.slot]
         start = root(self.scheduler.weight_version, adapter)
@@ -283,13 +294,22 @@ class Machine:
             assert self.states[request.slot] == (before if position else None), "the state of another place"
             self.states[request.slot] = mark(before, content(request, position, token))
         new, at = mark(before, content(request, position, token)), self._at(request, position)
-        block = at // self.size
-        if self.scheduler.pool.refs(block) > 1 and self.memory[at] != new:
-            # Who was admitted behind it by this very plan reads what it writes.
-            others = [r for r in self.scheduler.running if block in r.block_ids and r is not request]
-            assert all(r in self._admitted and r.id > request.id for r in others), "writes to a block that others read"
-        self.memory[at] = new
+        self._write_to(self.memory, at, new, request)
+        if self.windowed:
+            for seen in range(self.scheduler.block_layout.first_seen(position), position):
+                assert self.window_memory[self._window_at(request, seen)] == self.memory[self._at(request, seen)], (
+                    "a key of the window is gone, or another's"
+                )
+            self._write_to(self.window_memory, self._window_at(request, position), new, request)
         return new
+
+    def _write_to(self, memory: list[int | None], at: int, new: int, request: Request) -> None:
+        block = at // self.size
+        if self.scheduler.tables.pool.refs(block) > 1 and memory[at] != new:
+            # Who was admitted behind it by this very plan reads what it writes.
+            others = [r for r in self.scheduler.running if block in (*r.block_ids, *r.window_ids) and r is not request]
+            assert all(r in self._admitted and r.id > request.id for r in others), "writes to a block that others read"
+        memory[at] = new
 
     def _check_plan(self, plan: Plan, waited: list[Request]) -> None:
         s = self.scheduler
@@ -309,8 +329,10 @@ class Machine:
             assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
-        for target in targets:  # which may fill up in this very plan, and serve who comes behind
-            others = [r for r in plan.requests if target in r.block_ids][1:]
+        window_targets = [target for _, target in plan.window_copies]
+        assert len(window_targets) == len(set(window_targets))
+        for target in (*targets, *window_targets):  # which may fill up in this very plan, and serve who comes behind
+            others = [r for r in plan.requests if target in (*r.block_ids, *r.window_ids)][1:]
             assert all(r in plan.admitted for r in others), "a copy is not its request's own"
         used = {r.adapter for r in s.running if r.adapter is not None}
         assert len(used) <= s.adapter_slots.count and {a.slot for a in used} <= set(range(1, s.adapter_slots.count + 1))
@@ -327,6 +349,8 @@ class Machine:
             known = min(r.computed, len(r.tokens))  # the rest is not known here yet
             right = list(accumulate(contents(r, r.tokens[:known]), mark, initial=start))[1:]
             assert [self.memory[self._at(r, p)] for p in range(known)] == right
+            held = range(r.unseen_blocks * self.size, known) if self.windowed else range(0)
+            assert [self.window_memory[self._window_at(r, p)] for p in held] == right[held.start : held.stop]
 
     def _check_result(self, r: Request) -> None:
         tokens, logprobs, reason = expected(r, self.scheduler.weight_version)

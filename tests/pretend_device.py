@@ -27,7 +27,7 @@ from stoker.rollout import engine as engine_module
 class _StaticPlan:
     """Decode rows over the whole width of their tables; nothing in it but static tensors."""
 
-    block_tables: Tensor
+    tables: attention.Tables
     seq_lens: Tensor
 
     def next_step(self) -> None:
@@ -38,23 +38,25 @@ def plan_attention(
     query_lens: Sequence[int], key_lens: Sequence[int], block_tables: Tensor, seq_lens: Tensor, **options: Any
 ) -> Any:
     if all(n == 1 for n in query_lens):
-        return _StaticPlan(block_tables, seq_lens)
+        of_windows = options["window_tables"]
+        return _StaticPlan(attention.Tables(block_tables, block_tables if of_windows is None else of_windows), seq_lens)
     return attention.plan_attention(query_lens, key_lens, block_tables, seq_lens, **options)
 
 
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Any, **options: Any) -> Tensor:
     if not isinstance(plan, _StaticPlan):
         return attention.paged_attention(query, key_cache, value_cache, plan, **options)
-    rows, width = plan.block_tables.shape[0], plan.block_tables.shape[1] * key_cache.shape[1]
+    table = plan.tables.of(options["visibility"])
+    rows, width = table.shape[0], table.shape[1] * key_cache.shape[1]
     last = plan.seq_lens[:, None] - 1
-    at = torch.arange(width)
+    unseen = options["visibility"].hidden(last, torch.arange(width))
     group = query.shape[1] // key_cache.shape[2]
     key, value = (
-        cache[plan.block_tables].view(rows, width, *cache.shape[2:]).masked_fill((at > last)[:, :, None, None], 0)
+        cache[table].view(rows, width, *cache.shape[2:]).masked_fill(unseen[:, :, None, None], 0)
         for cache in (key_cache, value_cache)
     )
     key, value = (t.transpose(1, 2).repeat_interleave(group, dim=1) for t in (key, value))
-    hidden = options["visibility"].hidden(last, at)[:, None, None]
+    hidden = unseen[:, None, None]
     scores = (query[:, :, None] @ key.transpose(-1, -2)) * options["scale"]
     if options.get("softcap"):
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])

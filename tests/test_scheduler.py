@@ -91,7 +91,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     finished += machine.drain()
 
     assert sorted(r.id for r in finished) == list(range(len(arrived)))
-    assert scheduler.pool.num_free == num_blocks - 1
+    assert scheduler.tables.pool.num_free == num_blocks - 1
     counters = scheduler.counters
     assert counters.finished_requests == len(arrived)
     assert counters.generated_tokens == sum(r.num_output for r in arrived)
@@ -351,7 +351,7 @@ def test_books_are_sound_after_an_exception_anywhere(seed: int) -> None:
         scheduler.check()
         assert all(r.status is Status.FINISHED and r.finish_reason for r in struck), "a request was lost"
         assert not scheduler.running and not scheduler.waiting and scheduler.plan() is None
-        assert scheduler.pool.num_free == scheduler.num_blocks - 1 and len(scheduler.prefix_cache) == 0
+        assert scheduler.tables.pool.num_free == scheduler.num_blocks - 1 and len(scheduler.prefix_cache) == 0
 
         machine = Machine(scheduler)  # which proves every result
         batch = traffic.batch(first_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -37,6 +37,11 @@ class Visibility:
     window: int | None = None
     chunk: int | None = None
 
+    def first(self, query: int) -> int:
+        """The first key that the query at this position sees."""
+        first = 0 if self.window is None else max(0, query - self.window + 1)
+        return first if self.chunk is None else max(first, query - query % self.chunk)
+
     def hidden(self, query: Tensor, key: Tensor, newest: Tensor | None = None) -> Tensor:
         """True where the key may not be seen; ``query`` and ``key`` are positions that broadcast.
 
@@ -50,17 +55,63 @@ class Visibility:
         return hidden
 
 
+PLAIN = Visibility()
+
+
+class Tables(NamedTuple):
+    """Block tables of the same rows, int64 [..., blocks]: of layers that see all keys, and of those with a window.
+
+    A window's begins with anything where no query sees a key any more.
+    """
+
+    whole: Tensor
+    window: Tensor
+
+    def of(self, visibility: Visibility) -> Tensor:
+        return self.whole if visibility == PLAIN else self.window
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Tables:
+        whole = change(self.whole)
+        return Tables(whole, whole if self.window is self.whole else change(self.window))
+
+
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Rows with one query each. rows: [r], token index of each, None for all in order; table: [r, n] block ids."""
+    """Rows with one query each. rows: [r], token index of each, None for all in order; tables: of [r, n] blocks.
+
+    key_lens: keys that each of the rows that are real sees, in the first of the steps.
+    """
 
     rows: Tensor | None
-    table: Tensor
+    tables: Tables
+    key_lens: Sequence[int]
+    num_steps: int
+    block_size: int
+    _seen: dict[Visibility, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def seen(self, visibility: Visibility) -> tuple[Tensor, Tensor]:
+        """Blocks of the keys that rows see in these steps, int64 [r, k], and where each row's begin, int64 [r, 1]."""
+        if visibility not in self._seen:
+            self._seen[visibility] = self._find_seen(visibility)
+        return self._seen[visibility]
+
+    def _find_seen(self, visibility: Visibility) -> tuple[Tensor, Tensor]:
+        table, size = self.tables.of(visibility), self.block_size
+        firsts = [visibility.first(n - 1) // size for n in self.key_lens]
+        start = torch.zeros(table.shape[0], 1, dtype=torch.long, device=table.device)
+        if not any(firsts):
+            return table, start
+        width = (
+            max((n + self.num_steps - 2) // size - first for n, first in zip(self.key_lens, firsts, strict=True)) + 1
+        )
+        start[: len(firsts), 0] = torch.tensor(firsts, device=table.device)
+        at = (start + torch.arange(width, device=table.device)).clamp_(max=table.shape[1] - 1)
+        return table.gather(1, at), start * size
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Several queries of one row: tokens ``start`` to ``start + num_queries``; table: [n] block ids.
+    """Several queries of one row: tokens ``start`` to ``start + num_queries``; tables: of [n] blocks.
 
     position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees.
     """
@@ -70,15 +121,21 @@ class _Chunk:
     position: int
     length: int
     whole: bool
-    table: Tensor
+    tables: Tables
 
 
 class Gather(Protocol):
     def __call__(
-        self, plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+        self,
+        plan: AttentionPlan,
+        number: int,
+        visibility: Visibility,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows of piece ``number``, [r, H, L, D] of ``dtype`` each; anything finite where a row has
-        none."""
+        """Keys and values that stand in the blocks which the rows of piece ``number`` see, [r, H, L, D] of ``dtype`` each;
+        anything finite where a row has none."""
 
 
 @dataclass(slots=True)
@@ -106,6 +163,14 @@ class AttentionPlan:
 
         return self.once((number, "last"), last)
 
+    def last_seen(self, number: int, visibility: Visibility) -> Tensor:
+        """The same, counted from where the blocks begin that the row sees; 0 for a row that is over, and at place 0."""
+
+        def last() -> Tensor:
+            return (self.last_key(number) - self.decodes[number].seen(visibility)[1]).clamp_(min=0)
+
+        return self.once((number, visibility, "last"), last)
+
     def once(self, key: object, make: Callable[[], _T]) -> _T:
         """What ``make`` returns, made once a step for all layers."""
         if key not in self._masks:
@@ -126,16 +191,21 @@ def key_slots(table: Tensor, keys: Tensor, block_size: int) -> Tensor:
 
 
 def gather_keys(
-    plan: AttentionPlan, number: int, key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype
+    plan: AttentionPlan,
+    number: int,
+    visibility: Visibility,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """A ``Gather`` that reads the blocks of every row at every step."""
-    table, last, size = plan.decodes[number].table, plan.last_key(number), plan.block_size
+    (table, _), last, size = plan.decodes[number].seen(visibility), plan.last_seen(number, visibility), plan.block_size
 
     def slots() -> Tensor:
         return key_slots(table, written_keys(last, table.shape[1] * size), size)
 
     def gather(cache: Tensor) -> Tensor:
-        at = plan.once((number, "slots"), slots)
+        at = plan.once((number, visibility, "slots"), slots)
         found = cache.flatten(0, 1).index_select(0, at.flatten()).to(dtype)
         return found.view(*at.shape, *cache.shape[2:]).transpose(1, 2)
 
@@ -186,6 +256,7 @@ def plan_attention(
     spans: Sequence[tuple[int, int]] = (),
     local_spans: bool = False,
     workspace: dict[str, Any] | None = None,
+    window_tables: Tensor | None = None,
 ) -> AttentionPlan:
     """Group the rows of a step.
 
@@ -197,13 +268,16 @@ def plan_attention(
     does but the products of torch, of which nothing is promised); spans: tokens of the step, from and to, in order, that
     each see all keys which the last of them sees, but those before their window: two at least, of one row; local_spans: so
     they do in layers with a window alone; workspace: where an implementation leaves to the plans after this one what they
-    use again (this one leaves nothing). Who clears it gives that memory back.
+    use again (this one leaves nothing). Who clears it gives that memory back; window_tables: of layers with a window or
+    chunks, where these keep their keys in other blocks, as ``block_tables``; no block is read of which no query sees a key.
     """
+    tables = Tables(block_tables, block_tables if window_tables is None else window_tables)
     most = max(1, _GATHER_BYTES // token_bytes)
     max_lens = [n + num_steps - 1 for n in key_lens]
     longest = max(max_lens)
     if all(n == 1 for n in query_lens) and len(seq_lens) * longest <= most:
-        piece = Decode(None, block_tables[:, : -(-longest // block_size)])
+        tables = tables.map(lambda table: table[:, : -(-longest // block_size)])
+        piece = Decode(None, tables, key_lens, num_steps, block_size)
         return AttentionPlan([piece], [], seq_lens, block_size, gather_keys)
     starts, start = [], 0
     for n in query_lens:
@@ -217,7 +291,8 @@ def plan_attention(
             end += 1
         rows = torch.tensor(single[begin:end], device=block_tables.device)
         num_blocks = -(-max_lens[single[end - 1]] // block_size)
-        decodes.append(Decode(rows, block_tables.index_select(0, rows)[:, :num_blocks]))
+        theirs = tables.map(lambda table, rows=rows, n=num_blocks: table.index_select(0, rows)[:, :n])  # type: ignore[misc]
+        decodes.append(Decode(rows, theirs, [key_lens[row] for row in single[begin:end]], num_steps, block_size))
         begin = end
     chunks = []
     for row, token, n, keys, whole in segments(query_lens, key_lens, spans):
@@ -226,11 +301,12 @@ def plan_attention(
                 count = min(n - done, _MAX_QUERIES)
                 position = keys - n + done
                 length = keys if whole else position + count
-                table = block_tables[row, : -(-length // block_size)].contiguous()
-                chunks.append(_Chunk(token + done, count, position, length, whole, table))
+                blocks = row, slice(-(-length // block_size))
+                theirs = tables.map(lambda table, at=blocks: table[at].contiguous())  # type: ignore[misc]
+                chunks.append(_Chunk(token + done, count, position, length, whole, theirs))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
-        decodes = [Decode(index[d.rows], d.table) for d in decodes if d.rows is not None]
+        decodes = [replace(d, rows=index[d.rows], _seen={}) for d in decodes if d.rows is not None]
         seq_lens = torch.zeros(start, dtype=seq_lens.dtype, device=seq_lens.device).index_copy_(
             0, index, seq_lens[: len(starts)]
         )
@@ -320,13 +396,15 @@ def paged_attention(
     group = heads // kv_heads
 
     def decoded(number: int, d: Decode) -> Tensor:
-        key, value = plan.gather(plan, number, key_cache, value_cache, query.dtype)
+        key, value = plan.gather(plan, number, visibility, key_cache, value_cache, query.dtype)
         rows, length = key.shape[0], key.shape[2]
         q = query if d.rows is None else query.index_select(0, d.rows)
         q = q.reshape(rows, kv_heads, group, -1)  # the heads that share a key are the queries
 
         def decode_bias() -> Tensor:
-            hidden = visibility.hidden(plan.last_key(number), torch.arange(length, device=query.device))
+            start = d.seen(visibility)[1]
+            keys = start + torch.arange(length, device=query.device)
+            hidden = visibility.hidden(start + plan.last_seen(number, visibility), keys)
             return _as_bias(hidden, query.dtype)[:, None, None]
 
         bias = plan.once((number, visibility, query.dtype), decode_bias)
@@ -340,20 +418,22 @@ def paged_attention(
         assert d.rows is not None
         out.index_copy_(0, d.rows, decoded(number, d))
     for number, c in enumerate(plan.chunks):
+        first = visibility.first(c.position) // plan.block_size
+        table, begin = c.tables.of(visibility)[first:], first * plan.block_size
         key, value = (
-            cache.index_select(0, c.table).flatten(0, 1)[: c.length].to(query.dtype).transpose(0, 1)[None]
+            cache.index_select(0, table).flatten(0, 1)[: c.length - begin].to(query.dtype).transpose(0, 1)[None]
             for cache in (key_cache, value_cache)
         )
         tokens = slice(c.start, c.start + c.num_queries)
         q = query[tokens].transpose(0, 1)[None]
 
-        def chunk_bias(c: _Chunk = c) -> Tensor | None:
-            plain = visibility == Visibility() and softcap is None and sinks is None
+        def chunk_bias(c: _Chunk = c, begin: int = begin) -> Tensor | None:
+            plain = visibility == PLAIN and softcap is None and sinks is None
             whole = c.whole and not (plan.local_spans and visibility.window is None)
             if c.length == c.num_queries and plain and not whole:
                 return None  # plain causal: no mask to hold
-            at = torch.arange(c.length, device=query.device)
-            queries = at[c.position : c.position + c.num_queries, None]
+            at = torch.arange(begin, c.length, device=query.device)
+            queries = torch.arange(c.position, c.position + c.num_queries, device=query.device)[:, None]
             newest = at[-1:].expand_as(queries) if whole else None
             return _as_bias(visibility.hidden(queries, at, newest), query.dtype)
 

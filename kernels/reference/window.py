@@ -31,6 +31,8 @@ def advance(
     slots: Tensor,
     seq_lens: Tensor,
     last_lens: Tensor,
+    window_tables: Tensor | None = None,
+    window_slots: Tensor | None = None,
     logprobs: Tensor | None = None,
     record: Record | None = None,
 ) -> None:
@@ -41,8 +43,9 @@ def advance(
 
     tokens: int64 [R], sampled; stop_ids: int64 [R, S]; first_stop: int64 [R], position of the first token that may be one;
     block_tables: int64 [R, M]; token_ids, positions: int64 [R], inputs; slots: int64 [R], where their keys go; seq_lens:
-    int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over. record: where
-    tokens and their ``logprobs``, fp32 [R], are written besides; its step is then the next.
+    int64 [R], keys they see; last_lens: int64 [R], keys a row sees in its last step, 0 where it is over; window_tables and
+    window_slots: as ``block_tables`` and ``slots``, where layers with a window have blocks of their own. record: where tokens
+    and their ``logprobs``, fp32 [R], are written besides; its step is then the next.
     """
     if record is not None:
         assert logprobs is not None
@@ -57,6 +60,8 @@ def advance(
     seq_lens.masked_fill_(over, 1)
     last_lens.masked_fill_(over, 0)
     torch.sub(seq_lens, 1, out=positions)
-    block = block_tables.gather(1, (positions // block_size)[:, None])[:, 0]
-    slots.copy_(block * block_size + positions % block_size)
-    slots.masked_fill_(over, 0)
+    for table, where in ((block_tables, slots), (window_tables, window_slots)):
+        if table is not None and where is not None:
+            block = table.gather(1, (positions // block_size)[:, None])[:, 0]
+            where.copy_(block * block_size + positions % block_size)
+            where.masked_fill_(over, 0)

@@ -1,0 +1,55 @@
+"""How much of the KV cache's memory a sequence takes, of layers that see all its keys and of those with a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.kernels.reference.attention import Visibility
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Pages that a sequence's block takes of layers that see all keys, and of those with a window, one of them 1.
+
+    window_pages: 0 where all layers keep their keys in the same blocks; windows: what the others see, else.
+    """
+
+    pages: int = 1
+    window_pages: int = 0
+    windows: tuple[Visibility, ...] = ()
+
+    @property
+    def span(self) -> int:
+        """Pages of a slab."""
+        return max(self.pages, self.window_pages)
+
+    def first_seen(self, position: int) -> int:
+        """The first key that any layer with a window sees from there."""
+        return min(window.first(position) for window in self.windows)
+
+    def sizes(self, blocks: int, window_blocks: int) -> tuple[int, int]:
+        """So many blocks of both kinds, as slabs and pieces."""
+        if not self.window_pages:
+            return blocks, 0
+        if self.pages == self.window_pages:
+            return blocks + window_blocks, 0
+        return (blocks, window_blocks) if self.pages > 1 else (window_blocks, blocks)
+
+    def needed(self, tokens: int, block_size: int, chunk: int) -> int:
+        """Slabs that a sequence may take alone, of so many tokens of which ``chunk`` at most are computed at a time."""
+        blocks = window_blocks = -(-tokens // block_size)
+        if self.window_pages:
+            seen = max(min(v.window or tokens, v.chunk or tokens) for v in self.windows)
+            window_blocks = min(blocks, -(-(seen + chunk) // block_size) + 1)
+        slabs, pieces = self.sizes(blocks, window_blocks)
+        return slabs + -(-pieces // self.span)
+
+    def most_tokens(self, num_pages: int, block_size: int, chunk: int) -> int:
+        """Tokens of the longest sequence that fits alone, a multiple of the block size."""
+        slabs = num_pages // self.span - 1
+        low, high = 0, slabs * self.span
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.needed(middle * block_size, block_size, chunk) <= slabs
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * block_size

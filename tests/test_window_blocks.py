@@ -1,0 +1,158 @@
+"""Blocks of two sizes in one memory, and layers with a window that hold no more of a sequence than is still seen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from machine import Machine, Traffic, make_group, make_scheduler, make_spec, until
+
+from stoker.engine.block_layout import BlockLayout
+from stoker.engine.block_pool import BlockPool
+from stoker.engine.request import Adapter, Request, Status
+from stoker.kernels.reference.attention import Visibility
+
+WINDOW, CHUNK = Visibility(window=6), Visibility(chunk=5)
+
+
+# -- the pool ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("span", [1, 2, 3, 6])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_books_of_both_sizes_are_right_whatever_comes(span: int, seed: int) -> None:
+    rng = random.Random(seed)
+    content: set[int] = set()
+    pool = BlockPool(rng.randint(2, 12) * span, content.remove, span=span)
+    held: list[int] = []
+    for _ in range(600):
+        chance = rng.random()
+        if chance < 0.3 and pool.fits(1):
+            block = pool.allocate()
+            assert block % span == 0
+            held.append(block)
+        elif chance < 0.6 and span > 1 and pool.fits(0, 1):
+            held.append(pool.allocate_piece(rng.choice(held) if held else 0))
+        elif chance < 0.8 and held:
+            pool.free([held.pop(rng.randrange(len(held)))])
+        elif chance < 0.9 and held:
+            block = rng.choice(held)
+            pool.retain(block)
+            content.add(block)
+        elif chance < 0.98 and content:
+            block = rng.choice(sorted(content))
+            pool.share(block)
+            held.append(block)
+        elif chance > 0.995:
+            pool.forget()
+            content.clear()
+        assert content.isdisjoint(pool.empty_pages), "what is empty has no content"
+        pool.check([held])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_fits_can_be_had(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        span = rng.choice((1, 2, 5))
+        pool = BlockPool(rng.randint(3, 9) * span, span=span)
+        held = [pool.allocate() if rng.random() < 0.5 or span == 1 else pool.allocate_piece() for _ in range(2)]
+        for _ in range(rng.randint(0, 20)):
+            if pool.fits(0, 1) and span > 1:
+                held.append(pool.allocate_piece())
+        for block in rng.sample(held, rng.randint(0, len(held))):
+            if rng.random() < 0.5:
+                pool.retain(block)
+            pool.free([block])
+            held.remove(block)
+        slabs, pieces = rng.randint(0, 9), rng.randint(0, 20) if span > 1 else 0
+        free = pool.num_free
+        if pool.fits(slabs, pieces):
+            held += [pool.allocate() for _ in range(slabs)] + [pool.allocate_piece() for _ in range(pieces)]
+            pool.check([held])
+            assert pool.num_free == free - slabs * span - pieces
+        else:
+            assert span > 1 or slabs > free
+        while pool.fits(0, 1) and span > 1:
+            held.append(pool.allocate_piece())
+        assert span == 1 or pool.num_free == 0, "a page is left that nobody can have"
+
+
+def test_pieces_of_one_sequence_lie_together_and_a_slab_is_whole_again_when_they_go() -> None:
+    pool = BlockPool(13, span=4)  # three slabs, the first of them nobody's, and a page too many
+    one, two = [pool.allocate_piece()], [pool.allocate_piece()]
+    for sequence in (one, two):
+        sequence += [pool.allocate_piece(sequence[-1] + i) for i in range(3)]
+    assert {block // 4 for block in one} != {block // 4 for block in two} and not pool.fits(1)
+    pool.free(one)
+    assert pool.fits(1) and pool.allocate() == min(one)
+    pool.check([two, [min(one)]])
+
+
+# -- the scheduler -------------------------------------------------------------------------------------------------------
+
+
+def _scheduler(layout: BlockLayout, num_blocks: int, **fields: object) -> Machine:
+    return Machine(make_scheduler(num_blocks=num_blocks, block_layout=layout, **fields))
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_size", "slabs", "max_num_seqs", "budget", "window", "caching"),
+    [
+        (BlockLayout(1, 1, (WINDOW,)), 2, 30, 6, 64, 8, True),
+        (BlockLayout(1, 1, (WINDOW,)), 1, 50, 4, 7, 4, False),
+        (BlockLayout(1, 2, (WINDOW,)), 2, 18, 6, 5, 1, True),
+        (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 64, 3, True),
+        (BlockLayout(1, 5, (WINDOW,)), 4, 10, 8, 6, 3, False),
+        (BlockLayout(1, 3, (CHUNK,)), 4, 10, 8, 24, 8, True),
+        (BlockLayout(1, 3, (CHUNK, WINDOW)), 2, 16, 8, 64, 1, True),
+        (BlockLayout(3, 1, (WINDOW,)), 2, 24, 6, 64, 5, True),
+        (BlockLayout(3, 1, (CHUNK,)), 4, 12, 5, 9, 8, False),
+        (BlockLayout(1, 5, (WINDOW,)), 4, 80, 16, 24, 5, True),
+    ],
+)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
+    layout: BlockLayout,
+    block_size: int,
+    slabs: int,
+    max_num_seqs: int,
+    budget: int,
+    window: int,
+    caching: bool,
+    seed: int,
+    ahead: int,
+) -> None:
+    """As in ``test_scheduler.py``; the machine also proves that what a window sees is there whenever it is seen."""
+    rng = random.Random(seed)
+    num_blocks = slabs * layout.span
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        decode_window=window,
+        enable_prefix_caching=caching,
+        block_layout=layout,
+    )
+    machine = Machine(scheduler, ahead)
+    adapters = [None, *(Adapter(f"a{serial}", serial) for serial in range(3))]
+    room = min(40, layout.most_tokens(num_blocks, block_size, budget))
+    traffic = Traffic(rng, room, adapters if seed else (None,), budget if seed > 1 else 0)
+    arrived: list[Request] = []
+    finished: list[Request] = []
+    for _ in range(800):
+        if rng.random() < 0.3 and len(scheduler.waiting) < 12:
+            batch = traffic.batch(len(arrived))
+            arrived += batch
+            scheduler.add(batch)
+        if not scheduler.running and not machine.launched and rng.random() < 0.3:
+            scheduler.set_weight_version(scheduler.weight_version + 1)
+        finished += machine.step()
+    finished += machine.drain()
+    assert sorted(r.id for r in finished) == list(range(len(arrived)))
+    assert scheduler.tables.pool.num_free == num_blocks - layout.span
+    assert (scheduler.counters.prefix_hit_tokens > 0) == caching
+    if slabs < 80:
+        assert scheduler.counters.preemptions > 0, "the pool was not tight"
