@@ -53,7 +53,7 @@ def memory_of(family: str) -> int:
     """What ``BLOCKS`` take, beside the states of sequences."""
     with RolloutEngine(model_of(family), config=EngineConfig(block_size=BLOCK, kv_cache_memory="64MiB")) as probe:
         stats = probe.stats()
-    few = 2 if family.startswith("llama4") else 0  # whose chunks leave much free: what they hide is given up
+    few = 8 if family.startswith("llama4") else 0  # whose chunks leave much free: what they hide is given up
     return (BLOCKS - few) * stats.kv_block_bytes + stats.recurrent_state_bytes
 
 

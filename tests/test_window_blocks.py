@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from machine import Machine, Traffic, make_group, make_scheduler, make_spec, until
+from machine import Machine, Traffic, make_group, make_scheduler, make_spec
 
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_pool import BlockPool
-from stoker.engine.request import Adapter, Request, Status
+from stoker.engine.request import Adapter, Request
 from stoker.kernels.reference.attention import Visibility
 
 WINDOW, CHUNK = Visibility(window=6), Visibility(chunk=5)
