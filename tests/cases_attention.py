@@ -116,11 +116,19 @@ class Paged:
             self.write(number, row.keys + step - 1, row.keys + step)
         self.seq_lens[: len(self.rows)] += 1
 
-    def plan(self, ops: Any, **options: Any) -> Any:
+    def plan_of_windows(self, ops: Any, visibility: Visibility, **options: Any) -> Any:
+        """For layers that see so much, in a table of their own: it names nobody's block for what no query sees any more, and
+        the other table for everything."""
+        own, none = self.static_table.clone(), torch.ones_like(self.static_table)
+        for number, row in enumerate(self.rows):
+            own[number, : visibility.first(row.keys - row.queries) // self.block_size] = 1
+        return self.plan(ops, none[: self.size], window_tables=own[: self.size], **options)
+
+    def plan(self, ops: Any, table: Tensor | None = None, **options: Any) -> Any:
         lens = ([row.queries for row in self.rows], [row.keys for row in self.rows])
         return ops.plan_attention(
             *lens,
-            self.table,
+            self.table if table is None else table,
             self.seq_lens,
             block_size=self.block_size,
             token_bytes=2**20,

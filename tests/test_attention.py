@@ -78,13 +78,14 @@ class Rows:
         rows, width = len(history) + padded_rows, max(blocks) + 1
         order = (torch.randperm(sum(blocks)) + 1).split(blocks)
         self.tables = torch.zeros(rows, width, dtype=torch.long)  # block 0 where a row has no block
+        self.nobody = sum(blocks) + 1
         for row, ids in enumerate(order):
             self.tables[row, : len(ids)] = ids
         self.seq_lens = torch.tensor([*self.lengths, *[1] * padded_rows])
         self.keys = [torch.randn(n, shape.kv_heads, shape.key_dim, dtype=shape.dtype) for n in longest]
         self.values = [torch.randn(n, shape.kv_heads, shape.value_dim, dtype=shape.dtype) for n in longest]
         self.key_cache, self.value_cache = (
-            torch.full((sum(blocks) + 1, size, shape.kv_heads, dim), float("nan"), dtype=shape.dtype)
+            torch.full((sum(blocks) + 2, size, shape.kv_heads, dim), float("nan"), dtype=shape.dtype)
             for dim in (shape.key_dim, shape.value_dim)
         )
         for row, n in enumerate(self.lengths):
@@ -103,11 +104,21 @@ class Rows:
         for row, n in enumerate(self.lengths):
             self.write(row, 0, n)
 
-    def plan(self, gather_tokens: int = 8192, ops: Ops = REFERENCE, **options: Any) -> Any:
+    def plan_of_windows(self, visibility: Visibility, ops: Ops, **options: Any) -> Any:
+        """For layers that see so much, in a table of their own, which names a block of NaN for what none sees any more;
+        the other table names it for everything."""
+        own = self.tables.clone()
+        for row, history in enumerate(self.history):
+            own[row, : visibility.first(history) // self.shape.block_size] = self.nobody
+        return self.plan(ops=ops, tables=torch.full_like(own, self.nobody), window_tables=own, **options)
+
+    def plan(
+        self, gather_tokens: int = 8192, ops: Ops = REFERENCE, tables: Tensor | None = None, **options: Any
+    ) -> Any:
         return ops.plan_attention(
             self.new,
             self.lengths,
-            self.tables,
+            self.tables if tables is None else tables,
             self.seq_lens,
             block_size=self.shape.block_size,
             token_bytes=attention._GATHER_BYTES // gather_tokens,
@@ -213,6 +224,34 @@ def test_every_query_sees_its_own_keys(
         padding = rows.check(plan, 0, 2 if decode else 3, **options_of(feature, shape))
         if not decode:
             assert not padding.any()
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_with_a_window_read_their_own_table_and_nothing_that_is_not_seen(
+    layout: str, shape: Shape, ops: Ops
+) -> None:
+    """Through all steps of a decode window, in which a row may end."""
+    history, new = map(list, zip(*LAYOUTS[layout], strict=True))
+    decode = set(new) == {1}
+    for feature in (f for f in FEATURES if "visibility" in f):
+        rows = Rows(shape, history, new, num_steps=5 if decode else 1, padded_rows=2)
+        plan = rows.plan_of_windows(feature["visibility"], ops)
+        for step in range(rows.num_steps):
+            if step:
+                rows.seq_lens.add_(1)
+                plan.next_step()
+                for row, n in enumerate(rows.lengths):
+                    rows.write(row, n + step - 1, n + step)
+            padding = rows.check(plan, step, 2 if decode else 3, ops, **options_of(feature, shape))
+            assert decode or not padding.any()
+        if decode:  # over: it shrinks to one key, and gives something finite
+            rows.seq_lens[len(history) // 2] = 1
+            plan.next_step()
+            query = torch.randn(len(rows.seq_lens), shape.kv_heads * shape.group, shape.key_dim)
+            out = ops.paged_attention(query, rows.key_cache, rows.value_cache, plan, **options_of(feature, shape))
+            assert out[: len(history)].isfinite().all()
 
 
 @pytest.mark.parametrize("gather_tokens", [20, 320, 8192])

@@ -90,6 +90,19 @@ def test_chunks_of_prompts_beside_decode_rows_with_every_option(dtype: torch.dty
         check(case, plan, feature)
 
 
+@pytest.mark.parametrize("rows", [[Row(n) for n in LENGTHS], MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("block_size", "dtype"), [(16, torch.float32), (4, torch.float16), *GPU_PAGED])
+def test_layers_with_a_window_read_their_own_table_and_nothing_that_is_not_seen(
+    block_size: int, dtype: torch.dtype, rows: list[Row]
+) -> None:
+    """Numbers of blocks that were given up are another row's by now, or nobody's, as here: NaN."""
+    case = Paged(NARROW, rows, dtype, padded=1, block_size=block_size)
+    for feature in FEATURES:
+        if feature["visibility"] != Visibility():
+            case.workspace.clear()  # it belongs to one table
+            check(case, case.plan_of_windows(TRITON, feature["visibility"]), feature)
+
+
 # Of MIXED: in a prompt, side by side around the border of a tile of keys, within few queries, a row of two, a long one.
 SPANS = [(1, 8), (42, 46), (46, 62), (64, 72), (75, 77), (81, 83), (86, 148)]
 

@@ -26,10 +26,11 @@ def advanced(row: dict[str, int], token: int, stops: list[int], first_stop: int,
     return row | {"token_ids": token, "positions": position, "slots": slot, "seq_lens": position + 1}
 
 
+@pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("stops", [1, 3])
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("ops", [REFERENCE, TRITON], ids=["reference", "triton"])
-def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int) -> None:
+def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int, windowed: bool) -> None:
     columns, steps = 5, 8
     table = torch.randint(1, 2**40, (rows + 3, columns + 2), device=DEVICE)[:rows, :columns]
     stop_ids = torch.randint(VOCAB + 1, (rows, stops), device=DEVICE)  # VOCAB: no id, as it is padded with
@@ -40,6 +41,10 @@ def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int) -> No
         row["last_lens"] = row["seq_lens"] + random.randint(0, steps)
     found = {name: torch.tensor([row[name] for row in state], device=DEVICE) for name in FIELDS}
     over = 0
+    windows: dict[str, torch.Tensor] = {}
+    if windowed:  # as the other table, and 1000 blocks further
+        more = torch.zeros(rows + 3, columns + 2, dtype=torch.long, device=DEVICE)[:rows, :columns].copy_(table + 1000)
+        windows = {"window_tables": more, "window_slots": torch.zeros_like(found["slots"])}
     slots = torch.randperm(rows + 2, device=DEVICE)[:rows]
     slots[rows // 2 :] = rows + 2  # as of padded rows
     record = Record(
@@ -52,10 +57,11 @@ def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int) -> No
     for step in range(steps):
         tokens = torch.randint(VOCAB, (rows,), device=DEVICE)
         if step % 2:  # the way of a step that is not captured
-            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found)
+            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found, **windows)
         else:
             logprobs, before = torch.rand(3, rows, device=DEVICE)[1], copy.deepcopy(record)
-            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found, logprobs=logprobs, record=record)
+            options = {"logprobs": logprobs, "record": record} | windows
+            ops.advance(tokens, stop_ids, first_stop, table, BLOCK_SIZE, **found, **options)
             at = 2 + step // 2
             assert (record.step == at + 1).all()
             assert torch.equal(record.tokens[at], tokens) and torch.equal(record.logprobs[at], logprobs)
@@ -68,5 +74,8 @@ def test_rows_advance_until_they_are_over(ops: Ops, rows: int, stops: int) -> No
         arguments = (t.tolist() for t in (tokens, stop_ids, first_stop, table))
         state = [advanced(*given) for given in zip(state, *arguments, strict=True)]
         assert {name: t.tolist() for name, t in found.items()} == {name: [r[name] for r in state] for name in FIELDS}
+        if windowed:
+            moved = [r["slots"] + 1000 * BLOCK_SIZE if r["last_lens"] else 0 for r in state]
+            assert windows["window_slots"].tolist() == moved
         over += sum(row["last_lens"] == 0 for row in state)
     assert rows == 1 or 0 < over < steps * rows

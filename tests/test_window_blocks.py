@@ -92,10 +92,6 @@ def test_pieces_of_one_sequence_lie_together_and_a_slab_is_whole_again_when_they
 # -- the scheduler -------------------------------------------------------------------------------------------------------
 
 
-def _scheduler(layout: BlockLayout, num_blocks: int, **fields: object) -> Machine:
-    return Machine(make_scheduler(num_blocks=num_blocks, block_layout=layout, **fields))
-
-
 @pytest.mark.parametrize(
     ("layout", "block_size", "slabs", "max_num_seqs", "budget", "window", "caching"),
     [
@@ -156,3 +152,37 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     assert (scheduler.counters.prefix_hit_tokens > 0) == caching
     if slabs < 80:
         assert scheduler.counters.preemptions > 0, "the pool was not tight"
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_that_wait_begin_at_their_prompt_s_end(caching: bool) -> None:
+    """Whatever those before them have given up meanwhile."""
+    layout = BlockLayout(1, 2, (WINDOW,))
+    scheduler = make_scheduler(num_blocks=200, block_layout=layout, max_num_seqs=2, enable_prefix_caching=caching)
+    machine = Machine(scheduler)
+    prompt = [i * i % 5 for i in range(37)]
+    lengths = (30, 12, 9, 9, 25, 3)
+    scheduler.add(make_group(0, prompt, [make_spec(max_tokens=n, seed=i) for i, n in enumerate(lengths)]))
+    machine.drain()
+    assert machine.tokens_computed == len(prompt) + sum(lengths) - 1  # the prompt's last token once for each
+
+
+def test_what_is_cached_goes_where_a_request_does_not_fit_beside_it() -> None:
+    """Its pieces lie in a slab each, so that there is none for a window, which all of the memory would have room for."""
+    layout = BlockLayout(1, 3, (Visibility(window=4),))
+    fields = {"num_blocks": 21, "block_size": 2, "max_num_batched_tokens": 2}
+    scheduler = make_scheduler(block_layout=layout, **fields)
+    assert layout.most_tokens(21, 2, 2) >= 12
+    (request,) = make_group(0, [1, 2, 3, 4, 0, 1, 2, 3, 4], [make_spec(max_tokens=3)])
+    pool, cache = scheduler.tables.pool, scheduler.prefix_cache
+    pieces = [pool.allocate_piece() for _ in range(4)]
+    windows = [pool.allocate() for _ in range(2)]
+    scheduler._extend_keys(request, 8)
+    for key, block in zip(request.block_keys, pieces, strict=True):
+        assert cache.insert(key, block)
+    for key, block in zip(request.block_keys[2:], windows, strict=True):
+        assert cache.insert(key, block, window=True)
+    pool.free([*pieces, *windows])
+    assert cache.lookup(request.block_keys) == pieces and pool.fits(6)
+    scheduler.add([request])
+    assert Machine(scheduler).drain() == [request] and request.cached_tokens == 0

@@ -1,0 +1,160 @@
+"""Engines whose layers with a window hold no more keys than they see: numbers of the plain forward, in less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import VOCAB, make_model
+
+from stoker.engine.block_layout import BlockLayout
+from stoker.engine.device import CpuRuntime
+from stoker.engine.kv_cache import KVCache, LayerShape, block_layout
+from stoker.kernels.errors import InvalidRequestError
+from stoker.kernels.reference.attention import Visibility
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+WINDOW = Visibility(window=12)
+FULL, SLIDING = LayerShape(heads=2, key_dim=8, value_dim=8), LayerShape(heads=2, key_dim=8, value_dim=8, visibility=WINDOW)
+FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2"]
+
+
+@cache
+def model_of(family: str) -> Any:
+    return make_model(family)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def engine_of(family: str, blocks: int | None = None, **fields: Any) -> RolloutEngine:
+    """blocks: so much memory as so many blocks of all layers take."""
+    config = {"block_size": 4, "kv_cache_memory": "1MiB", "max_num_seqs": 8} | fields
+    if blocks is not None:
+        with RolloutEngine(model_of(family), config=EngineConfig(**config)) as probe:
+            config["kv_cache_memory"] = blocks * probe.stats().kv_block_bytes
+    return RolloutEngine(model_of(family), config=EngineConfig(**config))
+
+
+@contextmanager
+def poisoned(engine: RolloutEngine) -> Iterator[None]:
+    """Before every step all memory that is free, and has no content, is NaN: who reads what was given up gives NaN."""
+    plan = engine.core.scheduler.plan
+
+    def poisoning() -> Any:
+        empty = torch.tensor(engine.core.scheduler.tables.pool.empty_pages)
+        pages = engine._kv.num_blocks
+        for cache in (cache for pair in engine._kv.layers for cache in pair if len(cache) == pages and len(empty)):
+            cache.index_fill_(0, empty, torch.nan)
+        return plan()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine.core.scheduler), "plan", lambda _: poisoning())
+        yield
+
+
+def check(family: str, prompts: list[list[int]], batch: Any, temperature: float = 1.0) -> None:
+    batch.raise_for_errors()
+    for given, output in zip(prompts, batch, strict=True):
+        for c in output.completions:
+            wanted = oracle.logprobs(model_of(family), given, c.token_ids, temperature)
+            torch.testing.assert_close(torch.tensor(c.logprobs).double(), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [None, 26])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_is_read_that_was_given_up(family: str, blocks: int | None) -> None:
+    """Groups, prompts in chunks, preemption, cached prefixes, a next turn, scores."""
+    prompts = [prompt(1, 45), prompt(2, 3), prompt(3, 20), prompt(1, 45)[:30] + prompt(4, 5)]
+    params = SamplingParams(n=4, max_tokens=24, seed=0, ignore_eos=True)
+    with engine_of(family, blocks, max_num_batched_tokens=16, decode_window=4) as engine, poisoned(engine):
+        assert engine.core.scheduler.tables.windowed
+        first = engine.generate_batch(prompts, params)
+        check(family, prompts, first)
+        turns = [given + output.completions[0].token_ids + [7, 8] for given, output in zip(prompts, first, strict=True)]
+        second = engine.generate_batch(turns, SamplingParams(max_tokens=9, seed=1, ignore_eos=True))
+        check(family, turns, second)
+        if blocks is None:
+            assert all(output.cached_tokens > len(given) - 8 for given, output in zip(turns, second, strict=True))
+        else:
+            assert engine.stats().num_preemptions > 0
+        for given, scores in zip(turns, engine.score(turns, start=2), strict=True):
+            wanted = oracle.logprobs(model_of(family), given[:2], given[2:])
+            torch.testing.assert_close(scores.logprobs.double(), wanted, rtol=0, atol=1e-4)
+        engine.core.scheduler.check()
+        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_a_long_sequence_holds_what_its_windows_see() -> None:
+    """200 tokens, of which layers with a window hold 12 and what a block and a plan make of it."""
+    most = 0
+    with engine_of("gemma3", block_size=4, max_model_len=200, decode_window=4, max_num_batched_tokens=16) as engine:
+        scheduler = engine.core.scheduler
+        plan: Callable[[], Any] = scheduler.plan
+
+        def counting() -> Any:
+            nonlocal most
+            made = plan()
+            most = max(most, *(sum(map(bool, r.window_ids)) for r in scheduler.running), 0)
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(scheduler), "plan", lambda _: counting())
+            engine.generate_batch([prompt(1, 100)], SamplingParams(max_tokens=100, ignore_eos=True)).raise_for_errors()
+    assert 4 <= most <= 8  # ceil((12 + 16) / 4) and one in part
+
+
+def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken() -> None:
+    """Alone, in memory that other sequences have left in pieces."""
+    with engine_of("gemma3", 24, max_num_batched_tokens=16) as engine:
+        others = [prompt(seed, 9) for seed in range(12)]
+        params = SamplingParams(max_tokens=11, ignore_eos=True)
+        engine.generate_batch(others, params).raise_for_errors()
+        room = engine._kv.most_tokens(16)
+        assert 24 * 4 < room < 256, "more than blocks of all layers would hold"
+        longest = SamplingParams(max_tokens=room - 50, ignore_eos=True, temperature=0)
+        prompts = [*others, prompt(5, 50)]
+        check("gemma3", prompts, engine.generate_batch(prompts, [*[params] * 12, longest]))
+        with pytest.raises(InvalidRequestError, match=f"the KV cache holds {room}"):
+            engine.generate_batch([prompt(5, 51)], longest)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([SLIDING, FULL] * 3, (1, 1)),
+        ([SLIDING] * 22 + [FULL] * 4, (1, 6)),
+        ([FULL] * 5 + [SLIDING], (5, 1)),
+        ([FULL] * 3, (1, 0)),
+        ([SLIDING] * 3, (1, 0)),
+        ([FULL, LayerShape(heads=1, key_dim=16, value_dim=16, visibility=WINDOW)], (1, 0)),
+        ([FULL, SLIDING, LayerShape(heads=2, key_dim=8, value_dim=8, same_as=1)], (1, 0)),
+        ([FULL, SLIDING, LayerShape(heads=2, key_dim=8, value_dim=8, same_as=1, visibility=WINDOW)], (1, 1)),
+    ],
+)
+def test_a_layer_has_memory_of_its_own_in_every_block(shapes: list[LayerShape], expected: tuple[int, int]) -> None:
+    layout = block_layout(shapes, 4, 256)
+    assert (layout.pages, layout.window_pages) == expected
+    kv = KVCache(shapes, 4 * layout.span, 4, CpuRuntime(torch.device("cpu")), None, layout)
+    assert kv.nbytes == 4 * layout.span * KVCache.block_bytes(shapes, 4, layout)
+    # Two blocks, of either kind, written by every layer that keeps keys of its own: nobody's numbers are another's.
+    whole, window = (layout.span, 2 * layout.span) if layout.window_pages else (1, 1)
+    own = [i for i, shape in enumerate(shapes) if shape.same_as is None]
+    for i in own:
+        for cache, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
+            cache[window if shapes[i].visibility == WINDOW else whole] = number
+    for i in own:
+        for cache, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
+            assert (cache[window if shapes[i].visibility == WINDOW else whole] == number).all()
+            assert (cache[0] == 0).all()
+
+
+def test_blocks_of_their_own_are_for_sequences_longer_than_the_window() -> None:
+    shapes = [SLIDING, FULL] * 3
+    assert block_layout(shapes, 4, 16) == BlockLayout() != block_layout(shapes, 4, 64)
