@@ -22,7 +22,18 @@ EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 
 # Programs of their own, with flags of their own: a default, and all by name.
 _BENCHMARKS = {
     name: f"stoker.benchmarks.{name}"
-    for name in ("rollout", "images", "scoring", "lora", "weights", "memory", "grpo", "partial", "step_profile")
+    for name in (
+        "rollout",
+        "images",
+        "scoring",
+        "lora",
+        "weights",
+        "memory",
+        "grpo",
+        "partial",
+        "windows",
+        "step_profile",
+    )
 }
 _PROGRAMS = {
     "bench": ("rollout", _BENCHMARKS),

@@ -77,6 +77,7 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for record in (None, Record(rows[:, 0], rows, torch.zeros(64, 3), rows[:, 0], rows[:, 0])):
         fields = dict.fromkeys(names, rows[:, 0]) | {"logprobs": torch.zeros(64), "record": record}
         window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
+    window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields, window_tables=rows, window_slots=rows[:, 0])
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
     experts = zeros(4, 512, dim), zeros(4, dim, 256)

@@ -226,34 +226,6 @@ def test_every_query_sees_its_own_keys(
             assert not padding.any()
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
-@pytest.mark.parametrize("shape", SHAPES, ids=name)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_with_a_window_read_their_own_table_and_nothing_that_is_not_seen(
-    layout: str, shape: Shape, ops: Ops
-) -> None:
-    """Through all steps of a decode window, in which a row may end."""
-    history, new = map(list, zip(*LAYOUTS[layout], strict=True))
-    decode = set(new) == {1}
-    for feature in (f for f in FEATURES if "visibility" in f):
-        rows = Rows(shape, history, new, num_steps=5 if decode else 1, padded_rows=2)
-        plan = rows.plan_of_windows(feature["visibility"], ops)
-        for step in range(rows.num_steps):
-            if step:
-                rows.seq_lens.add_(1)
-                plan.next_step()
-                for row, n in enumerate(rows.lengths):
-                    rows.write(row, n + step - 1, n + step)
-            padding = rows.check(plan, step, 2 if decode else 3, ops, **options_of(feature, shape))
-            assert decode or not padding.any()
-        if decode:  # over: it shrinks to one key, and gives something finite
-            rows.seq_lens[len(history) // 2] = 1
-            plan.next_step()
-            query = torch.randn(len(rows.seq_lens), shape.kv_heads * shape.group, shape.key_dim)
-            out = ops.paged_attention(query, rows.key_cache, rows.value_cache, plan, **options_of(feature, shape))
-            assert out[: len(history)].isfinite().all()
-
-
 @pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
 @pytest.mark.parametrize("padded_rows", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)

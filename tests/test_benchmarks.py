@@ -111,6 +111,13 @@ def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["partial"][0]["x_waiting"] > 0
 
 
+def test_windows_against_all_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = run(tmp_path, "windows")["windows"]
+    windows, whole = found["ways"]["windows"], found["ways"]["all keys"]
+    assert windows["at_a_time"] > whole["at_a_time"] and sum(windows["preemptions"]) <= sum(whole["preemptions"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["windows"][0]["x_at_a_time"] > 1
+
+
 def test_a_run_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(scenario: Any, device: str) -> dict[str, Any]:
         if scenario is SCENARIOS[device, True][1]:

@@ -40,6 +40,11 @@ def few(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
         ("deepseek_v3", {"num_hidden_layers": 2}),
         ("gemma4", TWO_OF_GEMMA4),
         ("llama4", {"num_hidden_layers": 2, "layer_types": None, "no_rope_layers": [1, 0]}),
+        # Of which the window's blocks are given up within a few tokens.
+        (
+            "gemma3",
+            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

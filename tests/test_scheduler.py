@@ -16,12 +16,12 @@ import pytest
 from machine import (
     VOCAB,
     Machine,
-    Traffic,
     make_group,
     make_scheduler,
     make_spec,
     until,
 )
+from traffic import Traffic
 
 import stoker.engine.scheduler
 from stoker.engine.plan import Sampled

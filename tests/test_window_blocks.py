@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from machine import Machine, Traffic, make_group, make_scheduler, make_spec
+from machine import Machine, make_group, make_scheduler, make_spec
+from traffic import Traffic
 
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_pool import BlockPool

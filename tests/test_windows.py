@@ -20,7 +20,10 @@ from stoker.kernels.reference.attention import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 WINDOW = Visibility(window=12)
-FULL, SLIDING = LayerShape(heads=2, key_dim=8, value_dim=8), LayerShape(heads=2, key_dim=8, value_dim=8, visibility=WINDOW)
+FULL, SLIDING = (
+    LayerShape(heads=2, key_dim=8, value_dim=8),
+    LayerShape(heads=2, key_dim=8, value_dim=8, visibility=WINDOW),
+)
 FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2"]
 
 
@@ -50,8 +53,8 @@ def poisoned(engine: RolloutEngine) -> Iterator[None]:
     def poisoning() -> Any:
         empty = torch.tensor(engine.core.scheduler.tables.pool.empty_pages)
         pages = engine._kv.num_blocks
-        for cache in (cache for pair in engine._kv.layers for cache in pair if len(cache) == pages and len(empty)):
-            cache.index_fill_(0, empty, torch.nan)
+        for kept in (kept for pair in engine._kv.layers for kept in pair if len(kept) == pages and len(empty)):
+            kept.index_fill_(0, empty, torch.nan)
         return plan()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -147,12 +150,12 @@ def test_a_layer_has_memory_of_its_own_in_every_block(shapes: list[LayerShape], 
     whole, window = (layout.span, 2 * layout.span) if layout.window_pages else (1, 1)
     own = [i for i, shape in enumerate(shapes) if shape.same_as is None]
     for i in own:
-        for cache, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
-            cache[window if shapes[i].visibility == WINDOW else whole] = number
+        for kept, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
+            kept[window if shapes[i].visibility == WINDOW else whole] = number
     for i in own:
-        for cache, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
-            assert (cache[window if shapes[i].visibility == WINDOW else whole] == number).all()
-            assert (cache[0] == 0).all()
+        for kept, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
+            assert (kept[window if shapes[i].visibility == WINDOW else whole] == number).all()
+            assert (kept[0] == 0).all()
 
 
 def test_blocks_of_their_own_are_for_sequences_longer_than_the_window() -> None:
