@@ -30,11 +30,13 @@ class BlockTables:
 
         copies: of both kinds, blocks by the block they are copied to; what is to be copied now is added.
         """
-        self._give_up_unseen(request, keep_prompt=True)
         first = request.computed // self.block_size
+        missing = max(0, -(-(request.computed + num_new) // self.block_size) - len(request.block_ids))
+        if not self.windowed and not missing and self.pool.refs(request.block_ids[first]) == 1:
+            return True  # the usual case, and nothing to do
+        self._give_up_unseen(request, keep_prompt=True)
         ids = (request.block_ids, request.window_ids) if self.windowed else (request.block_ids,)
         shared = [first < len(held) and held[first] > 0 and self.pool.refs(held[first]) > 1 for held in ids]
-        missing = max(0, -(-(request.computed + num_new) // self.block_size) - len(request.block_ids))
         wanted = self.layout.sizes(missing + shared[0], missing + shared[-1])
         if not self.pool.fits(*wanted):
             self._give_up_unseen(request, keep_prompt=False)
@@ -54,7 +56,8 @@ class BlockTables:
         """So many blocks more for each, which fit."""
         for kind in self._kinds:
             for request, missing in zip(requests, counts, strict=True):
-                self._extend(kind, request.window_ids if kind else request.block_ids, missing)
+                if missing:
+                    self._extend(kind, request.window_ids if kind else request.block_ids, missing)
 
     def hold(self, request: Request, blocks: Sequence[int], window_blocks: Sequence[int]) -> None:
         """Begin with blocks that are there already, of which window_blocks are as many, or none: ``computed`` tokens."""

@@ -23,6 +23,7 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
+from stoker.kernels.reference.attention import PLAIN
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters
@@ -98,6 +99,9 @@ class ModelBinding:
         self.shapes = self._as_kept(shapes)
 
     def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+        """In the cache's dtype; where all layers see alike, how much is of no matter to it."""
+        if len({shape.visibility for shape in shapes if shape.heads}) == 1:
+            shapes = [replace(shape, visibility=PLAIN) for shape in shapes]
         return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
 
     def fuse(self) -> None:

@@ -22,6 +22,7 @@ from small_engine import (
 )
 
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.block_tables import BlockTables
 from stoker.engine.request import Request
 from stoker.engine.runner import EagerStep
 from stoker.engine.sampler import PenaltyState
@@ -100,7 +101,8 @@ def interrupt_at(call: int, function):
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        *((Scheduler, name) for name in ("plan", "commit", "_reserve", "_admit", "_release")),
+        *((Scheduler, name) for name in ("plan", "commit", "_admit", "_release")),
+        *((BlockTables, name) for name in ("reserve", "extend", "hold", "release")),
         (Request, "take"),
         (BlockPool, "allocate"),
         (StepInputs, "fill"),

@@ -15,7 +15,7 @@ from families import VOCAB, make_model
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import CpuRuntime
 from stoker.engine.kv_cache import KVCache, LayerShape, block_layout
-from stoker.kernels.errors import InvalidRequestError
+from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 from stoker.kernels.reference.attention import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -161,3 +161,13 @@ def test_a_layer_has_memory_of_its_own_in_every_block(shapes: list[LayerShape], 
 def test_blocks_of_their_own_are_for_sequences_longer_than_the_window() -> None:
     shapes = [SLIDING, FULL] * 3
     assert block_layout(shapes, 4, 16) == BlockLayout() != block_layout(shapes, 4, 64)
+
+
+def test_a_model_whose_windows_are_in_other_layers_does_not_take_another_s_place() -> None:
+    wrapper: Any = torch.compile(model_of("gemma3"))
+    with RolloutEngine(wrapper, config=EngineConfig(block_size=4, kv_cache_memory="1MiB")) as engine:
+        wrapper._orig_mod = make_model("gemma3", seed=1)
+        assert engine.update_weights() == 1
+        wrapper._orig_mod = make_model("gemma3", layer_types=["full_attention", "sliding_attention", "full_attention"])
+        with pytest.raises(UnsupportedModelError, match="another shape than the engine was built for"):
+            engine.update_weights()
