@@ -128,7 +128,8 @@ class StepInputs:
         vocab: int,
         windowed: bool = False,
     ) -> None:
-        """max_blocks: of one sequence; windowed: layers with a window have blocks of their own; token_bytes: what one layer keeps of a token; vocab: one more than the largest id."""
+        """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id;
+        windowed: layers with a window have blocks of their own."""
         self.ops = ops
         self.runtime = runtime
         self.max_rows = max_num_seqs
@@ -255,6 +256,7 @@ class StepInputs:
         ]
 
         block_tables = [table[:rows, :columns] for table in self._block_tables]
+        window_tables = block_tables[1] if self._kinds == 2 else None
         for own, by_slot in zip(block_tables, self._tables, strict=True):
             own.copy_(by_slot[:, :columns].index_select(0, sent["slot_index"]))
         if token_ids.min() < 0:  # sampled by a plan that was not read yet
@@ -279,7 +281,7 @@ class StepInputs:
             spans=() if decode else spans_within(of_images),
             local_spans=any(features.local_spans for _, _, _, features in of_images),
             workspace=self._workspace,
-            window_tables=block_tables[1] if self._kinds == 2 else None,
+            window_tables=window_tables,
         )
         return Batch(
             num_rows=count,
@@ -293,7 +295,7 @@ class StepInputs:
             seq_lens=sent["seq_lens"],
             last_lens=sent["last_lens"],
             block_tables=block_tables[0],
-            window_tables=block_tables[1] if self._kinds == 2 else None,
+            window_tables=window_tables,
             block_size=self.block_size,
             attention=attention,
             shared=self._shared,

@@ -145,6 +145,7 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
     """
     layout = block_layout(binding.shapes, config.block_size, model_len)
     block_bytes = KVCache.block_bytes(binding.shapes, config.block_size, layout)
+    least = layout.span * (1 + layout.needed(1, config.block_size, 1))
     states = _state_layout(config, binding)
     state_bytes = KVCache.state_bytes(binding.shapes, states)
     if config.kv_cache_memory == "auto":
@@ -153,15 +154,15 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
         decoding, prompt = (layout.needed(model_len, config.block_size, chunk) for chunk in chunks)
         slabs = (config.max_num_seqs - 1) * decoding + prompt + 1
         budget = _budget(config, binding, runtime, model_len)
-        num_blocks = max(2 * layout.span, min(slabs * layout.span, (budget - state_bytes) // block_bytes))
+        num_blocks = max(least, min(slabs * layout.span, (budget - state_bytes) // block_bytes))
     else:
         assert isinstance(config.kv_cache_memory, int)
         num_blocks = (config.kv_cache_memory - state_bytes) // block_bytes
-        if num_blocks < 2 * layout.span:
+        if num_blocks < least:
             besides = f", and the states of max_num_seqs={config.max_num_seqs} sequences take {state_bytes}"
             raise InvalidConfigError(
                 f"kv_cache_memory={config.kv_cache_memory} holds no block: two blocks of {config.block_size} tokens take "
-                f"{2 * layout.span * block_bytes} bytes{besides if states else ''}"
+                f"{least * block_bytes} bytes{besides if states else ''}"
             )
     num_blocks -= num_blocks % layout.span
     try:

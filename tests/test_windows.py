@@ -15,7 +15,7 @@ from families import VOCAB, make_model
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import CpuRuntime
 from stoker.engine.kv_cache import KVCache, LayerShape, block_layout
-from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
+from stoker.kernels.errors import InvalidConfigError, InvalidRequestError, UnsupportedModelError
 from stoker.kernels.reference.attention import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -171,3 +171,16 @@ def test_a_model_whose_windows_are_in_other_layers_does_not_take_another_s_place
         wrapper._orig_mod = make_model("gemma3", layer_types=["full_attention", "sliding_attention", "full_attention"])
         with pytest.raises(UnsupportedModelError, match="another shape than the engine was built for"):
             engine.update_weights()
+
+
+def test_memory_for_no_block_is_refused() -> None:
+    model, config = model_of("gemma3"), {"block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 16}
+    with pytest.raises(InvalidConfigError, match=r"two blocks of 4 tokens take (\d+) bytes") as refused:
+        RolloutEngine(model, config=EngineConfig(kv_cache_memory=1000, **config))
+    least = int(str(refused.value).split(" take ")[1].split(" ")[0])
+    with pytest.raises(InvalidConfigError, match="holds no block"):
+        RolloutEngine(model, config=EngineConfig(kv_cache_memory=least - 1, **config))
+    with RolloutEngine(model, config=EngineConfig(kv_cache_memory=least, **config)) as engine:
+        engine.generate_batch([[1, 2]], SamplingParams(max_tokens=2)).raise_for_errors()
+        with pytest.raises(InvalidRequestError, match="the KV cache holds 4"):
+            engine.generate_batch([[1, 2, 3, 4]], SamplingParams(max_tokens=1))
