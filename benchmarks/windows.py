@@ -67,7 +67,7 @@ SCENARIOS = {
     ],
     ("cuda", True): [
         Scenario(
-            spec=_model("windows-1b", 512, **_1B), workload=_workload(64, (512, 1024), 1500, 3072), room=8, repeats=1
+            spec=_model("windows-1b", 128, **_1B), workload=_workload(32, (512, 1024), 400, 512), room=8, repeats=1
         )
     ],
 }
