@@ -193,6 +193,7 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """As ``AdapterSources.load``."""
+        self._in_order()  # what it copies to the device is written before others read it
         self._seen = None
         self.adapters.load(name, source, self.shell, self.source)
 
