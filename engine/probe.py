@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,13 @@ POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 
 
 _LOW_BOUND = 0.3
+
+
+def has_tensors(activation: Any) -> bool:
+    """Whether an activation has numbers of its own, as xIELU's: trained, they make it another one."""
+    return isinstance(activation, nn.Module) and any(
+        True for _ in itertools.chain(activation.parameters(), activation.buffers())
+    )
 
 
 def clipping_of(module: nn.Module) -> Any:
