@@ -51,6 +51,7 @@ def by_peft_policy(model: PeftModel) -> nn.Module:
 
 # By ranks and name: how to shard, the family, and the adapter.
 CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]]]] = {
+    1: {"fsdp2": (by_fsdp2, "qwen3", EVERYWHERE)},
     2: {
         "fsdp2": (by_fsdp2, "qwen3", {"use_rslora": True} | EVERYWHERE),
         "fsdp2, DoRA": (by_fsdp2, "qwen3", {"use_dora": True}),
@@ -84,6 +85,7 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]
 
 # The same, of a model that is not the engine's.
 OTHERS: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]]]] = {
+    1: {"fsdp2": (by_fsdp2, "qwen3", EVERYWHERE)},  # whose tensors are sharded over one rank
     2: {
         "fsdp2": (by_fsdp2, "qwen3", {"use_dora": True} | EVERYWHERE),
         "fsdp2, biases of the base": (by_fsdp2, "qwen2", {"bias": "all", "target_modules": ["q_proj", "down_proj"]}),

@@ -35,7 +35,7 @@ class AdapterCopies(MirroredSource):
         self.tensors()
 
     def _read(self) -> Held:
-        return super()._read().parts_of(lambda name: self._is_wanted(name) is not None)
+        return super()._read().of(lambda name: self._is_wanted(name) is not None)
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
         if held.shapes != self._shapes or held.aliases != self._aliases:

@@ -128,11 +128,13 @@ class Held:
                 pieces = (p for p in s.pieces[dist.get_rank(s.group)] if p.name not in self.states)
                 yield from ((p.name, s.local[p.start : p.start + p.rows], dtypes[p.name]) for p in pieces)
 
-    def parts_of(self, wanted: Callable[[str], bool]) -> Held:
-        """What is here in parts, of the tensors whose names are wanted."""
+    def of(self, wanted: Callable[[str], bool]) -> Held:
+        """Of those tensors alone whose names are wanted. What is sharded over one rank is whole."""
         shards = [s for s in (s.of(wanted) for s in self.shards) if s.names]
-        names = {name for s in shards for name in s.names}
+        full = {name: tensor for name, tensor in self.full.items() if wanted(name)}
+        names = full.keys() | {name for s in shards for name in s.names}
         return Held(
+            full=full,
             shards=shards,
             shapes={name: shape for name, shape in self.shapes.items() if name in names},
             dtypes={name: dtype for name, dtype in self.dtypes.items() if name in names},
