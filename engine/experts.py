@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from stoker.engine.probe import has_tensors
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
@@ -189,7 +190,7 @@ def _gate_of_dense(module: Any) -> Gate | None:
 
 def _gate_of(module: Any) -> Gate | None:
     """The activation of an experts module, or None where it is not one the operation knows."""
-    if getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False) or has_tensors(getattr(module, "act_fn", None)):
         return None
     known = [*_GATES] if module.has_gate else [Gate(gated=False)]
     if hasattr(module, "alpha") and hasattr(module, "limit"):

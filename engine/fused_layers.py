@@ -22,7 +22,7 @@ from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.lora import Adapted
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel
-from stoker.engine.probe import TOLERANCE, Recorder, clipping_within_reach
+from stoker.engine.probe import TOLERANCE, Recorder, clipping_within_reach, in_full_precision
 from stoker.engine.rotary import Rotary
 from stoker.engine.routing import shared_mlps, take_over_mixtures
 from stoker.engine.step_context import PackedPositions
@@ -167,7 +167,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
     forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
     """
-    with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False):
+    with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
         take_over_mixtures(shell.module, ops, shell.lora, partial(_mlp_of, shell, ops, fused))
         try:
             rotary = Rotary(shell)

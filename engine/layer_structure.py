@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.probe import TOLERANCE
+from stoker.engine.probe import TOLERANCE, has_tensors
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, rms_norm
 
 # Names of the norms before attention, after it, before the MLP and after it.
@@ -282,7 +282,7 @@ def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> No
 def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) -> _Name | None:
     acts = [getattr(mlp, name, None) for name in ("act_fn", "activation_fn", "activation", "act")]
     act = next(filter(callable, acts), F.silu if hasattr(mlp, "w1") else None)  # LFM2's calls that
-    if act is None:
+    if act is None or has_tensors(act):
         return None
     x = torch.linspace(-6, 6, 64)
     expected: Any = act(x)

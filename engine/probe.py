@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 
 
 _LOW_BOUND = 0.3
+
+
+def has_tensors(activation: Any) -> bool:
+    """Whether an activation has numbers of its own, as xIELU's: trained, they make it another one."""
+    return isinstance(activation, nn.Module) and any(
+        True for _ in itertools.chain(activation.parameters(), activation.buffers())
+    )
 
 
 def clipping_of(module: nn.Module) -> Any:
@@ -37,6 +45,23 @@ def clipping_within_reach(model: nn.Module) -> Iterator[None]:
     finally:
         for config, bound in bounds.values():
             config.clip_qkv = bound
+
+
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """Within, a product of fp32 is one. A trainer may let it be of TF32, which next to kernels that do not looks like a fault."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, older = matmul.fp32_precision, None
+    with suppress(RuntimeError):  # torch's older setting cannot be read where the newer one says otherwise
+        older = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older)
+        matmul.fp32_precision = before
 
 
 def _one_sequence(x: Tensor) -> StateRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,11 @@ from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.adapter_files import adapter_reader
+from stoker.weight_sync.adapter_files import read_adapter
 from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
 from stoker.weight_sync.source import WeightSource
 
 
@@ -24,15 +25,17 @@ class AdapterSources:
     """Knows adapters by name, and notices when they change.
 
     ``weights`` are all there are, as they were when last looked at; ``active`` those that the model ran then, in order.
-    ``packed``: of those that were copied, the ones that do not lie on the engine's device.
+    ``packed``: of those that were copied, the ones that do not lie on the engine's device. gathering: options of
+    ``MirroredSource`` for what other models hold in parts.
     """
 
-    def __init__(self, model: nn.Module, *, deterministic: bool) -> None:
-        self._model, self._deterministic = model, deterministic
+    def __init__(self, model: nn.Module, *, deterministic: bool, gathering: Mapping[str, Any]) -> None:
+        self._model, self._deterministic, self._gathering = model, deterministic, gathering
         self.weights: dict[str, AdapterWeights] = {}
         self.active: tuple[str, ...] = ()
         self.packed: dict[str, Packed] = {}
-        self._read: dict[str, Callable[[], AdapterWeights]] = {}  # those of other models
+        self._others: dict[str, AdapterOfModel] = {}
+        self._in_step = True  # with the base: no pull of theirs has failed since
         self._copies: dict[str, AdapterWeights] = {}  # those of none
         # Adapters of the model that were active at once, by the name of that.
         self._sums: dict[str, tuple[str, ...]] = {}
@@ -44,7 +47,7 @@ class AdapterSources:
         self._changed = False
 
     def is_loaded(self, name: str) -> bool:
-        return name in self._read or name in self._copies
+        return name in self._others or name in self._copies
 
     def look(self, shell: ModelShell, source: WeightSource, *, announced: bool, same: bool = False) -> None:
         """Take the adapters as they are now; ``take_changed`` then says whether there was a change.
@@ -56,8 +59,8 @@ class AdapterSources:
         """
         before, moved = self._layout, False
         found = self._changing() if same else self._find(source.adapters)
-        if self._read or not same:
-            found |= {name: read() for name, read in self._read.items()}
+        if self._others or not same:
+            found |= {name: other.read() for name, other in self._others.items()}
             moved = self._take(shell, found)
         if announced:
             self._changed = False
@@ -65,7 +68,7 @@ class AdapterSources:
             self._numbers = None
             return
         if isinstance(source, AliasedSource):  # which looks at the model's own
-            found = {name: adapter for name, adapter in found.items() if name in self._read}
+            found = {name: adapter for name, adapter in found.items() if name in self._others}
         known, self._numbers = self._numbers, numbers(found, source.device)
         if not announced:
             self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
@@ -79,6 +82,43 @@ class AdapterSources:
         """Those among the weights of a mirror, whose memory is another one now."""
         if self._layout is not None:
             self._layout = layout(self._changing())
+
+    # -- copies of what other models hold in parts -------------------------------------------------------------------
+
+    def is_gathered(self, name: str) -> bool:
+        return name in self._others and self._others[name].copies is not None
+
+    def _gathered(self) -> Iterator[AdapterCopies]:
+        return (other.copies for other in self._others.values() if other.copies is not None)
+
+    def pull(self) -> int:
+        """Take what has changed in them, on all ranks together; returns the bytes written."""
+        self._in_step = False
+        written = sum(copies.pull() for copies in self._gathered())
+        self._in_step = True
+        return written
+
+    @property
+    def complete(self) -> bool:
+        return self._in_step and all(copies.complete for copies in self._gathered())
+
+    @property
+    def resident(self) -> bool:
+        return all(copies.resident for copies in self._gathered())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copies.nbytes for copies in self._gathered())
+
+    def give_back(self, *, drop: bool) -> None:
+        for copies in self._gathered():
+            copies.give_back(drop=drop)
+
+    def take_again(self) -> None:
+        for copies in self._gathered():
+            copies.take_again()
+
+    # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _changing(self) -> dict[str, AdapterWeights]:
         """All but those that were copied."""
@@ -131,12 +171,12 @@ class AdapterSources:
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
-        given: as for ``adapter_reader``.
+        given: as for ``read_adapter``.
         """
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
         parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
-        read, changes = adapter_reader(name, given, parameters)
-        adapter = read()
+        new = read_adapter(name, given, parameters, source.device, self._gathering)
+        adapter = new.read() if isinstance(new, AdapterOfModel) else new
         if name in live_adapters(unwrap(self._model), source.adapters):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         self._check(shell, name, adapter, self.weights | {name: adapter})
@@ -145,8 +185,8 @@ class AdapterSources:
         if sampled:  # what changed until now would be forgotten below
             self.look(shell, source, announced=False)
         self.unload(name)
-        if changes:
-            self._read[name] = read
+        if isinstance(new, AdapterOfModel):
+            self._others[name] = new
         else:
             if not lies_on(adapter, source.device):
                 self.packed[name] = pack(adapter, runtime_for(source.device))
@@ -156,7 +196,7 @@ class AdapterSources:
         self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
 
     def unload(self, name: str) -> None:
-        for known in (self._read, self._copies, self.packed, self.weights):
+        for known in (self._others, self._copies, self.packed, self.weights):
             known.pop(name, None)
 
 

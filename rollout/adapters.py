@@ -168,8 +168,11 @@ class Adapters:
         Slots are emptied too of those that lie among weights which are given back.
         """
         self.given_back += sum(slab.nbytes for slab in self._slabs.values())
+        known = self._binding.adapters
         mirrored = [
-            a.slot for a in self.slots if self._binding.source.adapters and not self._binding.adapters.is_loaded(a.name)
+            a.slot
+            for a in self.slots
+            if known.is_gathered(a.name) or (self._binding.source.adapters and not known.is_loaded(a.name))
         ]
         self.emptied.update(self._slabs, mirrored)
         for slot in self.emptied:

@@ -60,7 +60,8 @@ class ModelBinding:
     ) -> None:
         self.model = model
         self.deterministic, self.kv_dtype = deterministic, kv_dtype
-        self.adapters = AdapterSources(model, deterministic=deterministic)
+        gathering = {"check_finite": check_finite, "gather_bytes": gather_bytes}
+        self.adapters = AdapterSources(model, deterministic=deterministic, gathering=gathering)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
         self._check_finite, self._gather_bytes = check_finite, gather_bytes
@@ -124,10 +125,10 @@ class ModelBinding:
         self._in_order()
         same = self._looks_as_seen()
         if not same and self._has_moved():
-            return self.rebind()
+            return self.rebind() + self.adapters.pull()
         self._look_at_adapters(same=same)
         self._remember()
-        return self.source.pull()
+        return self.source.pull() + self.adapters.pull()
 
     def rebind(self) -> int:
         """As ``refresh``, where the model has ``moved``."""
@@ -196,6 +197,7 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """As ``AdapterSources.load``."""
+        self._in_order()  # what it copies to the device is written before others read it
         self._seen = None
         self.adapters.load(name, source, self.shell, self.source)
 
@@ -205,9 +207,24 @@ class ModelBinding:
         active = self.adapters.active if seen else active_adapters(unwrap(self.model))
         return "+".join(active) or None
 
+    @property
+    def resident(self) -> bool:
+        """Whether all weights are in the device's memory."""
+        return self.source.resident and self.adapters.resident
+
+    @property
+    def nbytes(self) -> int:
+        """Of the engine's own copies of weights."""
+        return self.source.nbytes + self.adapters.nbytes
+
+    def give_back(self, *, drop: bool) -> None:
+        self.source.give_back(drop=drop)
+        self.adapters.give_back(drop=drop)
+
     def take_again(self) -> None:
         """Have the weights' memory again, which was given back. Adapters in it may lie elsewhere, and are the same."""
         self.source.take_again()
+        self.adapters.take_again()
         self.adapters.lie_elsewhere()
 
     def receive(self, weights: NewWeights) -> Staging:
@@ -241,7 +258,7 @@ class ModelBinding:
 
     def check_ready(self) -> None:
         """Raise ``EngineStateError`` where the weights are in parts old and new."""
-        if not self.source.complete:
+        if not (self.source.complete and self.adapters.complete):
             raise EngineStateError(
                 "the weights are incomplete since an update failed or sleep(level=3) dropped them: call update_weights()"
             )

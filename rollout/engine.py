@@ -325,9 +325,9 @@ class RolloutEngine:
         """Know one more adapter, or another one under the name of one loaded before; requests under way go on.
 
         source: a ``PeftModel`` with the same base (its active adapter), or ``(PeftModel, adapter name)``: its tensors
-        are read where they are, and changes are seen as those of the engine's own model are. ``(state dict,
-        LoraConfig)``, or the folder of a saved adapter: copied, to the host where that is, and to the device while a
-        request may use it.
+        are read where they are, and changes are seen as those of the engine's own model are. What it has in parts is
+        gathered, now and at ``update_weights``, which ranks call together. ``(state dict, LoraConfig)``, or the folder
+        of a saved adapter: copied, to the host where that is, and to the device while a request may use it.
 
         Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
         ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.

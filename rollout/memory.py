@@ -46,7 +46,7 @@ class EngineMemory:
     @property
     def asleep(self) -> list[str]:
         """What has to be woken before anything can run; graphs wake by themselves."""
-        weights = self.binding.source.resident and not self.adapters.emptied
+        weights = self.binding.resident and not self.adapters.emptied
         states = {"weights": weights, "kv_cache": bool(self.kv.layers)}
         return [tag for tag, awake in states.items() if not awake]
 
@@ -70,15 +70,15 @@ class EngineMemory:
             self.kv.release()
         if "weights" in tags:
             self.adapters.give_back()
-            self.binding.source.give_back(drop=drop_weights)
+            self.binding.give_back(drop=drop_weights)
         self.kv.runtime.release_memory()  # last: also what the weights have left in torch's allocator
 
     def wake(self, tags: Iterable[str]) -> None:
         """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
         tags = set(tags)
         if "weights" in tags and "weights" in self.asleep:
-            if not self.binding.source.resident:
-                self._take("weights", self.binding.source.nbytes, self.binding.take_again)
+            if not self.binding.resident:
+                self._take("weights", self.binding.nbytes, self.binding.take_again)
             self._take("adapters", self.adapters.given_back, self.adapters.take_again)
         if "kv_cache" in tags and "kv_cache" in self.asleep:
             self._take("KV cache", self.kv.wanted_bytes, self.kv.allocate)

@@ -74,5 +74,5 @@ def stats_of(memory: EngineMemory, updates: WeightUpdates) -> EngineStats:
         matmuls=dict(binding.ops.matmuls),
         last_update_seconds=updates.last_seconds,
         last_update_bytes=updates.last_bytes,
-        mirror_bytes=binding.source.nbytes,
+        mirror_bytes=binding.nbytes,
     )

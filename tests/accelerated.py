@@ -54,12 +54,17 @@ def by_deepspeed(stage: int) -> Accelerator:
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero.settings(stage)))
 
 
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+
+
 def adapted(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
     torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(model, config)
+    return get_peft_model(model, lora())
 
 
 def whole(model: Any) -> Any:
@@ -67,6 +72,8 @@ def whole(model: Any) -> Any:
     twin = make_model()
     if any("lora_" in name for name, _ in model.named_parameters()):
         twin = adapted(twin).eval()
+    if any(".ref." in name for name, _ in model.named_parameters()):  # TRL's copy of what the adapter was
+        twin.add_adapter("ref", lora())
     if any(isinstance(p, DTensor) for p in model.parameters()):
         twin.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
     elif isinstance(model, DistributedDataParallel):
@@ -113,15 +120,28 @@ def follow(rank: int, how: str) -> dict[str, Any]:
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
 
 
-def trl(rank: int, how: str, folder: str, kind: str = "grpo", adapter: bool = False) -> dict[str, Any]:
-    """A trainer of TRL over two ranks' weights, or of an adapter, with GRPO's groups cut between them."""
+def trl(
+    rank: int,
+    how: str,
+    folder: str,
+    kind: str = "grpo",
+    adapter: bool = False,
+    by_config: bool = False,
+    beta: float = 0.0,
+) -> dict[str, Any]:
+    """A trainer of TRL over two ranks' weights, or of an adapter, with GRPO's groups cut between them.
+
+    by_config: the trainer makes the adapter. beta: of its divergence from a reference.
+    """
     from stoker.integrations.trl import attach, detach
 
     launched()
-    make = (lambda: adapted(make_model())) if adapter else make_model
-    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "vllm_enable_sleep_mode": True, "model": make()}
+    model = adapted(make_model()) if adapter and not by_config else make_model()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "vllm_enable_sleep_mode": True, "model": model}
     if kind in ("grpo", "rloo"):
-        settings["per_device_eval_batch_size"] = 2
+        settings |= {"per_device_eval_batch_size": 2, "beta": beta}
+    if by_config:
+        settings["more"] = {"peft_config": lora()}
     if how.startswith("zero"):
         deepspeed_on_a_cpu()
         trainer = build(kind, folder, use_cpu=False, deepspeed=zero.settings(int(how[-1])) | AUTO, **settings)
@@ -148,8 +168,9 @@ def trl(rank: int, how: str, folder: str, kind: str = "grpo", adapter: bool = Fa
         backward(*arguments, **fields)
 
     engine.generate_batch, trainer.accelerator.backward = keep, look  # type: ignore[method-assign]
+    before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
-    before, after = make().parameters(), whole(trainer.model_wrapped).parameters()
+    after = list(whole(trainer.model_wrapped).parameters())
     found = {
         "source": engine._binding.source.kind,
         "version": engine.weight_version,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import oracle
@@ -20,7 +23,15 @@ from sharded import CONFIG, by_fsdp1, by_fsdp2, by_fsdp2_of_copies, by_fsdp2_on_
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from stoker.rollout import LIVE, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import (
+    LIVE,
+    EngineStateError,
+    RolloutEngine,
+    SamplingParams,
+    UnsupportedModelError,
+    WeightsMismatchError,
+    WeightTransferError,
+)
 
 PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -40,6 +51,7 @@ def by_peft_policy(model: PeftModel) -> nn.Module:
 
 # By ranks and name: how to shard, the family, and the adapter.
 CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]]]] = {
+    1: {"fsdp2": (by_fsdp2, "qwen3", EVERYWHERE)},
     2: {
         "fsdp2": (by_fsdp2, "qwen3", {"use_rslora": True} | EVERYWHERE),
         "fsdp2, DoRA": (by_fsdp2, "qwen3", {"use_dora": True}),
@@ -56,7 +68,14 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]
         "fsdp1 of original parameters": (partial(by_fsdp1, use_orig_params=True), "llama", EVERYWHERE),
         "fsdp1, adapters apart": (by_peft_policy, "llama", {}),
     },
-    3: {"fsdp2, uneven": (by_fsdp2, "qwen3", {"r": 5} | EVERYWHERE)},
+    3: {
+        "fsdp2, uneven": (by_fsdp2, "qwen3", {"r": 5} | EVERYWHERE),
+        "fsdp2, DoRA of uneven ranks": (
+            by_fsdp2,
+            "qwen3",
+            {"r": 5, "use_dora": True, "rank_pattern": {"q_proj": 2, "down_proj": 7}, "alpha_pattern": {"v_proj": 31}},
+        ),
+    },
     4: {
         "fsdp2 on any dimension": (by_fsdp2_on_any_dimension, "qwen3", {"r": 8}),
         "fsdp2 of copies": (by_fsdp2_of_copies, "qwen3", {}),
@@ -64,9 +83,23 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]
 }
 
 
-def adapted(family: str, options: dict[str, Any]) -> PeftModel:
+# The same, of a model that is not the engine's.
+OTHERS: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]]]] = {
+    1: {"fsdp2": (by_fsdp2, "qwen3", EVERYWHERE)},  # whose tensors are sharded over one rank
+    2: {
+        "fsdp2": (by_fsdp2, "qwen3", {"use_dora": True} | EVERYWHERE),
+        "fsdp2, biases of the base": (by_fsdp2, "qwen2", {"bias": "all", "target_modules": ["q_proj", "down_proj"]}),
+        "fsdp2, tokens": (by_fsdp2, "qwen3", {"trainable_token_indices": {"embed_tokens": [3, 17, 99]}}),
+        "fsdp1 of original parameters": (partial(by_fsdp1, use_orig_params=True), "llama", EVERYWHERE),
+        "fsdp1, adapters apart": (by_peft_policy, "llama", {}),
+    },
+    4: {"fsdp2 of copies": (by_fsdp2_of_copies, "qwen3", {"r": 5, "rank_pattern": {"q_proj": 2}})},
+}
+
+
+def adapted(family: str, options: dict[str, Any], seed: int = 1) -> PeftModel:
     model = get_peft_model(make_model(family, num_hidden_layers=2), lora(**options)).eval()
-    shake(model)
+    shake(model, seed)
     return model
 
 
@@ -81,11 +114,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.step()
 
 
-def assert_like(engine: RolloutEngine, twin: PeftModel, version: int) -> None:
-    """With the live adapter and on the bare base, in one batch; on one rank more often, so that a collective would hang."""
+def assert_like(
+    engine: RolloutEngine,
+    twin: PeftModel,
+    version: int,
+    others: Mapping[str, tuple[PeftModel, Any]] = MappingProxyType({}),
+) -> None:
+    """With the live adapter and on the bare base, in one batch; on one rank more often, so that a collective would hang.
+
+    others: by the engine's names of more adapters, whose they are, and by which name.
+    """
+    expecting = {LIVE: (twin, "default"), None: (twin, None), **others}
     for _ in range(1 + dist.get_rank() % 2):
-        live, base = engine.generate_batch([PROMPT] * 2, GREEDY, adapter=[LIVE, None])
-    for output, adapter in ((live, "default"), (base, None)):
+        batch = engine.generate_batch([PROMPT] * len(expecting), GREEDY, adapter=list(expecting))
+    for output, (twin, adapter) in zip(batch, expecting.values(), strict=True):
         (c,) = output.completions
         with running(twin, adapter):
             assert c.token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
@@ -94,11 +136,12 @@ def assert_like(engine: RolloutEngine, twin: PeftModel, version: int) -> None:
         assert set(c.weight_versions) == {version}
 
 
-def follow_all(rank: int) -> dict[str, dict[str, Any]]:
+def follow_all(rank: int, of_others: bool) -> dict[str, dict[str, Any]]:
     found = {}
-    for name, case in CASES[dist.get_world_size()].items():
+    cases, each = (OTHERS, follow_another_model) if of_others else (CASES, follow)
+    for name, case in cases[dist.get_world_size()].items():
         try:
-            found[name] = follow(*case)
+            found[name] = each(*case)
         except BaseException as error:
             error.add_note(f"({name})")
             raise
@@ -134,6 +177,150 @@ def follow(wrap: Callable[[Any], nn.Module], family: str, options: dict[str, Any
     return {"fused": stats.fused_layers == stats.num_layers, "moved": moved, "trained": trained}
 
 
+def follow_another_model(wrap: Callable[[Any], nn.Module], family: str, options: dict[str, Any]) -> dict[str, Any]:
+    """An adapter that was loaded from another sharded model is what that is trained to be, as of the last update."""
+    twin, model = adapted(family, {}), wrap(adapted(family, {}))
+    their_twin, theirs = adapted(family, options, seed=7), wrap(adapted(family, options, seed=7))
+    optimizers = optimizer_of(their_twin), optimizer_of(theirs)
+    trained = sum(p.nbytes for p in their_twin.parameters() if p.requires_grad)
+    others = {"theirs": (their_twin, "default")}
+    with RolloutEngine(model, config=replace(CONFIG, gather_memory=2**16)) as engine:
+        alone = engine.stats().mirror_bytes
+        engine.load_adapter("theirs", theirs)
+        mirrored = engine.stats().mirror_bytes - alone
+        assert engine.adapters == ("default", "theirs")
+        assert_like(engine, twin, 0, others)
+        before = copy.deepcopy(their_twin)
+        for step in (1, 2):
+            train(their_twin, optimizers[0], step)
+            train(theirs, optimizers[1], step)
+            if step == 1:
+                assert_like(engine, twin, 0, {"theirs": (before, "default")})
+            assert engine.update_weights() == step
+            moved = engine.stats().last_update_bytes
+            assert_like(engine, twin, step, others)
+        assert engine.update_weights() == 3 and not engine.stats().last_update_bytes
+        engine.sleep(level=2)
+        assert all(not copies.resident for copies in engine._binding.adapters._gathered())
+        engine.wake_up()
+        assert_like(engine, twin, 3, others)
+        engine.sleep(level=3)
+        engine.wake_up()
+        assert engine.update_weights() == 4
+        assert_like(engine, twin, 4, others)
+        engine.unload_adapter("theirs")
+        assert engine.stats().mirror_bytes == alone
+        assert engine.update_weights() == 5
+        assert_like(engine, twin, 5)
+    train(theirs, optimizers[1], 9)
+    return {"mirrored": mirrored, "moved": moved, "trained": trained}
+
+
+BOTH = ["default", "other"]
+
+
+@contextmanager
+def alone(model: PeftModel, adapter: str) -> Iterator[None]:
+    """One of the two active adapters."""
+    model.base_model.set_adapter(adapter)
+    try:
+        yield
+    finally:
+        model.base_model.set_adapter(BOTH)
+
+
+def several(rank: int) -> None:
+    """Two adapters in parts, trained together: both at once, each alone, and each of them loaded by another engine."""
+
+    def make() -> PeftModel:
+        model = adapted("qwen3", {})
+        model.add_adapter("other", lora(r=3, target_modules=["k_proj", "up_proj", "q_proj"], use_rslora=True))
+        shake(model, seed=2)
+        model.base_model.set_adapter(BOTH)
+        return model
+
+    twin, model = make(), by_fsdp2(make())
+    ours, theirs = optimizer_of(model), optimizer_of(twin)
+    loaded = {"first": (twin, "default"), "second": (twin, "other")}
+    plain = make_model("qwen3", num_hidden_layers=2)
+    with RolloutEngine(model, config=CONFIG) as engine, RolloutEngine(plain, config=CONFIG) as of_base:
+        for name, (_, adapter) in loaded.items():
+            of_base.load_adapter(name, (model, adapter))
+        of_base.load_adapter("both", model)
+        assert of_base._binding.source.kind == "aliased"
+        for step in range(3):
+            live, both = engine.generate_batch([PROMPT] * 2, GREEDY, adapter=[LIVE, "default+other"])
+            (again,) = of_base.generate_batch([PROMPT], GREEDY, adapter="both")
+            expected = oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
+            logprobs = oracle.logprobs(twin, PROMPT, expected)
+            for (c,) in (output.completions for output in (live, both, again)):
+                assert c.token_ids == expected
+                torch.testing.assert_close(torch.tensor(c.logprobs).double(), logprobs, rtol=0, atol=1e-4)
+            train(twin, theirs, step)
+            train(model, ours, step)
+            assert engine.update_weights() == of_base.update_weights() == step + 1
+        for of_one, names in ((engine, BOTH), (of_base, list(loaded))):
+            batch = of_one.generate_batch([PROMPT] * 2, GREEDY, adapter=names)
+            for output, (_, adapter) in zip(batch, loaded.values(), strict=True):
+                with alone(twin, adapter):
+                    assert output.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
+        of_base.sleep(level=3)
+        of_base.wake_up()
+        with pytest.raises(EngineStateError, match=r"sleep\(level=3\) dropped them"):
+            of_base.generate_batch([PROMPT], GREEDY)
+        of_base.update_weights()
+        (again,) = of_base.generate_batch([PROMPT], GREEDY, adapter="second")
+        with alone(twin, "other"):
+            assert again.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
+
+
+def refused(rank: int) -> None:
+    """What is refused on one rank is on all, and nothing is sampled on a base and an adapter of two updates."""
+    model, theirs = by_fsdp2(adapted("qwen3", {})), by_fsdp2(adapted("qwen3", {}, seed=7))
+    whole, late = adapted("qwen3", {}, seed=8), by_fsdp2(adapted("qwen3", {}, seed=9))
+    with RolloutEngine(model, config=replace(CONFIG, check_finite_weights=True)) as engine:
+        with pytest.raises(UnsupportedModelError, match=r"the model has \['default'\], and no 'nobody'"):
+            engine.load_adapter("theirs", (theirs, "nobody"))
+        engine.load_adapter("theirs", theirs)
+        engine.load_adapter("whole", whole)
+        (before,) = engine.generate_batch([PROMPT], GREEDY, adapter="theirs")
+        part = next(p for n, p in theirs.named_parameters() if "lora_A" in n).to_local()
+        kept = part.detach().clone()
+        if rank == 1:
+            part.detach().fill_(torch.nan)
+        with pytest.raises(WeightsMismatchError, match="holds NaN or Inf" if rank == 1 else "another rank refused"):
+            engine.update_weights()
+        with pytest.raises(EngineStateError, match="the weights are incomplete since an update failed"):
+            engine.generate_batch([PROMPT], GREEDY)
+        part.detach().copy_(kept)
+        engine.update_weights()
+        (after,) = engine.generate_batch([PROMPT], GREEDY, adapter="theirs")
+        assert after.completions[0].token_ids == before.completions[0].token_ids
+        theirs.delete_adapter("default")
+        theirs.add_adapter("default", lora(r=2, target_modules=["q_proj"]))  # whole on every rank
+        theirs.set_adapter("default")
+        with pytest.raises(
+            UnsupportedModelError, match=r"unload_adapter\('theirs'\), update the weights and load it again"
+        ):
+            engine.update_weights()
+        engine.unload_adapter("theirs")
+        engine.update_weights()
+        engine.load_adapter("theirs", theirs)  # in a sharded base
+        assert not engine._binding.adapters.nbytes
+        by_fsdp2(whole)
+        with pytest.raises(UnsupportedModelError, match="'whole' is of a model that was sharded"):
+            engine.generate_batch([PROMPT], GREEDY)
+        engine.unload_adapter("whole")
+        engine.generate_batch([PROMPT], GREEDY, adapter="theirs")
+        if rank == 0:  # alone
+            with pytest.raises(
+                WeightTransferError, match="did not call update_weights, verify_weights or load_adapter"
+            ):
+                engine.load_adapter("late", late)
+            assert engine.adapters == ("default", "theirs")
+            assert engine.generate_batch([PROMPT], GREEDY, adapter="theirs")
+
+
 def zero3(rank: int) -> None:
     """DeepSpeed cuts every matrix into a piece a rank, and its optimizer has the adapter alone."""
     model = adapted("qwen3", EVERYWHERE)
@@ -141,16 +328,21 @@ def zero3(rank: int) -> None:
     trainer, *_ = zero.deepspeed_on_a_cpu().initialize(
         model=model, optimizer=torch.optim.AdamW(trainable, lr=0.01), config=zero.settings(3)
     )
-    with RolloutEngine(trainer, config=CONFIG) as engine:
+    plain = adapted("qwen3", {})
+    with RolloutEngine(trainer, config=CONFIG) as engine, RolloutEngine(plain, config=CONFIG) as another:
+        another.load_adapter("theirs", trainer)
         for step in range(3):
             twin = adapted("qwen3", EVERYWHERE)
             twin.load_state_dict(zero.gathered(model))
             assert_like(engine, twin, step)
+            assert_like(another, plain, step, {"theirs": (twin, "default")})
             zero.train(trainer, step)
             before = zero.statuses(model)
             assert not engine.verify_weights().ok
             assert engine.update_weights() == step + 1
-            assert engine.stats().last_update_bytes == sum(p.ds_numel * 4 for p in trainable)
+            assert another.update_weights() == step + 1
+            for one in (engine, another):
+                assert one.stats().last_update_bytes == sum(p.ds_numel * 4 for p in trainable)
             assert zero.statuses(model) == before
 
 
@@ -166,11 +358,9 @@ def odds_and_ends(rank: int) -> None:
         assert with_adapter.completions[0].token_ids != base
         (again,) = engine.generate_batch([PROMPT], GREEDY)
         assert again.completions[0].token_ids == with_adapter.completions[0].token_ids
-        name, copy = next(iter(sorted(engine._binding.source.adapters.items())))
-        copy.add_(1)
+        name, mirrored = next(iter(sorted(engine._binding.source.adapters.items())))
+        mirrored.add_(1)
         assert engine.verify_weights().mismatched == (name,)
-        with pytest.raises(UnsupportedModelError, match="only the engine's own model is gathered"):
-            engine.load_adapter("theirs", model)
         engine.load_adapter("theirs", twin)
         (theirs,) = engine.generate_batch([PROMPT], GREEDY, adapter="theirs")
         assert theirs.completions[0].token_ids == with_adapter.completions[0].token_ids

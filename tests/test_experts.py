@@ -14,6 +14,7 @@ from adapted import assert_like_peft, peft_model
 from families import FAMILIES, ROUTED, experts_modules, make_model, randomise
 from launches import Launches, named
 from test_fused_layers import CONFIG, assert_like_hugging_face
+from test_layer_structure import Trained
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -37,10 +38,11 @@ def test_the_experts_of_every_family_that_routes_them_are_taken_over(family: str
     assert len(experts_modules(model)) == ROUTED.get(family, 0)
 
 
-def test_an_activation_that_is_not_known_stays_with_transformers() -> None:
+@pytest.mark.parametrize("act", [nn.Mish(), Trained()])
+def test_an_activation_that_is_not_known_stays_with_transformers(act: nn.Module) -> None:
     model = make_model("mixtral")
     module = experts_modules(model)[0]
-    module.act_fn = nn.Mish()
+    module.act_fn = act
     assert interface.take_over_experts(model, replace(REFERENCE, experts=None)) == len(experts_modules(model)) - 1
     x, ids, weights = torch.randn(4, 48), torch.tensor([[0, 1]] * 4), torch.rand(4, 2)
     module.config._experts_implementation = "eager"

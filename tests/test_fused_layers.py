@@ -13,9 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from stoker.engine import fused_layers as fused_layers_module
 from stoker.engine import plain_model as plain_model_module
 from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.engine.plain_model import PlainModel
+from stoker.engine.probe import Recorder
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
 # Layers that keep a mixture of experts, in the models of ``families.py``.
@@ -368,3 +370,34 @@ def test_in_bf16_the_probes_pass(family: str) -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         assert len(fused_layers(engine)) == engine.stats().num_layers
         assert plain_model(engine) is not None
+
+
+@pytest.mark.parametrize("said_by", ["the older setting", "the newer one", "the one for all", "nobody"])
+def test_layers_are_compared_in_full_precision(monkeypatch: pytest.MonkeyPatch, said_by: str) -> None:
+    """A product of TF32, which a trainer may have asked for, is off by a hundred times what a layer in fp32 may be off by."""
+    settings, seen = torch.backends.cuda.matmul, set[str]()
+
+    class Noting(Recorder):
+        def attend(self, *args: Any, **options: Any) -> torch.Tensor:
+            seen.add(settings.fp32_precision)
+            return super().attend(*args, **options)
+
+    for module in (fused_layers_module, plain_model_module):
+        monkeypatch.setattr(module, "Recorder", Noting)
+    try:
+        if said_by == "the older setting":
+            torch.set_float32_matmul_precision("high")
+        elif said_by == "the newer one":
+            settings.fp32_precision = "tf32"
+        elif said_by == "the one for all":
+            torch.backends.fp32_precision = "tf32"
+        before = settings.fp32_precision
+        with RolloutEngine(make_model("llama"), config=CONFIG):
+            assert seen == {"ieee"}
+            assert settings.fp32_precision == before
+            if said_by == "the older setting":
+                assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        settings.fp32_precision = "none"

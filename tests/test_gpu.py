@@ -66,6 +66,15 @@ def test_images_in_fp32_are_what_they_are_to_the_cpu_oracle(kind: str, monkeypat
         assert engine.core.runner.has_graphs
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_layers_are_fused_where_a_trainer_multiplies_in_tf32(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    with RolloutEngine(make_model(family).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
+        stats = engine.stats()
+        assert stats.fused_layers == stats.num_layers
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])
 def test_bf16_logprobs_are_near_the_fp32_forward(family: str) -> None:
     model = make_model(family).bfloat16().cuda()

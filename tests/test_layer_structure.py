@@ -17,7 +17,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from stoker.engine.layer_structure import norm_of, structure_of
+from stoker.engine.layer_structure import mlp_of, norm_of, structure_of
 
 
 def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
@@ -26,6 +26,26 @@ def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
     assert structure_of(layer) is not None
     layer.register_buffer("gain", torch.ones(1))
     assert structure_of(layer) is None
+
+
+class Trained(nn.Module):
+    """SiLU, until it is trained."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(1, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self.slope * x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # another one than that of what is tried
+def test_an_activation_with_numbers_of_its_own_is_none_that_is_known(device: str) -> None:
+    layer = make_model("llama").model.layers[0]
+    assert mlp_of(layer, "mlp").act == "silu"
+    layer.mlp.act_fn = Trained(device)
+    branch = mlp_of(layer, "mlp")
+    assert branch.act is None and not branch.inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ import sharded_adapters
 
 @pytest.mark.parametrize("world_size", sharded_adapters.CASES)
 def test_the_engine_follows_a_sharded_adapter(world_size: int):
-    for found in ranks.run(sharded_adapters.follow_all, world_size):
+    for found in ranks.run(sharded_adapters.follow_all, world_size, False):
         assert found.keys() == sharded_adapters.CASES[world_size].keys()
         for name, result in found.items():
             assert result["fused"], name
@@ -20,19 +20,43 @@ def test_the_engine_follows_a_sharded_adapter(world_size: int):
             assert of_one or result["moved"] == result["trained"], f"{name}: the base stays where it is"
 
 
+@pytest.mark.parametrize("world_size", sharded_adapters.OTHERS)
+def test_the_engine_follows_a_sharded_adapter_of_another_model(world_size: int):
+    for found in ranks.run(sharded_adapters.follow_all, world_size, True):
+        assert found.keys() == sharded_adapters.OTHERS[world_size].keys()
+        for name, result in found.items():
+            assert result["moved"] == result["trained"], f"{name}: its base stays where it is"
+            assert result["mirrored"] < 2 * result["trained"] + 2**14, f"{name}: there is no copy of its base"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_several_sharded_adapters(world_size: int):
+    ranks.run(sharded_adapters.several, world_size)
+
+
 def test_zero3():
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     ranks.run(sharded_adapters.zero3, 2)
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "zero 3", "ddp"])
-def test_grpo(tmp_path: Path, how: str):
-    """A trainer that takes the adapter in parts after ``attach``, or that leaves it whole."""
+@pytest.mark.parametrize(
+    ("how", "by_config", "beta"),
+    [("fsdp2", False, 0.0), ("zero 3", False, 0.0), ("ddp", False, 0.0), ("fsdp2", True, 0.1), ("fsdp2", False, 0.1)],
+)
+def test_grpo(tmp_path: Path, how: str, by_config: bool, beta: float):
+    """A trainer that takes the adapter in parts after ``attach``, or that leaves it whole.
+
+    Its reference is the base, or where it was given the adapter a copy of it, which is in parts too.
+    """
     pytest.importorskip("trl", reason="TRL is not installed")
     if how == "zero 3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    for found in ranks.run(accelerated.trl, 2, how, str(tmp_path), "grpo", True):
+    for found in ranks.run(accelerated.trl, 2, how, str(tmp_path), "grpo", True, by_config, beta):
         accelerated.assert_trained(found, "aliased" if how == "ddp" else "mirror")
+
+
+def test_what_is_refused_on_one_rank_is_on_all():
+    ranks.run(sharded_adapters.refused, 2, timeout=5)
 
 
 def test_odds_and_ends():

@@ -52,6 +52,19 @@ def test_magnitudes_and_biases(ops: str) -> None:
 
 
 @pytest.mark.parametrize("ops", OPS)
+def test_biases_that_lie_elsewhere_than_before(ops: str) -> None:
+    """As those of a mirror that has slept do."""
+    table = make_table([24, 70], 33, {1: 3, 2: 8}, torch.float32, biased=True, gains=(1, 2))
+    slots = torch.tensor([1, 2, 0, 1], device=DEVICE)
+    check(OPS[ops].lora, table, 33, slots, torch.float32)
+    for bias in table.biases:
+        assert bias is not None
+        before, bias.data = bias.data, bias.clone()
+        before.fill_(torch.nan)
+    check(OPS[ops].lora, table, 33, slots, torch.float32)
+
+
+@pytest.mark.parametrize("ops", OPS)
 def test_biases_of_adapters(ops: str) -> None:
     """With DoRA and without, and of a linear that has nothing but a bias."""
     table = make_table([24, 70], 33, {1: 3, 2: 8, 3: 0, 5: 2}, torch.float32, biased=True, gains=(1,), shifts=(1, 2, 3))

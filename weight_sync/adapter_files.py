@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,17 +17,8 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
-from stoker.weight_sync.adapters import (
-    active_adapters,
-    biases_of,
-    by_expert,
-    check_adapters,
-    check_config,
-    live_adapters,
-    sum_of,
-)
-from stoker.weight_sync.naming import unwrap
-from stoker.weight_sync.shards import is_sharded
+from stoker.weight_sync.adapters import by_expert, check_config
+from stoker.weight_sync.other_models import AdapterOfModel
 
 _PART = re.compile(
     r"(?P<path>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?"
@@ -51,53 +42,28 @@ _DEFAULTS = {  # of what the configs that older versions saved do not have
 }
 
 
-def adapter_reader(name: str, source: Any, parameters: Mapping[str, int]) -> tuple[Callable[[], AdapterWeights], bool]:
-    """What reads an adapter as it is now, and whether it may read another one later.
+def read_adapter(
+    name: str, source: Any, parameters: Mapping[str, int], device: torch.device, options: Mapping[str, Any]
+) -> AdapterWeights | AdapterOfModel:
+    """An adapter, which may be another one later where it is a model's.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
     dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
     copied. parameters: of the base, those that are the experts', which files do not tell from linears, and how many
-    dimensions each has.
+    dimensions each has. device, options: as of ``AdapterOfModel``.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
     if isinstance(source, str | os.PathLike):
-        adapter = _from_folder(name, os.fspath(source), parameters)
-        return lambda: adapter, False
+        return _from_folder(name, os.fspath(source), parameters)
     first, second = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
     if isinstance(first, nn.Module) and hasattr(first, "peft_config"):
-        return _reader_of_live(name, first, second), True
+        return AdapterOfModel(name, first, second, device, options)
     if isinstance(first, Mapping) and second is not None:
-        adapter = from_state_dict(name, first, second, parameters)
-        return lambda: adapter, False
+        return from_state_dict(name, first, second, parameters)
     raise UnsupportedModelError(
         f"adapter {name!r}: give a PeftModel, (PeftModel, adapter name), (state dict, LoraConfig) or a folder"
     )
-
-
-def _reader_of_live(name: str, model: Any, theirs: str | None) -> Callable[[], AdapterWeights]:
-    def read() -> AdapterWeights:
-        check_adapters(model)
-        if is_sharded(model):
-            raise UnsupportedModelError(
-                f"adapter {name!r} is of a model whose weights are sharded, and only the engine's own model is gathered: give "
-                "a folder that save_pretrained wrote, or a state dict with whole tensors"
-            )
-        module = unwrap(model)
-        found = live_adapters(module, {})
-        for wanted in names:
-            if wanted not in found:
-                raise UnsupportedModelError(f"adapter {name!r}: the model has {sorted(found)}, and no {wanted!r}")
-        adapter = sum_of(names, found)
-        for wanted in names:  # PEFT lets no two adapters have biases
-            adapter.biases.update(biases_of(module, getattr(model.peft_config[wanted], "bias", "none")))
-        return adapter
-
-    names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
-    if not names:
-        raise UnsupportedModelError(f"adapter {name!r}: the model has none that is active: name one")
-    read()
-    return read
 
 
 def _from_folder(name: str, folder: str, parameters: Mapping[str, int]) -> AdapterWeights:

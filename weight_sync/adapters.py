@@ -273,8 +273,8 @@ def by_expert(weights: LoraWeights, experts: int) -> LoraWeights:
     return LoraWeights(a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1), scale)
 
 
-def biases_of(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Those that an adapter with ``bias=kind`` trains, by the names of their modules."""
+def biases_of(model: nn.Module, kind: str, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that an adapter with ``bias=kind`` trains, by the names of their modules. whole: copies of those in parts."""
     if kind == "none":
         return {}
     targets = {path for path, _, what in _wrapped(model) if what in ("linear", "embedding", "parameter")}
@@ -282,7 +282,7 @@ def biases_of(model: nn.Module, kind: str) -> dict[str, Tensor]:
     for path, module in walk(model):
         bias = module._parameters.get("bias")
         if bias is not None and (kind == "all" or path in targets):
-            found[path] = bias.detach()
+            found[path] = _take(whole, path, "bias", bias)
     return found
 
 

@@ -38,6 +38,11 @@ class _Part:
     def nbytes(self) -> int:
         return _aligned((self.high - self.low) * self.shards.row_numel * self.dtype.itemsize)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a piece lies in it: of a flat parameter others than those that are gathered may."""
+        return any(p.within(self.low, self.high) for of_rank in self.shards.pieces for p in of_rank)
+
     def pack(self, share: Tensor) -> None:
         """Cast this rank's rows into its share, uint8 [bytes]."""
         rows = self.shards.local[self.low : self.high]
@@ -91,6 +96,8 @@ def plan(
         step = max(1, limit // row)
         for low in range(0, one.rows, step):
             part = _Part(one, dtype, low, min(low + step, one.rows), 0)
+            if not part.is_wanted:
+                continue
             last = buckets[-1] if buckets else None
             if last is not None and last.group is one.group and last.share + part.nbytes <= limit:
                 last.parts.append(_Part(one, dtype, low, part.high, last.share))
@@ -174,7 +181,8 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
     return WeightTransferError(
         f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. "
         + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
-        + "One of them has failed, or did not call update_weights or verify_weights when the others did: every rank has to"
+        + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
+        "rank has to"
     )
 
 

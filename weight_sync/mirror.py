@@ -160,14 +160,14 @@ class MirroredSource:
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
         self.optional = held.optional
-        own = (held.shards[0] if held.shards else next(iter(held.full.values()))).device
+        own = [*(s.device for s in held.shards), *(t.device for t in held.full.values()), torch.device("cpu")][0]
         device = device or own
         self.converts = self._dtypes != held.dtypes or device.type != own.type  # so that it holds other bits
         self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
         sizes: dict[torch.dtype, int] = {}
         for name in parameters - self._packed.keys():  # packed ones say nothing of what they are computed in
             sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
-        self.dtype = max(sizes, key=lambda d: sizes[d])
+        self.dtype = max(sizes, key=lambda d: sizes[d], default=torch.float32)
         self.mirror: Mirror | None = None
         self._seen: dict[tuple[str, ...], int] = {}
         self._from_elsewhere = False
@@ -284,7 +284,7 @@ class MirroredSource:
         groups = list(dict.fromkeys(s.group for s in held.shards))
         shards = [s for group in groups for s in held.shards if s.group is group and s.names in changed]
         if not changed:
-            self._from_elsewhere = False
+            mirror.complete, self._from_elsewhere = True, False
             return 0
         mirror.complete = False
         _copy([mirror.tensors[name] for name in full], [held.full[name] for name in full])

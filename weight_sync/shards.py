@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -72,6 +72,11 @@ class Shards:
     local: Tensor
     pieces: tuple[tuple[Piece, ...], ...]
 
+    def of(self, wanted: Callable[[str], bool]) -> Shards:
+        """Of those tensors alone whose names are wanted."""
+        pieces = tuple(tuple(p for p in of_rank if wanted(p.name)) for of_rank in self.pieces)
+        return replace(self, names=tuple(filter(wanted, self.names)), pieces=pieces)
+
     @property
     def rows(self) -> int:
         """The most rows that a rank has."""
@@ -122,6 +127,20 @@ class Held:
             else:
                 pieces = (p for p in s.pieces[dist.get_rank(s.group)] if p.name not in self.states)
                 yield from ((p.name, s.local[p.start : p.start + p.rows], dtypes[p.name]) for p in pieces)
+
+    def of(self, wanted: Callable[[str], bool]) -> Held:
+        """Of those tensors alone whose names are wanted. What is sharded over one rank is whole."""
+        shards = [s for s in (s.of(wanted) for s in self.shards) if s.names]
+        full = {name: tensor for name, tensor in self.full.items() if wanted(name)}
+        names = full.keys() | {name for s in shards for name in s.names}
+        return Held(
+            full=full,
+            shards=shards,
+            shapes={name: shape for name, shape in self.shapes.items() if name in names},
+            dtypes={name: dtype for name, dtype in self.dtypes.items() if name in names},
+            aliases={other: first for other, first in self.aliases.items() if first in names},
+            parameters=self.parameters & names,
+        )
 
     def add(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shapes[name], self.dtypes[name] = torch.Size(shape), dtype

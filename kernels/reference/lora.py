@@ -236,7 +236,7 @@ class LoraTable:
     strided: bool = False  # whether any matrix does not lie row after row
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
     _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of a slot
-    _columns: dict[int, Tensor] = field(default_factory=dict)
+    _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
 
     def __post_init__(self) -> None:
         self.weights = [{} for _ in self.widths]
@@ -292,14 +292,16 @@ class LoraTable:
 
     def columns(self, block: int) -> Tensor:
         """For kernels whose tiles have ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
-        if block not in self._columns:
+        addresses = [0 if bias is None else bias.data_ptr() for bias in self.biases]
+        known = self._columns.get(block)
+        if known is None or known[0] != addresses:  # those of a mirror that has slept lie elsewhere
             tile = offset = 0
             entries = []
-            for width, bias in zip(self.widths, self.biases, strict=True):
-                entries.append([tile, offset, width, 0 if bias is None else bias.data_ptr()])
+            for width, address in zip(self.widths, addresses, strict=True):
+                entries.append([tile, offset, width, address])
                 tile, offset = tile + -(-width // block), offset + width
-            self._columns[block] = to_device(torch.tensor(entries, device="cpu"), self.device)
-        return self._columns[block]
+            known = self._columns[block] = addresses, to_device(torch.tensor(entries, device="cpu"), self.device)
+        return known[1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,90 @@
+"""Adapters of another model than the engine's, read where they are; of what that model holds in parts, whole copies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.lora import AdapterWeights
+from stoker.weight_sync.adapters import active_adapters, biases_of, check_adapters, live_adapters, sum_of
+from stoker.weight_sync.mirror import Mirror, MirroredSource
+from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.shards import Held, is_sharded
+
+_REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
+
+
+class AdapterCopies(MirroredSource):
+    """Of a model, what it holds in parts of some of its adapters, and of the biases that they train."""
+
+    def __init__(
+        self, name: str, model: nn.Module, names: Sequence[str], biases: bool, device: torch.device, **options: Any
+    ) -> None:
+        self._name = name
+        of_one = "|".join(map(re.escape, names))
+        pattern = rf".*\.({_REGISTRIES}|trainable_tokens_delta)\.({of_one})(\..*)?" + (
+            r"|(.*\.)?bias" if biases else ""
+        )
+        self._is_wanted = re.compile(pattern).fullmatch
+        super().__init__(model, None, device, **options)
+        self.tensors()
+
+    def _read(self) -> Held:
+        return super()._read().of(lambda name: self._is_wanted(name) is not None)
+
+    def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held.shapes != self._shapes or held.aliases != self._aliases:
+            return UnsupportedModelError(
+                f"adapter {self._name!r} is in other parts than when it was loaded: unload_adapter({self._name!r}), update the "
+                "weights and load it again"
+            )
+        return super()._refusal(held, mirror)
+
+
+class AdapterOfModel:
+    """One adapter, or several that are active at once. options: of ``MirroredSource``.
+
+    Of a sharded model it is made, and pulled, on all ranks together. Raises ``UnsupportedModelError``.
+    """
+
+    def __init__(
+        self, name: str, model: Any, theirs: str | None, device: torch.device, options: Mapping[str, Any]
+    ) -> None:
+        """name: the engine's. theirs: the model's; None is what is active there."""
+        self._name, self._model = name, model
+        self._names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
+        if not self._names:
+            raise UnsupportedModelError(f"adapter {name!r}: the model has none that is active: name one")
+        check_adapters(model)
+        self.copies: AdapterCopies | None = None
+        if is_sharded(model):
+            trains_biases = any(self._biases(n) != "none" for n in self._names)
+            self.copies = AdapterCopies(name, model, self._names, trains_biases, device, **options)
+            self.copies.pull()
+
+    def _biases(self, name: str) -> str:
+        return getattr(self._model.peft_config.get(name), "bias", "none")
+
+    def read(self) -> AdapterWeights:
+        """As it is now, or was when last pulled. It never communicates."""
+        check_adapters(self._model)
+        if is_sharded(self._model) != (self.copies is not None):
+            raise UnsupportedModelError(
+                f"adapter {self._name!r} is of a model that was sharded, or made whole, since it was loaded: load it "
+                "again"
+            )
+        whole: Mapping[str, Tensor] = self.copies.tensors() if self.copies is not None else {}
+        module = unwrap(self._model)
+        found = live_adapters(module, whole)
+        for wanted in self._names:
+            if wanted not in found:
+                raise UnsupportedModelError(f"adapter {self._name!r}: the model has {sorted(found)}, and no {wanted!r}")
+        adapter = sum_of(self._names, found)
+        for wanted in self._names:  # PEFT lets no two adapters have biases
+            adapter.biases.update(biases_of(module, self._biases(wanted), whole))
+        return adapter
