@@ -52,12 +52,24 @@ class BlockTables:
             self._extend(kind, held, missing)
         return True
 
-    def extend(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """So many blocks more for each, which fit."""
+    def reserve_steps(self, requests: Sequence[Request], remaining: Sequence[int], most: int) -> int:
+        """Blocks for as many decode steps in a row as fit, up to ``most``, of each request up to its ``remaining`` tokens.
+
+        Returns how many; those of the first step are there.
+        """
+        steps, size = most, self.block_size
+
+        def missing(request: Request, left: int) -> int:
+            return max(0, -(-(request.computed + min(steps, left)) // size) - len(request.block_ids))
+
+        while not self.fits(sum(map(missing, requests, remaining))):
+            steps -= 1
+        counts = list(map(missing, requests, remaining))
         for kind in self._kinds:
-            for request, missing in zip(requests, counts, strict=True):
-                if missing:
-                    self._extend(kind, request.window_ids if kind else request.block_ids, missing)
+            for request, count in zip(requests, counts, strict=True):
+                if count:
+                    self._extend(kind, request.window_ids if kind else request.block_ids, count)
+        return steps
 
     def hold(self, request: Request, blocks: Sequence[int], window_blocks: Sequence[int]) -> None:
         """Begin with blocks that are there already, of which window_blocks are as many, or none: ``computed`` tokens."""

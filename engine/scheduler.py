@@ -204,16 +204,8 @@ class Scheduler:
         end, unless another request waits for its place.
         """
         remaining = [r.remaining - r.pending for r in requests]
-        steps = min(self.decode_window, min(remaining) if self.waiting else max(remaining))
-        size = self.block_size
-
-        def missing(request: Request, left: int) -> int:
-            return max(0, -(-(request.computed + min(steps, left)) // size) - len(request.block_ids))
-
-        while not self.tables.fits(sum(map(missing, requests, remaining))):
-            steps -= 1
-        self.tables.extend(requests, list(map(missing, requests, remaining)))
-        return steps
+        most = min(self.decode_window, min(remaining) if self.waiting else max(remaining))
+        return self.tables.reserve_steps(requests, remaining, most)
 
     def _release(self, request: Request) -> None:
         self.tables.release(request)

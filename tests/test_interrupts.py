@@ -102,7 +102,7 @@ def interrupt_at(call: int, function):
     ("owner", "name"),
     [
         *((Scheduler, name) for name in ("plan", "commit", "_admit", "_release")),
-        *((BlockTables, name) for name in ("reserve", "extend", "hold", "release")),
+        *((BlockTables, name) for name in ("reserve", "reserve_steps", "hold", "release")),
         (Request, "take"),
         (BlockPool, "allocate"),
         (StepInputs, "fill"),
