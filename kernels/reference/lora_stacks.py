@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stoker.kernels.reference.lora import LoraTable, LoraWeights
 
 # Up to so many tokens of an adapter, on average, each token's own sums beat a product over all pieces.
-_FEW = 8
+_FEW = 4
 # Up to so many one product over all pieces beats one for each adapter.
 _TOKENS = 32
 # Reading the matrices of a piece takes as long as so many tokens of it.
