@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from triton_oracle import DEVICE, assert_close, randn, unwritten_is_nan  # noqa:
 from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference import lora_stacks
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
-from stoker.kernels.reference.lora_stacks import OneByOne, Stacks, Together
+from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Together
+from stoker.kernels.reference.lora_stacks import Stacks
 
 # Slots of each token, and whether the tokens that have an adapter are taken as they lie.
 MIXED = {
@@ -28,19 +30,23 @@ MIXED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("largest", [0, 1 << 20])
+@pytest.mark.parametrize("way", [Bags, Together])
 def test_few_tokens_of_many_adapters(
-    largest: int, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    way: type, largest: int, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes.
 
     largest: block-diagonal matrix.
     """
     monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
+    if way is Together:
+        monkeypatch.setattr(lora_stacks, "_FEW", 0)
     slots, as_they_lie = MIXED[case]
     rows = AdapterRows(torch.tensor(slots, device=DEVICE))
     found = rows.through(Stacks())
-    assert isinstance(found, Together) and (found.gather is None) == as_they_lie
-    assert found.count < 2 * len(set(slots) - {0})
+    assert isinstance(found, way)
+    if isinstance(found, Together):
+        assert (found.gather is None) == as_they_lie and found.count < 2 * len(set(slots) - {0})
     for options in ({}, {"biased": True, "gains": (1, 4), "shifts": (2, 4)}):
         table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
         table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(24, 2, dtype=dtype), 0.7))
@@ -75,8 +81,29 @@ def test_stacks_are_right_until_they_are_forgotten() -> None:
     assert REFERENCE.lora(x, out.clone(), LoraTable([24], [None], 5, DEVICE), AdapterRows(slots)).equal(out)
 
 
-def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is there is not copied again: not for requests that end one after the other, nor beside those that begin."""
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")  # with which torch refuses sums of rows of no columns
+@pytest.mark.parametrize("way", [Bags, Together])
+def test_biases_alone(way: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters without matrices, whose rank is 0."""
+    if way is Together:
+        monkeypatch.setattr(lora_stacks, "_FEW", 0)
+    rows = AdapterRows(torch.tensor([2, 0, 1, 2], device=DEVICE))
+    assert isinstance(rows.through(Stacks()), way)
+    table = make_table([24], 16, {1: 0, 2: 0}, torch.float32, shifts=(1, 2))
+    check(REFERENCE.lora, table, 16, rows.slots, torch.float32)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The slots whose matrices were copied, whose scales are 0.3 each."""
     copied: list[int] = []
     write = lora_stacks._write
 
@@ -85,6 +112,28 @@ def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -
         write(a, b, entries)
 
     monkeypatch.setattr(lora_stacks, "_write", counted)
+    return copied
+
+
+def test_bags_take_what_is_held(copied: list[int]) -> None:
+    """However the tokens lie, and whatever else is there."""
+    table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4}, torch.float32)
+    for slots, expected in (
+        ([1, 2, 3, 3], [1, 2, 3]),
+        ([3, 0, 2, 1, 3, 2], []),
+        ([3, 2], []),
+        ([1, 4, 2, 2], [4]),
+    ):
+        rows = AdapterRows(torch.tensor(slots, device=DEVICE))
+        assert isinstance(rows.through(table.stacks), Bags)
+        check(REFERENCE.lora, table, 16, rows.slots, torch.float32)
+        assert copied == expected, slots
+        copied.clear()
+
+
+def test_stacks_serve_what_is_left_of_a_batch(copied: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is not copied again: not for requests that end one after the other, nor beside those that begin."""
+    monkeypatch.setattr(lora_stacks, "_FEW", 0)
     table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4}, torch.float32)
     for slots, expected, held in (
         ([1] * 9, [1], "1"),
@@ -107,8 +156,9 @@ def test_stacks_serve_what_is_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -
         copied.clear()
 
 
-def test_tokens_stay_as_they_lie_where_pieces_of_them_were_wanted_before() -> None:
+def test_tokens_stay_as_they_lie_where_pieces_of_them_were_wanted_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies of a prompt's tokens in several pieces stay; those of a window of decoding are in one an adapter."""
+    monkeypatch.setattr(lora_stacks, "_FEW", 0)
     stacks = Stacks()
     AdapterRows(torch.tensor([1] * 20 + [2, 3, 4, 5])).through(stacks)
     assert len(stacks._slots) > 5
@@ -146,11 +196,11 @@ def test_tokens_of_few_adapters(slots: list[int], largest: int, monkeypatch: pyt
         check(REFERENCE.lora, table, 33, rows.slots, torch.float32)
 
 
-@pytest.mark.parametrize("tokens", [4, 40])
-def test_when_all_adapters_go_through_one_product(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "way"), [(4, Bags), (16, Together), (40, OneByOne)])
+def test_when_all_adapters_go_through_one_product(tokens: int, way: type) -> None:
     one, many = torch.full((tokens,), 3), torch.arange(1, 5).repeat_interleave(tokens)
     assert isinstance(AdapterRows(one).through(Stacks()), OneByOne)
-    assert isinstance(AdapterRows(many).through(Stacks()), Together if tokens == 4 else OneByOne)
+    assert isinstance(AdapterRows(many).through(Stacks()), way)
     assert AdapterRows(torch.zeros(tokens, dtype=torch.long)).through(Stacks()) is None
 
 

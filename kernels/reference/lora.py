@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.host_memory import to_device
-from stoker.kernels.reference.lora_stacks import Pieces, Stacks, change
+from stoker.kernels.reference.lora_pieces import Pieces, change
+from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.norm_rotary import Activation, act_mul
 
 

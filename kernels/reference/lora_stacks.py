@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Pieces, change, together
+
 if TYPE_CHECKING:
     from stoker.kernels.reference.lora import LoraTable, LoraWeights
 
-# Up to so many tokens of an adapter one product over all pieces beats one for each adapter.
+# Up to so many tokens of an adapter, on average, each token's own sums beat a product over all pieces.
+_FEW = 4
+# Up to so many one product over all pieces beats one for each adapter.
 _TOKENS = 32
 # Reading the matrices of a piece takes as long as so many tokens of it.
 _PIECE = 8
@@ -73,7 +75,7 @@ class Stack:
         """Hold the matrices of these slots, one a place, and copy those that are not there."""
         known = [weights for by_slot in table.weights for slot in set(slots) if (weights := by_slot.get(slot))]
         linears = [n for n, by_slot in enumerate(table.weights) if not by_slot.keys().isdisjoint(slots)]
-        rank = max((weights.rank for weights in known), default=0)
+        rank = max((1, *(weights.rank for weights in known)))  # biases alone have none, which no product takes
         layout = linears, rank, table.dtype
         if not known:
             self.parts, self._layout = [], None
@@ -188,91 +190,6 @@ def _vectors(table: LoraTable, linears: Sequence[int], slots: Sequence[int], kin
     return vectors
 
 
-class Pieces(Protocol):
-    """How the tokens of a step go through the stacks."""
-
-    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        """What changes an output in place, of an input: (x [T, D], out [T, N])."""
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """In P pieces of as many tokens of one slot each, in one product. What a piece lacks is filled with any token."""
-
-    count: int  # P, the first of the stack
-    rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
-    gather: Tensor | None = None  # int64 [P * W], tokens
-    places: Tensor | None = None  # int64 [T], where ``gather`` has each token
-    nothing: int | None = None  # the place of tokens without an adapter
-
-    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        return partial(self._change, *stack.first(self.count))
-
-    def _change(self, a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
-        if self.gather is not None:
-            x = x.index_select(0, self.gather)
-        elif self.rows is not None:
-            x, out = x[self.rows], out[self.rows]
-        hidden = torch.bmm(x.to(a.dtype).view(self.count, -1, a.shape[1]), a)
-        for part in parts:
-            mine = hidden if part.ranks is None else hidden[..., part.ranks]
-            target = out if part.columns is None else out[:, part.columns]
-            if self.gather is None and part.columns is None and part.plain and part.b.dtype == out.dtype:
-                target.view(self.count, -1, target.shape[1]).baddbmm_(mine, part.b)
-            else:  # columns of a wider matrix among them, for which baddbmm_ runs piece by piece
-                before = None if part.gain is None else self._forth(target)
-                target.add_(self._back(part.change(torch.bmm(mine, part.b), before)))
-
-    def _forth(self, out: Tensor) -> Tensor:
-        out = out if self.gather is None else out.index_select(0, self.gather)
-        return out.view(self.count, -1, out.shape[1])
-
-    def _back(self, delta: Tensor) -> Tensor:
-        delta = delta.flatten(0, 1)
-        if self.places is None:
-            return delta
-        if self.nothing is not None:
-            delta[self.nothing].zero_()
-        return delta.index_select(0, self.places)
-
-
-@dataclass(frozen=True, slots=True)
-class OneByOne:
-    """The tokens of one slot after those of another."""
-
-    tokens: slice | Tensor | None  # int64 [t], side by side by slot; None: all as they lie
-    places: Sequence[int]  # of each slot in the stacks
-    counts: Sequence[int]  # of its tokens
-
-    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        pieces = [stack.piece(place) for place in self.places]
-        if self.tokens is None and len(pieces) == 1:
-            return partial(_change, *pieces[0])
-        return partial(self._change_each, pieces)
-
-    def _change_each(self, pieces: Sequence[tuple[Tensor, Sequence[Part]]], x: Tensor, out: Tensor) -> None:
-        before = out
-        if self.tokens is not None:
-            x, before = x[self.tokens], out[self.tokens]  # views where they lie side by side
-        each = zip(pieces, x.split_with_sizes(self.counts), before.split_with_sizes(self.counts), strict=True)
-        for piece, mine, target in each:
-            _change(*piece, mine, target)
-        if isinstance(self.tokens, Tensor):
-            out.index_copy_(0, self.tokens, before)
-
-
-def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
-    """One piece alone. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
-    hidden = torch.mm(x.to(a.dtype), a)
-    for part in parts:
-        mine = hidden if part.ranks is None else hidden[:, part.ranks]
-        target = out if part.columns is None else out[:, part.columns]
-        if part.plain and part.b.dtype == out.dtype:
-            target.addmm_(mine, part.b)
-        else:
-            target.add_(part.change(torch.mm(mine, part.b), target))
-
-
 class Stacks:
     """Copies of the matrices of the adapters that run, for all tables of a model; right until an adapter changes.
 
@@ -308,8 +225,11 @@ class Stacks:
         """How tokens go through the stacks, as long as these have this version. Of ``AdapterRows``: slots, by_slot."""
         counts = {slot: end - start for slot, start, end in spans}
         adapted = sum(counts.values())
-        if len(counts) == 1 or adapted > _TOKENS * len(counts):
+        few = adapted <= _FEW * len(counts)
+        if len(counts) == 1 or few or adapted > _TOKENS * len(counts):
             self._hold(Counter(self._slots) | Counter(counts.keys()))
+            if len(counts) > 1 and few:
+                return Bags(slots, {slot: self._slots.index(slot) for slot in counts})
             as_they_lie = isinstance(tokens, slice) and adapted == len(slots)
             places = [self._slots.index(slot) for slot in counts]
             return OneByOne(None if as_they_lie else tokens, places, list(counts.values()))
@@ -318,9 +238,9 @@ class Stacks:
         of_held = min(self._of_held(counts), default=None)
         if of_held is None or of_held[0] > _WASTE * cost:
             self._hold(_of_width(counts, width))
-            return _together(self._slots, width, tokens, spans, slots)
+            return together(self._slots, width, tokens, spans, slots)
         _, count, width = of_held
-        return _together(self._slots[:count], width, tokens, spans, slots)
+        return together(self._slots[:count], width, tokens, spans, slots)
 
     def _of_held(self, counts: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
         """(cost, number of pieces, their width), where the first of those that are held would do."""
@@ -350,35 +270,3 @@ def _of_width(counts: Mapping[int, int], width: int) -> Counter[int]:
 
 def _cost(pieces: int, width: int) -> int:
     return pieces * (width + _PIECE)
-
-
-def _together(
-    pieces: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], slots: Tensor
-) -> Together:
-    """pieces: the slot of each; width: of them, in tokens."""
-    adapted, total, size = spans[-1][2], len(slots), width * len(pieces)
-    full = adapted == size
-    in_order = pieces == tuple(slot for slot, start, end in spans for _ in range(start, end, width))
-    if full and in_order and isinstance(tokens, slice):
-        return Together(len(pieces), None if adapted == total else tokens)
-    if full and adapted < total:
-        width, size = width + 1, size + len(pieces)  # a place is needed that is of no token
-    free: dict[int, list[int]] = {}
-    for place, slot in enumerate(pieces):
-        free.setdefault(slot, []).extend(range(place * width, (place + 1) * width))
-    numbers = list(range(tokens.start, tokens.stop)) if isinstance(tokens, slice) else tokens.tolist()
-    taken = [place for slot, start, end in spans for place in free[slot][: end - start]]
-    nothing = None if adapted == total else min(set(range(size)).difference(taken))
-    gather, places = numbers[:1] * size, [nothing or 0] * total
-    for token, place in zip(numbers, taken, strict=True):
-        gather[place], places[token] = token, place
-    of_pieces, of_tokens = (torch.tensor(values, device=slots.device) for values in (gather, places))
-    return Together(len(pieces), None, of_pieces, of_tokens, nothing)
-
-
-def change(delta: Tensor, out: Tensor | None, bias: Tensor | None, gain: Tensor | None, shift: Tensor | None) -> Tensor:
-    """What an adapter adds to the output. delta: what its matrices make of the input; the rest as in ``LoraWeights``."""
-    if gain is not None:
-        assert out is not None
-        delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
-    return delta if shift is None else delta + shift

@@ -1,0 +1,190 @@
+"""How the tokens of a step go through the matrices of their adapters: all together, each by itself, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from stoker.kernels.reference.lora_stacks import Part, Stack
+
+
+class Pieces(Protocol):
+    """How the tokens of a step go through the stacks."""
+
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        """What changes an output in place, of an input: (x [T, D], out [T, N])."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """In P pieces of as many tokens of one slot each, in one product. What a piece lacks is filled with any token."""
+
+    count: int  # P, the first of the stack
+    rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
+    gather: Tensor | None = None  # int64 [P * W], tokens
+    places: Tensor | None = None  # int64 [T], where ``gather`` has each token
+    nothing: int | None = None  # the place of tokens without an adapter
+
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        return partial(self._change, *stack.first(self.count))
+
+    def _change(self, a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
+        if self.gather is not None:
+            x = x.index_select(0, self.gather)
+        elif self.rows is not None:
+            x, out = x[self.rows], out[self.rows]
+        hidden = torch.bmm(x.to(a.dtype).view(self.count, -1, a.shape[1]), a)
+        for part in parts:
+            mine = hidden if part.ranks is None else hidden[..., part.ranks]
+            target = out if part.columns is None else out[:, part.columns]
+            if self.gather is None and part.columns is None and part.plain and part.b.dtype == out.dtype:
+                target.view(self.count, -1, target.shape[1]).baddbmm_(mine, part.b)
+            else:  # columns of a wider matrix among them, for which baddbmm_ runs piece by piece
+                before = None if part.gain is None else self._forth(target)
+                target.add_(self._back(part.change(torch.bmm(mine, part.b), before)))
+
+    def _forth(self, out: Tensor) -> Tensor:
+        out = out if self.gather is None else out.index_select(0, self.gather)
+        return out.view(self.count, -1, out.shape[1])
+
+    def _back(self, delta: Tensor) -> Tensor:
+        delta = delta.flatten(0, 1)
+        if self.places is None:
+            return delta
+        if self.nothing is not None:
+            delta[self.nothing].zero_()
+        return delta.index_select(0, self.places)
+
+
+class Bags:
+    """Each token by itself, however the tokens lie: sums of its adapter's rows, weighed by the token's numbers."""
+
+    def __init__(self, slots: Tensor, places: Mapping[int, int]) -> None:
+        """slots: of all tokens, int64 [T]; places: of each but 0 in the stacks."""
+        found = slots.tolist()
+        self.places = torch.tensor([places[slot] for slot in found if slot], device=slots.device)  # int64 [t]
+        self.tokens = None if all(found) else slots.nonzero().flatten()  # int64 [t], those with an adapter; None: all
+        self._before = F.pad((slots > 0).cumsum(0), (1, 0))  # int64 [T + 1], how many of these stand before each token
+        self._bags: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _of(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of matrices of so many rows: those of each token, int32 [t * depth], and where each token's begin, [t + 1].
+
+        Then the same for all tokens, [T + 1], some of which have none.
+        """
+        if depth not in self._bags:
+            each = torch.arange(depth, device=self.places.device)
+            starts = torch.arange(len(self.places) + 1, device=self.places.device)
+            rows = (self.places[:, None] * depth + each).flatten()
+            self._bags[depth] = rows.int(), (starts * depth).int(), (self._before * depth).int()
+        return self._bags[depth]
+
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        of_a, of_b = (self._of(matrices.shape[1]) for matrices in (stack.a, stack.parts[0].b))
+        return partial(self._change, stack.a, of_a, of_b, stack.parts)
+
+    def _change(
+        self,
+        a: Tensor,
+        of_a: tuple[Tensor, Tensor, Tensor],
+        of_b: tuple[Tensor, Tensor, Tensor],
+        parts: Sequence[Part],
+        x: Tensor,
+        out: Tensor,
+    ) -> None:
+        x = x if self.tokens is None else x.index_select(0, self.tokens)
+        hidden = _sums(a, of_a[0], of_a[1], x.to(a.dtype))
+        for part in parts:
+            mine = hidden if part.ranks is None else hidden[:, part.ranks]
+            target = out if part.columns is None else out[:, part.columns]
+            if part.plain:
+                target.add_(_sums(part.b, of_b[0], of_b[2], mine))
+                continue
+            before = target if self.tokens is None else target.index_select(0, self.tokens)
+            gain, shift = (None if v is None else v[self.places, 0] for v in (part.gain, part.shift))
+            delta = change(_sums(part.b, *of_b[:2], mine), before, part.bias, gain, shift)
+            if self.tokens is None:
+                target.add_(delta)
+            else:
+                target.index_copy_(0, self.tokens, before.add_(delta))
+
+
+def _sums(matrices: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """Of rows of matrices [P, K, N] side by side, int32 [t * K], the sum of each token's: [T, N]. weights: [t, K]."""
+    return torch.embedding_bag(matrices.flatten(0, 1), rows, starts, False, 0, False, weights.reshape(-1), True)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """The tokens of one slot after those of another."""
+
+    tokens: slice | Tensor | None  # int64 [t], side by side by slot; None: all as they lie
+    places: Sequence[int]  # of each slot in the stacks
+    counts: Sequence[int]  # of its tokens
+
+    def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
+        pieces = [stack.piece(place) for place in self.places]
+        if self.tokens is None and len(pieces) == 1:
+            return partial(_change, *pieces[0])
+        return partial(self._change_each, pieces)
+
+    def _change_each(self, pieces: Sequence[tuple[Tensor, Sequence[Part]]], x: Tensor, out: Tensor) -> None:
+        before = out
+        if self.tokens is not None:
+            x, before = x[self.tokens], out[self.tokens]  # views where they lie side by side
+        each = zip(pieces, x.split_with_sizes(self.counts), before.split_with_sizes(self.counts), strict=True)
+        for piece, mine, target in each:
+            _change(*piece, mine, target)
+        if isinstance(self.tokens, Tensor):
+            out.index_copy_(0, self.tokens, before)
+
+
+def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
+    """One piece alone. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
+    hidden = torch.mm(x.to(a.dtype), a)
+    for part in parts:
+        mine = hidden if part.ranks is None else hidden[:, part.ranks]
+        target = out if part.columns is None else out[:, part.columns]
+        if part.plain and part.b.dtype == out.dtype:
+            target.addmm_(mine, part.b)
+        else:
+            target.add_(part.change(torch.mm(mine, part.b), target))
+
+
+def together(
+    pieces: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], slots: Tensor
+) -> Together:
+    """pieces: the slot of each; width: of them, in tokens."""
+    adapted, total, size = spans[-1][2], len(slots), width * len(pieces)
+    full = adapted == size
+    in_order = pieces == tuple(slot for slot, start, end in spans for _ in range(start, end, width))
+    if full and in_order and isinstance(tokens, slice):
+        return Together(len(pieces), None if adapted == total else tokens)
+    if full and adapted < total:
+        width, size = width + 1, size + len(pieces)  # a place is needed that is of no token
+    free: dict[int, list[int]] = {}
+    for place, slot in enumerate(pieces):
+        free.setdefault(slot, []).extend(range(place * width, (place + 1) * width))
+    numbers = list(range(tokens.start, tokens.stop)) if isinstance(tokens, slice) else tokens.tolist()
+    taken = [place for slot, start, end in spans for place in free[slot][: end - start]]
+    nothing = None if adapted == total else min(set(range(size)).difference(taken))
+    gather, places = numbers[:1] * size, [nothing or 0] * total
+    for token, place in zip(numbers, taken, strict=True):
+        gather[place], places[token] = token, place
+    of_pieces, of_tokens = (torch.tensor(values, device=slots.device) for values in (gather, places))
+    return Together(len(pieces), None, of_pieces, of_tokens, nothing)
+
+
+def change(delta: Tensor, out: Tensor | None, bias: Tensor | None, gain: Tensor | None, shift: Tensor | None) -> Tensor:
+    """What an adapter adds to the output. delta: what its matrices make of the input; the rest as in ``LoraWeights``."""
+    if gain is not None:
+        assert out is not None
+        delta = (gain - 1) * (out if bias is None else out - bias) + gain * delta
+    return delta if shift is None else delta + shift
