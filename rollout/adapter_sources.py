@@ -39,8 +39,8 @@ class AdapterSources:
         # As of the last look: which shell takes them, where all but copies lie, their numbers where these were read, and
         # whether they changed with nobody told so far.
         self._shell: ModelShell | None = None
-        self._layout: object = None
-        self._numbers: list[int] | None = None
+        self._layout: dict[str, object] | None = None
+        self._numbers: dict[str, list[int]] | None = None
         self._changed = False
 
     def is_loaded(self, name: str) -> bool:
@@ -156,8 +156,10 @@ class AdapterSources:
         self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
 
     def unload(self, name: str) -> None:
-        for known in (self._read, self._copies, self.packed, self.weights):
-            known.pop(name, None)
+        """Forget it, which is no change of the others."""
+        for known in (self._read, self._copies, self.packed, self.weights, self._layout, self._numbers):
+            if known is not None:
+                known.pop(name, None)
 
 
 def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
