@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stoker.engine.adapter_slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import adapter_reader
 from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
@@ -131,8 +131,10 @@ class AdapterSources:
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
-        given: as for ``adapter_reader``.
+        given: as for ``adapter_reader``. ``EngineStateError`` where the model's own cannot be read meanwhile.
         """
+        if source.adapters and not source.resident:
+            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
         parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
         read, changes = adapter_reader(name, given, parameters)

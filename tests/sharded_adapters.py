@@ -20,7 +20,7 @@ from sharded import CONFIG, by_fsdp1, by_fsdp2, by_fsdp2_of_copies, by_fsdp2_on_
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from stoker.rollout import LIVE, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import LIVE, EngineStateError, RolloutEngine, SamplingParams, UnsupportedModelError
 
 PROMPT = [7, 3, 99, 14, 5, 62, 8, 31, 4, 4, 90, 17]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -123,6 +123,10 @@ def follow(wrap: Callable[[Any], nn.Module], family: str, options: dict[str, Any
             assert_like(engine, twin, step)
             assert engine.verify_weights().ok
         engine.sleep(level=2)
+        with pytest.raises(
+            EngineStateError, match="the weights are asleep"
+        ):  # and so are those of the adapter there is
+            engine.load_adapter("other", adapted(family, options))
         engine.wake_up()
         assert_like(engine, twin, 2)
         engine.sleep(level=3)
