@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stoker.engine.adapter_slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import read_adapter
 from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
@@ -42,8 +42,8 @@ class AdapterSources:
         # As of the last look: which shell takes them, where all but copies lie, their numbers where these were read, and
         # whether they changed with nobody told so far.
         self._shell: ModelShell | None = None
-        self._layout: object = None
-        self._numbers: list[int] | None = None
+        self._layout: dict[str, object] | None = None
+        self._numbers: dict[str, list[int]] | None = None
         self._changed = False
 
     def is_loaded(self, name: str) -> bool:
@@ -171,8 +171,10 @@ class AdapterSources:
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
-        given: as for ``read_adapter``.
+        given: as for ``read_adapter``. ``EngineStateError`` where what there is cannot be read meanwhile.
         """
+        if (source.adapters and not source.resident) or not self.resident:
+            raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
         parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
         new = read_adapter(name, given, parameters, source.device, self._gathering)
@@ -196,8 +198,10 @@ class AdapterSources:
         self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
 
     def unload(self, name: str) -> None:
-        for known in (self._others, self._copies, self.packed, self.weights):
-            known.pop(name, None)
+        """Forget it, which is no change of the others."""
+        for known in (self._others, self._copies, self.packed, self.weights, self._layout, self._numbers):
+            if known is not None:
+                known.pop(name, None)
 
 
 def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:

@@ -79,8 +79,13 @@ class Adapters:
         self._weights = live
         shell = self._binding.shell
         shell.lora.stacks.forget()
+        asleep = bool(self.emptied) or not self._binding.resident
         for adapter in self.slots:
-            self.place(adapter, changed=True)
+            if asleep:  # what it would be made of may not be there: ``take_again`` fills the slot
+                self.emptied.add(adapter.slot)
+                self._placed.pop(adapter.slot, None)
+            else:
+                self.place(adapter, changed=True)
 
     def knows(self, adapter: Adapter | None) -> bool:
         """Whether it is still there, and no other one under its name."""

@@ -330,7 +330,8 @@ class RolloutEngine:
         of a saved adapter: copied, to the host where that is, and to the device while a request may use it.
 
         Raises ``UnsupportedModelError`` for what the engine does not run and what does not fit its model,
-        ``EngineStateError`` where requests use the adapter of that name. Nothing is changed then.
+        ``EngineStateError`` where requests use the adapter of that name, and while the weights of a trainer that shards
+        adapters sleep. Nothing is changed then.
         """
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")

@@ -166,6 +166,10 @@ def follow(wrap: Callable[[Any], nn.Module], family: str, options: dict[str, Any
             assert_like(engine, twin, step)
             assert engine.verify_weights().ok
         engine.sleep(level=2)
+        with pytest.raises(
+            EngineStateError, match="the weights are asleep"
+        ):  # and so are those of the adapter there is
+            engine.load_adapter("other", adapted(family, options))
         engine.wake_up()
         assert_like(engine, twin, 2)
         engine.sleep(level=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ def test_load_and_unload_while_requests_run() -> None:
         found = [h.result().completions[0].token_ids for h in handles]
         assert found[::2] == expected_tokens(other) and found[1::2] == expected_tokens(model)
         engine.unload_adapter("a")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_loaded_while_the_weights_sleep(level: int, dtype: str) -> None:
+    """Magnitudes in a slot are made of the base's weights, which may not be there."""
+    model, first, second = make_model("llama"), peft_model(use_dora=True), peft_model(seed=8, use_dora=True)
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
+        engine.load_adapter("live", first)
+        engine.load_adapter("copy", (state_dict(first), first.peft_config["default"]))
+        assert tokens(engine, adapter="live") == tokens(engine, adapter="copy") == expected_tokens(first)
+        engine.sleep(level)
+        shake(first, seed=9)
+        engine.load_adapter("second", second)
+        engine.unload_adapter("copy")
+        engine.wake_up()
+        for name, of in (("live", first), ("second", second)):
+            assert tokens(engine, adapter=name) == expected_tokens(of)
 
 
 def test_an_adapter_deleted_while_requests_use_it() -> None:

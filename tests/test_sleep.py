@@ -124,6 +124,22 @@ def test_staged_waking_lets_an_update_come_before_the_kv_cache():
         assert not engine.is_sleeping and first_tokens(engine) == expected
 
 
+def test_dropped_weights_that_come_from_elsewhere():
+    """Not all of them do: no checkpoint has the frequencies of rotary embeddings."""
+    model = make_model("llama")
+    with in_double(model) as engine:
+        expected = first_tokens(engine)
+        engine.sleep(3)
+        for name, tensor in engine._binding.source.tensors().items():
+            assert tensor.untyped_storage().nbytes() == 0, name
+        engine.wake_up()
+        for tensor in engine._binding.source.tensors().values():
+            tensor.fill_(0.5)  # whatever the memory held
+        engine.update_weights(model.state_dict())
+        assert first_tokens(engine) == expected
+        assert engine.verify_weights().ok
+
+
 @pytest.mark.parametrize(("what", "operation"), [("weights", "copy_"), ("kv_cache", "zero_")])
 def test_a_wake_that_is_interrupted_can_be_tried_again(monkeypatch, what, operation):
     """Memory that was taken, and not filled yet, counts as asleep."""

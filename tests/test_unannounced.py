@@ -9,6 +9,7 @@ import adapted
 import oracle
 import pytest
 import torch
+from families import make_model
 
 from stoker.rollout import EngineConfig, RolloutEngine
 
@@ -51,6 +52,28 @@ def test_of_the_live_adapter_where_another_is_loaded(before: bool) -> None:
         check_noticed(engine, model, version=1)
         engine.load_adapter("third", other)  # of itself changes nothing
         assert engine.generate_batch(PROMPTS, adapted.GREEDY)[0].cached_tokens and engine.weight_version == 1
+
+
+@pytest.mark.parametrize("config", [adapted.CONFIG, MIRROR], ids=["aliased", "mirror"])
+@pytest.mark.parametrize("before", [True, False])
+def test_of_a_loaded_adapter_where_another_is_unloaded(config: EngineConfig, before: bool) -> None:
+    """Unloading is of itself no change of the others, and hides none."""
+    model, other = make_model("llama"), adapted.peft_model()
+    with RolloutEngine(model, config=config) as engine:
+        engine.load_adapter("a", other)
+        engine.load_adapter("b", adapted.peft_model())
+        first = engine.generate_batch(PROMPTS, adapted.GREEDY, adapter="a")
+        if before:
+            adapted.shake(other, seed=2)
+        engine.unload_adapter("b")
+        if not before:
+            again = engine.generate_batch(PROMPTS, adapted.GREEDY, adapter="a")
+            assert again[0].completions[0].token_ids == first[0].completions[0].token_ids
+            assert again[0].cached_tokens and engine.weight_version == 0
+            adapted.shake(other, seed=2)
+        after = engine.generate_batch(PROMPTS, adapted.GREEDY, adapter="a")
+        assert engine.weight_version == 1 and not after[0].cached_tokens
+        assert after[0].completions[0].logprobs != first[0].completions[0].logprobs
 
 
 def test_of_the_base_that_a_slots_magnitudes_were_made_of() -> None:

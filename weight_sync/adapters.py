@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -286,24 +287,24 @@ def biases_of(model: nn.Module, kind: str, whole: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def layout(adapters: Mapping[str, AdapterWeights]) -> object:
-    """Equal to an earlier one where all adapters are the same tensors at the same place, with the same scales."""
-    places = {
-        (name, key): (t.data_ptr(), t.dtype, t.shape, t.stride())
-        for name, adapter in adapters.items()
-        for key, t in adapter.named_tensors()
-    }
+def layout(adapters: Mapping[str, AdapterWeights]) -> dict[str, object]:
+    """By name, equal to an earlier one where that adapter is the same tensors at the same place, with the same scales."""
+    return {name: _layout(adapter) for name, adapter in adapters.items()}
+
+
+def _layout(adapter: AdapterWeights) -> object:
+    places = {key: (t.data_ptr(), t.dtype, t.shape, t.stride()) for key, t in adapter.named_tensors()}
     scales = {
-        (name, number, path): weights.scale
-        for name, adapter in adapters.items()
+        (number, path): weights.scale
         for number, link in enumerate(adapter.links)
         for path, weights in (*link.linears.items(), *link.experts.items())
     }
-    ids = {(name, path): rows.ids for name, adapter in adapters.items() for path, rows in adapter.tokens.items()}
-    return places, scales, ids
+    return places, scales, {path: rows.ids for path, rows in adapter.tokens.items()}
 
 
-def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> list[int]:
-    """Checksums of all their tensors."""
-    tensors = [t for adapter in adapters.values() for t in adapter.tensors()]
-    return checksums(tensors, device) if tensors else []
+def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> dict[str, list[int]]:
+    """Checksums of all their tensors, by name."""
+    tensors = {name: list(adapter.tensors()) for name, adapter in adapters.items()}
+    everything = [t for several in tensors.values() for t in several]
+    sums = iter(checksums(everything, device) if everything else ())
+    return {name: list(islice(sums, len(several))) for name, several in tensors.items()}

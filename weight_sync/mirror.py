@@ -219,6 +219,10 @@ class MirroredSource:
     def overwritten(self) -> None:
         """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
         assert self.mirror is not None
+        if not self.mirror.complete:  # dropped: buffers that no checkpoint has did not come either
+            full = self._read().full
+            names = [name for name in self._shapes if name in self.optional and name in full]
+            _copy([self.mirror.tensors[name] for name in names], [full[name] for name in names])
         self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
