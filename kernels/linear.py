@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.fp8 import dequantise_rows
 from stoker.kernels.launch import await_turn_with_weight
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -42,17 +43,24 @@ def store_outputs(
     residual_stride,
     scale,
     out_ptr,
+    row_scales_ptr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Bias, activation, scale and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store. GATED: activation, or None."""
+    """Bias, activation, scale and residual of a tile, fp32 [BLOCK_M, BLOCK_N], and its store.
+
+    GATED: activation, or None. SCALED: the rows of the weight have scales.
+    """
     dtype = out_ptr.dtype.element_ty
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < (2 * width if GATED is not None else width)
+    if SCALED:
+        total *= tl.load(row_scales_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0)[None, :]
     if BIAS:
-        inside = columns < (2 * width if GATED is not None else width)
         total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
@@ -84,6 +92,7 @@ def sum_over(
     """Products over part of the depth, fp32 [BLOCK_M, BLOCK_N], and the sum of the squares of x, fp32 [BLOCK_M].
 
     With NORM, x is multiplied by the norm's factor; the inverse rms is a factor of the whole sum, once all squares are known.
+    So is the scale of a weight's row in fp8, whose numbers are made x's dtype, which holds them exactly.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -91,7 +100,7 @@ def sum_over(
         at = start + tl.arange(0, BLOCK_K)
         deep = at < end
         x = tl.load(x_ptr + at[None, :], mask=x_inside & deep[None, :], other=0.0)
-        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & deep[:, None], other=0.0)
+        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & deep[:, None], other=0.0).to(x.dtype)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
@@ -108,6 +117,7 @@ def _single_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    row_scales_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -121,6 +131,7 @@ def _single_kernel(
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -162,9 +173,11 @@ def _single_kernel(
         residual_stride,
         scale,
         out_ptr,
+        row_scales_ptr,
         BIAS,
         RESIDUAL,
         GATED,
+        SCALED,
         1,
         BLOCK_N,
     )
@@ -178,6 +191,7 @@ def _skinny_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    row_scales_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -191,6 +205,7 @@ def _skinny_kernel(
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -219,9 +234,11 @@ def _skinny_kernel(
         residual_stride,
         scale,
         out_ptr,
+        row_scales_ptr,
         BIAS,
         RESIDUAL,
         GATED,
+        SCALED,
         16,
         BLOCK_N,
     )
@@ -247,6 +264,7 @@ def skinny(
     gated: Activation | None,
     residual: Tensor | None,
     scale: float,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_SKINNY``; weight: [N, D]; the rows of both contiguous."""
     # Before its division by the rms, a large activation times its norm weight may be more than fp16 holds. The mean has to
@@ -269,6 +287,7 @@ def skinny(
         norm_weight,
         x if residual is None else residual,
         out,
+        x if row_scales is None else row_scales,
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
@@ -282,6 +301,7 @@ def skinny(
         OFFSET=offset,
         RESIDUAL=residual is not None,
         GATED=gated,
+        SCALED=row_scales is not None,
         BLOCK_N=rows,
         BLOCK_K=columns,
         num_warps=4,
@@ -301,10 +321,14 @@ def linear(
     residual: Tensor | None = None,
     scale: float = 1.0,
     in_place: bool = False,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
     if x.shape[0] < FEWEST_FOR_TORCH and all(t is None or t.stride(1) == 1 for t in (x, weight, residual)):
-        return skinny(x, weight, bias, norm=norm, gated=gated, residual=residual, scale=scale)
+        options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "row_scales": row_scales}
+        return skinny(x, weight, bias, **options)
+    if row_scales is not None:
+        weight = dequantise_rows(weight, row_scales, x.dtype)
     x = x if norm is None else rms_norm(x, *norm)
     if residual is not None and bias is None and gated is None:
         # Out of place, torch (up to 2.13 at least) copies the residual first: a node more of every captured step.

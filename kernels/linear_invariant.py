@@ -55,6 +55,7 @@ def _matmul_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    row_scales_ptr,
     partial_ptr,
     x_stride,
     weight_stride,
@@ -69,6 +70,7 @@ def _matmul_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -144,9 +146,11 @@ def _matmul_kernel(
             residual_stride,
             scale,
             out_ptr,
+            row_scales_ptr,
             BIAS,
             RESIDUAL,
             GATED,
+            SCALED,
             BLOCK_M,
             BLOCK_N,
         )
@@ -158,6 +162,7 @@ def _add_segments_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
+    row_scales_ptr,
     residual_stride,
     tokens,
     width,
@@ -166,6 +171,7 @@ def _add_segments_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -189,9 +195,11 @@ def _add_segments_kernel(
         residual_stride,
         scale,
         out_ptr,
+        row_scales_ptr,
         BIAS,
         RESIDUAL,
         GATED,
+        SCALED,
         1,
         BLOCK_N,
     )
@@ -207,10 +215,11 @@ def linear(
     residual: Tensor | None = None,
     scale: float = 1.0,
     in_place: bool = False,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``, never in place. x: [T, D]; weight: [N, D]; the rows of both contiguous."""
     config = matmul_config(weight.shape[0], weight.shape[1], x.dtype)
-    return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, gated, residual, scale, config)
+    return _matmul(rms_norm(x, *norm) if norm else x, weight, bias, gated, residual, scale, row_scales, config)
 
 
 def _matmul(
@@ -220,6 +229,7 @@ def _matmul(
     gated: Activation | None,
     residual: Tensor | None,
     scale: float,
+    row_scales: Tensor | None,
     c: MatmulConfig,
 ) -> Tensor:
     assert x.stride(1) == 1 and weight.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
@@ -230,8 +240,9 @@ def _matmul(
     tiles = triton.cdiv(tokens, c.block_m) * triton.cdiv(full_width, c.block_n)
     parallel = c.segments > 1 and tiles < _FILLED
     partial = torch.empty(c.segments, tokens, full_width, device=x.device) if parallel else out
-    settings = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated} | launch.options(x.device)
-    bias_or_x, residual_or_x = x if bias is None else bias, x if residual is None else residual
+    settings = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
+    settings |= {"SCALED": row_scales is not None} | launch.options(x.device)
+    bias_or_x, residual_or_x, scales_or_x = (x if t is None else t for t in (bias, residual, row_scales))
     residual_stride = 0 if residual is None else residual.stride(0)
     _matmul_kernel[(tiles, c.segments if parallel else 1)](
         x,
@@ -239,6 +250,7 @@ def _matmul(
         bias_or_x,
         residual_or_x,
         out,
+        scales_or_x,
         partial,
         x.stride(0),
         weight.stride(0),
@@ -266,6 +278,7 @@ def _matmul(
             bias_or_x,
             residual_or_x,
             out,
+            scales_or_x,
             residual_stride,
             tokens,
             width,

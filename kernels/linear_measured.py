@@ -19,13 +19,16 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
+from stoker.kernels.linear_invariant import linear as in_tiles
 from stoker.kernels.linear_streamed import MOST_ROWS, splits_to_try, streamed, tiles_of
 from stoker.kernels.norm_rotary import rms_norm
+from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _log = logging.getLogger("stoker")
 _LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
-_STEP = 16  # so many rows are measured together
+_MOST_OF_FP8 = 1024  # rows, from where on a plain copy of the weight costs little beside the product
+_STEP = 16  # so many rows are measured together, and more where there are many
 _ROUNDS = 7
 _CYCLES = 10_000_000  # about 5 ms, in which the host launches all that is then timed
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
@@ -51,33 +54,36 @@ class MeasuredLinear:
         residual: Tensor | None = None,
         scale: float = 1.0,
         in_place: bool = False,
+        row_scales: Tensor | None = None,
     ) -> Tensor:
         """As the reference's. x: [T, D]; weight: [N, D]."""
         options: dict[str, Any] = {"norm": norm, "gated": gated, "residual": residual, "scale": scale}
+        options["row_scales"] = row_scales
         multiply = by_torch
-        if self._is_streamed(x, weight, residual):
+        if self._has_ways(x, weight, residual):
             multiply = self._fastest(x, weight, bias, options)
         if multiply is by_torch:
             return by_torch(x, weight, bias, in_place=in_place, **options)
         return multiply(x, weight, bias, **options)
 
     @staticmethod
-    def _is_streamed(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-        """Whether there is a choice at all."""
+    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+        """Whether there is a choice at all. Of a weight in fp8 torch needs a copy first, so that there is one for more rows."""
+        narrow = weight.dtype == FP8
         return (
-            FEWEST_FOR_TORCH <= x.shape[0] <= MOST_ROWS
+            FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
             and x.dtype in _ERROR
-            and weight.dtype == x.dtype
-            and weight.nbytes >= _LEAST_BYTES
+            and (narrow or (weight.dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
         )
 
     def _fastest(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
     ) -> Callable[..., Tensor]:
-        rows = -(-x.shape[0] // _STEP) * _STEP
+        step = _STEP if x.shape[0] <= MOST_ROWS else MOST_ROWS
+        rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
-        what = [name for name in ("bias", "norm", "gated", "residual") if given[name] is not None]
+        what = [name for name in ("bias", "norm", "gated", "residual", "row_scales") if given[name] is not None]
         key = rows, weight.shape, *what, x.dtype
         if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
@@ -119,6 +125,8 @@ class MeasuredLinear:
 
     def _others(self, x: Tensor, weight: Tensor, normed: bool) -> dict[str, Callable[..., Tensor]]:
         """Besides torch's."""
+        if x.shape[0] > MOST_ROWS:
+            return {"in tiles": in_tiles}
         tiles, device = tiles_of(weight.shape[0]), x.device
         if device not in self._arrived or self._arrived[device].numel() < tiles:
             self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)

@@ -32,6 +32,7 @@ def _streamed_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    row_scales_ptr,
     partial_ptr,
     arrived_ptr,
     x_stride,
@@ -49,6 +50,7 @@ def _streamed_kernel(
     OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,9 +120,11 @@ def _streamed_kernel(
             residual_stride,
             scale,
             out_ptr,
+            row_scales_ptr,
             BIAS,
             RESIDUAL,
             GATED,
+            SCALED,
             BLOCK_M,
             BLOCK_N,
         )
@@ -149,6 +153,7 @@ def streamed(
     scale: float,
     splits: int,
     arrived: Tensor,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D]; the rows of both contiguous.
 
@@ -173,6 +178,7 @@ def streamed(
         norm_weight,
         x if residual is None else residual,
         out,
+        x if row_scales is None else row_scales,
         partial,
         arrived,
         x.stride(0),
@@ -190,6 +196,7 @@ def streamed(
         OFFSET=offset,
         RESIDUAL=residual is not None,
         GATED=gated,
+        SCALED=row_scales is not None,
         BLOCK_M=block_m,
         BLOCK_N=_COLUMNS,
         BLOCK_K=block_k,

@@ -16,6 +16,7 @@ from stoker.kernels.reference import (
     attention,
     checksum,
     constraints,
+    fp8,
     gates,
     linear,
     lora,
@@ -26,8 +27,8 @@ from stoker.kernels.reference import (
     sampling,
     window,
 )
-from stoker.kernels.reference.attention import FP8
 from stoker.kernels.reference.constraints import ConstraintRows
+from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.routing import Routing
 
@@ -41,6 +42,7 @@ class Ops:
     rms_norm: Callable[..., Tensor]
     act_mul: Callable[..., Tensor]
     linear: Callable[..., Tensor]
+    quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
     lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
     route: Callable[..., Routing]
@@ -85,6 +87,7 @@ REFERENCE = Ops(
     rms_norm=norm_rotary.rms_norm,
     act_mul=norm_rotary.act_mul,
     linear=linear.linear,
+    quantise_rows=fp8.quantise_rows,
     lora=lora.lora,
     lora_embedding=lora.lora_embedding,
     route=routing.route,

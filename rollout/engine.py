@@ -15,7 +15,7 @@ from stoker.engine.device import runtime_for
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.kernels.reference.attention import FP8
+from stoker.kernels.reference.fp8 import FP8
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.binding import ModelBinding

@@ -19,6 +19,7 @@ from stoker.kernels import (
     causal_conv,
     checksum,
     constraints,
+    fp8,
     gates,
     grouping,
     latent,
@@ -92,6 +93,29 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     followed = ConstraintRows(torch.zeros(1 << 20, dtype=torch.int16), *torch.zeros(3, 9, dtype=torch.long))
     constraints.constrain(torch.zeros(8, 256000), followed, slots, slots)
     constraints.follow(slots, followed, slots, 256000)
+
+
+def launch_fp8(dim: int, hidden: int) -> None:
+    """Weights in fp8: of gate and up, and of down."""
+    plain, arrived = zeros(2 * hidden, dim), torch.zeros(512, dtype=torch.int32)
+    wide = {"weight": plain.to(torch.float8_e4m3fn), "row_scales": torch.zeros(2 * hidden)}
+    deep = {"weight": wide["weight"].view(dim, -1)[:, :hidden].contiguous(), "row_scales": torch.zeros(dim)}
+    fp8.quantise_rows(plain, *wide.values())
+    fp8.dequantise_rows(*wide.values(), torch.bfloat16)
+    norm = Norm(zeros(dim), 1e-6)
+    for tokens in (1, 4):
+        linear.linear(zeros(tokens, dim), **wide, norm=norm, gated="silu")
+        linear.linear(zeros(tokens, hidden), **deep, residual=zeros(tokens, dim))
+    for tokens in (40, 128):
+        common = {"bias": None, "scale": 1.0, "arrived": arrived}
+        linear_streamed.streamed(zeros(tokens, dim), **wide, **common, norm=norm, gated="silu", residual=None, splits=1)
+        residual = zeros(tokens, dim)
+        linear_streamed.streamed(
+            zeros(tokens, hidden), **deep, **common, norm=None, gated=None, residual=residual, splits=7
+        )
+    for tokens in (4, 256):
+        linear_invariant.linear(zeros(tokens, dim), **wide, gated="silu")
+        linear_invariant.linear(zeros(tokens, hidden), **deep, residual=zeros(tokens, dim))
 
 
 def launch_others(dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
@@ -260,6 +284,7 @@ def launch_recurrent() -> None:
 if __name__ == "__main__":
     as_on_hopper()
     of_layers = [
+        fp8,
         norm_rotary,
         latent,
         linear,
@@ -279,6 +304,7 @@ if __name__ == "__main__":
         for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
+    launch_fp8(4096, 12288)  # Qwen3 8B
     launch_others(5376, 32, 4, 512)  # Gemma 4 31B
     launch_centred(2048, 8, 8, 256, 64, grouped=True)  # Pythia 1B
     launch_centred(4096, 32, 8, 128, 128, grouped=False)  # Command R7B

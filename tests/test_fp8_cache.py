@@ -16,7 +16,8 @@ from transformers.masking_utils import sdpa_mask
 
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.ops import ops_for
-from stoker.kernels.reference.attention import FP8, write_kv
+from stoker.kernels.reference.attention import write_kv
+from stoker.kernels.reference.fp8 import FP8
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 5, [2, 7, 1], [8, 2] * 11]

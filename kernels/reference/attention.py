@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.fp8 import FP8, FP8_MAX
 from stoker.kernels.reference.norm_rotary import QKNorm, latent_heads, qk_norm_rotary
 
 _T = TypeVar("_T")
 NEG_INF = float("-inf")
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0  # Micikevicius et al. 2022, arXiv:2209.05433
 # Keys and values gathered at a time: enough to amortise the calls, little enough to be in cache when it is read.
 _GATHER_BYTES = 8 * 2**20
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see

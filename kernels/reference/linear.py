@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.fp8 import dequantise_rows
 from stoker.kernels.reference.norm_rotary import Activation, Norm, act_mul, rms_norm
 
 
@@ -19,14 +20,17 @@ def linear(
     residual: Tensor | None = None,
     scale: float = 1.0,
     in_place: bool = False,
+    row_scales: Tensor | None = None,
 ) -> Tensor:
     """``residual + scale * act(norm(x) @ weight.T + bias)``, where norm, act and residual are each optional.
 
     x: [T, D]; weight: [N, D]; bias: [N]; norm: over ``x``; gated: ``act_mul`` over the halves of the result,
     which is then [T, N / 2]; residual: as the result; scale: of what is added to it; in_place: nobody reads the residual
-    afterwards, so the result may take its place. Returns [T, N] in the dtype of ``x``.
+    afterwards, so the result may take its place; row_scales: fp32 [N], of a weight in fp8 (``quantise_rows``). Returns [T, N] in the dtype of ``x``.
     """
     x = x if norm is None else rms_norm(x, *norm)
+    if row_scales is not None:
+        weight = dequantise_rows(weight, row_scales, x.dtype)
     if residual is not None and in_place and gated is None and bias is None and residual.dtype == torch.float32:
         return residual.addmm_(x, weight.t(), alpha=scale)  # the same in one operation; others round before they add
     out = F.linear(x, weight, bias)
