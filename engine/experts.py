@@ -38,6 +38,9 @@ class _State:
     gate: Gate
     dense: bool = False  # every expert runs over every token, weighed
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
+    in_fp8: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = (
+        None  # weights and scales of the two projections
+    )
 
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -55,12 +58,28 @@ def is_taken_over(module: Any) -> bool:
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
     """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
     state: _State = getattr(module, _STATE)
-    gate_up, down = (getattr(module, name) for name in _projections(module))
-    if _is_transposed(module):
-        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if state.in_fp8 is None:
+        gate_up, down = (getattr(module, name) for name in _projections(module))
+        if _is_transposed(module):
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    else:
+        (gate_up, down), options["scales"] = zip(*state.in_fp8, strict=True)
     biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
     options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
+
+
+def matrices(module: Any) -> dict[str, Tensor]:
+    """The two projections of experts that only ``run_experts`` reads, by name: [E, N, D], of any strides; none of any other."""
+    if not hasattr(module, _STATE) or _is_dense(module):
+        return {}
+    weights = {name: getattr(module, name) for name in _projections(module)}
+    return {name: weight.transpose(1, 2) for name, weight in weights.items()} if module.is_transposed else weights
+
+
+def multiply_in_fp8(module: Any, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
+    """Let experts run on weights in fp8, [E, N, D], with their scales, [E, N], in place of their ``matrices``."""
+    getattr(module, _STATE).in_fp8 = gate_up, down
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class Linears:
         self.linears = linears
         self.weight = weight
         self.bias = bias
+        self.row_scales: Tensor | None = None  # of a weight in fp8
 
     def __call__(
         self,
@@ -53,12 +54,13 @@ class Linears:
         rows = self.lora.rows
         if self.weight is not None and rows is None:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
-            return self.ops.linear(x, self.weight, self.bias, **options)
+            return self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
         # Adapters that only add may add to the residual as well.
         onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
         if self.weight is not None:
-            out = self.ops.linear(x, self.weight, self.bias, residual=onto, in_place=onto is not None)
+            options = {"residual": onto, "in_place": onto is not None}
+            out = self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
         else:
             onto = None
             out = torch.cat([self.ops.linear(x, matrix_of(m), m.bias) for m in self.linears], dim=-1)

@@ -325,8 +325,7 @@ def linear(
 ) -> Tensor:
     """As the reference's: ``residual + scale * act(norm(x) @ weight.T + bias)``. x: [T, D]; weight: [N, D]."""
     if x.shape[0] < FEWEST_FOR_TORCH and all(t is None or t.stride(1) == 1 for t in (x, weight, residual)):
-        options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "row_scales": row_scales}
-        return skinny(x, weight, bias, **options)
+        return skinny(x, weight, bias, norm=norm, gated=gated, residual=residual, scale=scale, row_scales=row_scales)
     if row_scales is not None:
         weight = dequantise_rows(weight, row_scales, x.dtype)
     x = x if norm is None else rms_norm(x, *norm)

@@ -43,6 +43,7 @@ def _grouped_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    scales_ptr,
     order_ptr,
     starts_ptr,
     weights_ptr,
@@ -66,6 +67,7 @@ def _grouped_kernel(
     ACT: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -108,13 +110,16 @@ def _grouped_kernel(
             weight_tile + at[:, None].to(tl.int64) * depth_stride,
             mask=inside[None, :] & (at < depth)[:, None],
             other=0.0,
-        )
+        ).to(x.dtype)  # which holds a number of fp8 exactly
         total = tl.dot(x, w, total, input_precision="ieee")
+    full_width = 2 * width if GATED else width
+    if SCALED:
+        scales = tl.load(scales_ptr + expert.to(tl.int64) * full_width + weight_rows, mask=inside, other=0.0)
+        total *= scales[None, :]
     if WEIGHED:
         total *= tl.load(weights_ptr + pairs, mask=real, other=0.0).to(tl.float32)[:, None]
     if BIAS:
-        bias_width = 2 * width if GATED else width
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_width + weight_rows, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * full_width + weight_rows, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
     if GATED:
         if IN_HALVES:
@@ -229,6 +234,7 @@ def _experts(
     gate: Gate,
     weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     groups: tuple[Tensor, Tensor] | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
@@ -237,7 +243,7 @@ def _experts(
     in_place: bool = False,
 ) -> Tensor:
     x, expert_ids, expert_weights = (t.contiguous() for t in (x, expert_ids, expert_weights))
-    assert all(bias is None or bias.is_contiguous() for bias in (gate_up_bias, down_bias))
+    assert all(t is None or t.is_contiguous() for t in (gate_up_bias, down_bias, *(scales or ())))
     if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
         columns = 64
     tokens, per_token = expert_ids.shape
@@ -245,7 +251,10 @@ def _experts(
     order, starts = order_by_group(expert_ids, num_experts) if groups is None else groups
     options = {"num_warps": 4} | launch.options(x.device)
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, first: bool, in_order: bool = False) -> Tensor:
+    projections = (gate_up, gate_up_bias), (down, down_bias)
+
+    def multiply(x: Tensor, number: int, first: bool, in_order: bool = False) -> Tensor:
+        (weight, bias), row_scales = projections[number], None if scales is None else scales[number]
         full_width, depth = weight.shape[1:]
         gated = first and gate.gated
         width = full_width // 2 if gated else full_width
@@ -255,6 +264,7 @@ def _experts(
             x,
             weight,
             x if bias is None else bias,
+            x if row_scales is None else row_scales,
             order,
             starts,
             expert_weights,
@@ -276,6 +286,7 @@ def _experts(
             ACT=gate.act if gate.plain else None,
             CLAMPED=gate.limit != float("inf"),
             BIAS=bias is not None,
+            SCALED=row_scales is not None,
             EXPERTS=triton.next_power_of_2(num_experts),
             BLOCK_M=rows,
             BLOCK_N=columns,
@@ -286,17 +297,17 @@ def _experts(
         return out
 
     if adapters is None:
-        chosen = multiply(multiply(x, gate_up, gate_up_bias, True), down, down_bias, False)
+        chosen = multiply(multiply(x, 0, True), 1, False)
     else:  # pairs stay in order, where those of one expert and slot are near each other
         of_pairs = adapters.rows(order, expert_ids, num_experts)
         hidden = x.index_select(0, order // per_token)
         if weigh_input:
             hidden = (hidden * expert_weights.flatten().index_select(0, order)[:, None]).to(x.dtype)
-        for weight, bias, tables in ((gate_up, gate_up_bias, adapters.gate_up), (down, down_bias, adapters.down)):
-            projected = multiply(hidden, weight, bias, False, in_order=True)
+        for number, tables in enumerate((adapters.gate_up, adapters.down)):
+            projected = multiply(hidden, number, False, in_order=True)
             for table in tables:
                 lora(hidden, projected, table, of_pairs)
-            hidden = gate(projected).contiguous() if weight is gate_up else projected
+            hidden = projected if number else gate(projected).contiguous()
         chosen = torch.empty_like(hidden).index_copy_(0, order.long(), hidden)
     in_place = in_place and residual is not None and residual.is_contiguous()
     out = residual if residual is not None and in_place else torch.empty_like(x)

@@ -127,13 +127,14 @@ def ops_for(
     layers: Iterable[tuple[int, int, torch.dtype]] = (),
     *,
     kv_dtype: torch.dtype | None = None,
+    in_fp8: bool = False,
     deterministic: bool = False,
 ) -> Ops:
     """The operations for a device: Triton's on CUDA; a CPU has an attention and recurrences of its own, all else the
     torch reference.
 
     layers: key dimension, value dimension and dtype of what attention layers compute; kv_dtype: of what is kept of it, where
-    it is another (raises ``InvalidConfigError`` where the device has no such numbers). Where Triton's kernels do not run one,
+    it is another; in_fp8: weights are (raises ``InvalidConfigError`` where the device has no such numbers). Where Triton's kernels do not run one,
     attention is the torch reference, and the log says why. deterministic: a row's result has the same bits alone and among
     any others; raises ``InvalidConfigError`` where there are no kernels for that.
     """
@@ -146,11 +147,13 @@ def ops_for(
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
 
-    if kv_dtype == FP8 and torch.cuda.get_device_capability(device) < (8, 9):
-        raise InvalidConfigError(
-            f"kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or more, and {device} has "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it at 'auto'"
-        )
+    narrow = {"kv_cache_dtype": kv_dtype == FP8, "quantization": in_fp8}
+    for name in (name for name, is_asked in narrow.items() if is_asked):
+        if torch.cuda.get_device_capability(device) < (8, 9):
+            raise InvalidConfigError(
+                f"{name}='fp8' needs a GPU of compute capability 8.9 or more, and {device} has "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
+            )
     table = triton_ops.DETERMINISTIC if deterministic else triton_ops.measured()
     reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
     if reason is None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
 from stoker.engine.experts import take_over_experts
+from stoker.engine.fp8_weights import Fp8Weights
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
@@ -41,7 +42,7 @@ class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
     dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: what keys and values
-    are kept in; None: in what the model computes them. Raises ``UnsupportedModelError`` where the weights can be neither
+    are kept in; None: in what the model computes them. in_fp8: fused layers multiply by weights that are rounded. Raises ``UnsupportedModelError`` where the weights can be neither
     borrowed nor copied. Nothing of the model is changed before ``fuse``.
     """
 
@@ -54,6 +55,7 @@ class ModelBinding:
         check_finite: bool = False,
         gather_bytes: int,
         kv_dtype: torch.dtype | None = None,
+        in_fp8: bool = False,
         deterministic: bool = False,
         max_loras: int,
         max_lora_rank: int,
@@ -72,6 +74,8 @@ class ModelBinding:
         self.shapes: list[LayerShape]
         self.ops: Ops
         self.fused_layers = 0
+        self._in_fp8 = in_fp8
+        self._rounded: Fp8Weights | None = None  # where they are
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
@@ -96,7 +100,13 @@ class ModelBinding:
                 ) from error
             raise
         layers = [(shape.key_dim, shape.value_dim, shape.dtype) for shape in shapes if shape.heads]
-        self.ops = ops_for(self.source.device, layers, kv_dtype=self.kv_dtype, deterministic=self.deterministic)
+        self.ops = ops_for(
+            self.source.device,
+            layers,
+            kv_dtype=self.kv_dtype,
+            in_fp8=self._in_fp8,
+            deterministic=self.deterministic,
+        )
         self.shapes = self._as_kept(shapes)
 
     def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
@@ -111,6 +121,7 @@ class ModelBinding:
             self._fuse(self.shell, self.source)
             self._look_at_adapters()
             self._remember()
+            self._watch()
         except BaseException:
             self.source.release()
             raise
@@ -210,14 +221,30 @@ class ModelBinding:
     @property
     def resident(self) -> bool:
         """Whether all weights are in the device's memory."""
-        return self.source.resident and self.adapters.resident
+        rounded = self._rounded is None or self._rounded.resident
+        return rounded and self.source.resident and self.adapters.resident
 
     @property
     def nbytes(self) -> int:
         """Of the engine's own copies of weights."""
-        return self.source.nbytes + self.adapters.nbytes
+        rounded = 0 if self._rounded is None else self._rounded.nbytes
+        return rounded + self.source.nbytes + self.adapters.nbytes
+
+    def derive(self) -> None:
+        """Make anew what is made of weights, which have changed."""
+        self.shell.refresh()
+        if self._rounded is not None:
+            self._watch()
+            self._rounded.refresh()
+
+    def _watch(self) -> None:
+        """Have ``notice`` see every change from now on of tensors that are the trainer's, which rounded ones do not follow."""
+        if self._rounded is not None and isinstance(self.source, AliasedSource):
+            self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
+        if self._rounded is not None:
+            self._rounded.release()
         self.source.give_back(drop=drop)
         self.adapters.give_back(drop=drop)
 
@@ -226,6 +253,8 @@ class ModelBinding:
         self.source.take_again()
         self.adapters.take_again()
         self.adapters.lie_elsewhere()
+        if self._rounded is not None:
+            self._rounded.restore()
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -285,6 +314,8 @@ class ModelBinding:
                 if row + rows > whole.shape[0] or not same_place(whole[row : row + rows], expected[name]):
                     wrong.add(name)
                 row += rows
+        if self._rounded is not None:
+            wrong.update(self._rounded.mismatches())
         checked, other = self.source.mismatches()
         return WeightReport(
             source=self.source.kind,
@@ -317,6 +348,7 @@ class ModelBinding:
             if tensor is not None
         }
         with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
+            modules = dict(shell.module.named_modules())
             take_over_experts(shell.module, self.ops)
             options = self.max_loras, self.max_lora_rank, source.device, shell.beside_text
             shell.lora = LoraLayers(shell.module, self.ops, *options)
@@ -328,3 +360,5 @@ class ModelBinding:
                 "deterministic=True cannot be had for it"
             )
         source.bind()
+        if self._in_fp8:
+            self._rounded = Fp8Weights(shell.module, modules, self.ops)

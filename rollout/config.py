@@ -33,6 +33,11 @@ class EngineConfig:
     - kv_cache_dtype: ``"auto"`` keeps keys and values as the model computes them, ``"fp8"`` in 8 bits (e4m3), so that a
       block takes half the memory of one in 16 bits. All that is sampled and scored is then of a model that sees rounded keys
       and values; log-probabilities are its own. On CUDA from compute capability 8.9 on.
+    - quantization: ``"fp8"`` has decoder layers multiply by weights that are rounded to 8 bits (e4m3, each row times a power
+      of two), which are kept beside those they are made of and made anew when these change. A decode step then reads half
+      of what one in 16 bits does; prompts are computed on the same rounded weights, and log-probabilities are those of that
+      model. Embeddings, head, routers and norms stay as they are, and so does a layer that runs the model's own code. On
+      CUDA from compute capability 8.9 on; on a CPU it works, and slows down.
     - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
     - decode_window: most decode steps run between two looks of the scheduler.
     - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does where that can be; True refuses where it cannot.
@@ -58,6 +63,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory: int | str = "auto"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["fp8"] | None = None
     enable_prefix_caching: bool = True
     decode_window: int = 8
     use_graphs: bool | Literal["auto"] = "auto"
@@ -83,6 +89,10 @@ class EngineConfig:
             raise InvalidConfigError(f"use_graphs={shown(self.use_graphs)}: give True or False, or 'auto'")
         if self.kv_cache_dtype not in ("auto", "fp8"):
             raise InvalidConfigError(f"kv_cache_dtype={shown(self.kv_cache_dtype)}: give 'auto' or 'fp8'")
+        if self.quantization not in (None, "fp8"):
+            raise InvalidConfigError(
+                f"quantization={shown(self.quantization)}: give 'fp8', or None for weights as they are"
+            )
         object.__setattr__(self, "seed", as_int(self.seed))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidConfigError(f"seed={shown(self.seed)} is not an integer")

@@ -60,6 +60,7 @@ class RolloutEngine:
             check_finite=self.config.check_finite_weights,
             gather_bytes=int(self.config.gather_memory),
             kv_dtype=FP8 if self.config.kv_cache_dtype == "fp8" else None,
+            in_fp8=self.config.quantization == "fp8",
             deterministic=self.config.deterministic,
             max_loras=self.config.max_loras,
             max_lora_rank=self.config.max_lora_rank,

@@ -154,7 +154,7 @@ class WeightUpdates:
         core.drain()
         if recompute:
             core.scheduler.preempt_all()
-        self._binding.shell.refresh()
+        self._binding.derive()
         core.runner.bind(self._binding.shell)
         self._adapters.refresh()
         for request in core.under_way:

@@ -143,7 +143,7 @@ def test_another_cut_of_the_depth_gives_other_bits() -> None:
     config = linear_invariant.matmul_config(*weight.shape, x.dtype)
     assert config.segments > 1
     whole = replace(config, segments=1, depth=704)
-    cut, uncut = (linear_invariant._matmul(x, weight, None, None, None, 1.0, c) for c in (config, whole))
+    cut, uncut = (linear_invariant._matmul(x, weight, None, None, None, 1.0, None, c) for c in (config, whole))
     assert_close(uncut, x.double() @ weight.double().T, x.dtype)
     assert not torch.equal(cut, uncut)
 

@@ -31,5 +31,5 @@ def quantise_rows(weight: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def dequantise_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values * scales[:, None]`` in ``dtype``. values: fp8 [N, D]; scales: fp32 [N]; returns [N, D]."""
-    return (values.float() * scales[:, None]).to(dtype)
+    """``values * scales[..., None]`` in ``dtype``. values: fp8 [..., N, D]; scales: fp32 [..., N]; returns [..., N, D]."""
+    return (values.float() * scales[..., None]).to(dtype)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.kernels.reference.fp8 import dequantise_rows
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, expert_slots, lora
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation
 
@@ -71,6 +72,7 @@ def experts(
     gate: Gate,
     weigh_input: bool = False,
     adapters: ExpertAdapters | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     groups: tuple[Tensor, Tensor] | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
@@ -85,7 +87,7 @@ def experts(
     x: [T, D]; expert_ids: int64 [T, K], those of a token all different; expert_weights: [T, K]; gate_up: [E, 2 * I, D], or
     [E, I, D] without a gate, and down: [E, D, I], of any strides; biases: [E, 2 * I] and [E, D]; weigh_input: a weight is of
     what an expert gets, as in Llama 4, and what experts give is added up as it is; adapters change what each projection
-    gives; groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody
+    gives; scales: fp32 [E, 2 * I] and [E, D], of weights in fp8 (``quantise_rows``); groups: of ``Routing``, for whom it is of use; shared, residual: as ``x``; shared_gate: [1, D]; in_place: nobody
     reads the residual afterwards, so the result may take its place. Returns [T, D] in the dtype of ``x``. Without adapters
     nothing waits for the device. Raises ``RuntimeError`` where a row of a weight is not a multiple of 16 bytes.
     """
@@ -93,6 +95,9 @@ def experts(
     ids, order = expert_ids.flatten().sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(gate_up.shape[0], device=x.device), right=True).int()
     rows = None if adapters is None else adapters.rows(order, expert_ids, gate_up.shape[0])
+
+    if scales is not None:
+        gate_up, down = (dequantise_rows(*given, x.dtype) for given in zip((gate_up, down), scales, strict=True))
 
     def project(x: Tensor, weight: Tensor, bias: Tensor | None, tables: Sequence[LoraTable]) -> Tensor:
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
