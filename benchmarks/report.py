@@ -65,7 +65,7 @@ def table(results: dict[str, Any]) -> str:
         lines += [
             f"  {p['batch']:8}{p['context']:9}{p['step_ms']:10.3f}{p['ceiling_ms']:12.3f}{p['tokens_per_s']:10.0f}"
             f"{p['of_ceiling']:12.1%}  {p['model']}{', deterministic' if p['deterministic'] else ''}"
-            f"{', KV in fp8' if p['kv_cache_dtype'] == 'fp8' else ''}"
+            f"{', KV in fp8' if p['kv_cache_dtype'] == 'fp8' else ''}{', weights in fp8' if p['quantization'] else ''}"
             for p in points
         ]
     for p in results.get("profiles", []):

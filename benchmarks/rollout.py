@@ -334,6 +334,7 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         *steps(LLAMA_1B, (64, 256), 512, 15),
         *steps(HYBRID_2B, (64,), 512, 20),
         *decode(QWEN_7B, ((64, 512), (256, 512), (64, 2048), (1, 512), (256, 2048), (512, 512)), 30),
+        *decode(QWEN_7B, ((64, 512), (1, 512), (256, 512)), 20, key="sweep_fp8", quantization="fp8"),
         *decode(QWEN_7B, ((256, 2048), (64, 2048)), 15, key="sweep_fp8", kv_cache_dtype="fp8"),
         *decode(LLAMA_1B, ((64, 2048), (256, 2048), (512, 2048), (16, 512), (64, 8192), (16, 8192), (1, 8192)), 30),
         *steps(LLAMA_1B, (1,), 512, 10),

@@ -39,6 +39,7 @@ def decode(
     *,
     deterministic: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
+    quantization: Literal["fp8"] | None = None,
 ) -> list[dict[str, Any]]:
     """Steps of ``points``, each a batch and a context: the difference of a long and a short rollout of cached prompts.
 
@@ -55,11 +56,15 @@ def decode(
         max_model_len=max(context for _, context in fitting) + 2 * STEPS,
         kv_cache_memory=max(b * (c + 2 * STEPS) for b, c in fitting) * token_bytes,
         kv_cache_dtype=kv_cache_dtype,
+        quantization=quantization,
         deterministic=deterministic,
     )
     with RolloutEngine(model := spec.build(device, dtype), config=config) as engine:
         ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
         ceiling = replace(ceiling, kv_bytes=token_bytes)
+        if quantization is not None:
+            head = model.get_output_embeddings().weight
+            ceiling = replace(ceiling, weight_bytes=engine.stats().mirror_bytes + head.nbytes)
         for batch, context in fitting:
             if found and time.perf_counter() - start > budget_s:
                 break
@@ -74,6 +79,7 @@ def decode(
                     "model": spec.name,
                     "deterministic": deterministic,
                     "kv_cache_dtype": kv_cache_dtype,
+                    "quantization": quantization,
                     "batch": batch,
                     "context": context,
                     "step_ms": step_s * 1e3,

@@ -97,14 +97,16 @@ class Fp8Weights:
         return self._data.untyped_storage().nbytes() > 0
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Round the weights as they are now. Nothing where the memory was given back."""
-        if self.resident:
-            for matrix in self._matrices:
-                for _, *tensors in matrix.parts():
-                    self._round(*tensors)
-            for joined, biases in self._biases:
-                torch.cat(biases, out=joined)
+    def refresh(self) -> int:
+        """Round the weights as they are now; returns the bytes that were written, none where the memory was given back."""
+        if not self.resident:
+            return 0
+        for matrix in self._matrices:
+            for _, *tensors in matrix.parts():
+                self._round(*tensors)
+        for joined, biases in self._biases:
+            torch.cat(biases, out=joined)
+        return self.nbytes
 
     def _round(self, source: Tensor, values: Tensor, scales: Tensor) -> None:
         if source.dim() == 3 and not source.is_contiguous():

@@ -30,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-memory", default="auto", metavar="X", help="4GiB, say (what fits in part of the free memory)"
     )
     engine.add_argument("--kv-cache-dtype", default="auto", metavar="X", help="auto or fp8 (%(default)s)")
+    engine.add_argument("--quantization", metavar="X", help="fp8 (weights as they are)")
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -43,6 +44,7 @@ def config_of(args: argparse.Namespace) -> Any:
             max_model_len=args.max_model_len,
             kv_cache_memory=args.kv_cache_memory,
             kv_cache_dtype=args.kv_cache_dtype,
+            quantization=args.quantization,
             max_lora_rank=_MAX_RANK,
         )
     except InvalidConfigError as error:

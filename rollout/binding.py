@@ -230,12 +230,13 @@ class ModelBinding:
         rounded = 0 if self._rounded is None else self._rounded.nbytes
         return rounded + self.source.nbytes + self.adapters.nbytes
 
-    def derive(self) -> None:
-        """Make anew what is made of weights, which have changed."""
+    def derive(self) -> int:
+        """Make anew what is made of weights, which have changed; returns the bytes of copies of them that were written."""
         self.shell.refresh()
-        if self._rounded is not None:
-            self._watch()
-            self._rounded.refresh()
+        if self._rounded is None:
+            return 0
+        self._watch()
+        return self._rounded.refresh()
 
     def _watch(self) -> None:
         """Have ``notice`` see every change from now on of tensors that are the trainer's, which rounded ones do not follow."""

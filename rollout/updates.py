@@ -75,7 +75,7 @@ class WeightUpdates:
 
         def take(now: bool) -> None:
             self._told = False
-            self._take(self.version + 1 if version is None else version, recompute=False)
+            self.last_bytes += self._take(self.version + 1 if version is None else version, recompute=False)
             self._told = not now
 
         self._between_steps("update its weights", look, take)
@@ -149,12 +149,13 @@ class WeightUpdates:
             self._behind = behind
             raise
 
-    def _take(self, version: int, *, recompute: bool) -> None:
+    def _take(self, version: int, *, recompute: bool) -> int:
+        """Bring all that depends on weights in step with them; returns the bytes of copies of them that were written."""
         core = self._core
         core.drain()
         if recompute:
             core.scheduler.preempt_all()
-        self._binding.derive()
+        written = self._binding.derive()
         core.runner.bind(self._binding.shell)
         self._adapters.refresh()
         for request in core.under_way:
@@ -163,3 +164,4 @@ class WeightUpdates:
                 core.abort([request])
         core.set_weight_version(version)
         self._behind = False
+        return written

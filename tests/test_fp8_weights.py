@@ -118,6 +118,7 @@ def test_an_optimizer_step_whether_it_is_announced_or_not() -> None:
         assert_rounded(engine, model)
         step(model)
         engine.update_weights()
+        assert engine.stats().last_update_bytes == engine.stats().mirror_bytes
         assert_rounded(engine, model)
         assert engine.weight_version == 2
         step(model)

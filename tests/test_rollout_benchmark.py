@@ -146,6 +146,8 @@ def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytes
     assert [(p["batch"], p["context"]) for p in found] == [(2, 16), (8, 16), (1, 32)]
     (narrow,) = sweeps.decode(TOY, "cpu", points[1:2], 0.0, kv_cache_dtype="fp8")
     assert narrow["batch"] == 9 and narrow["kv_cache_dtype"] == "fp8"
+    plain, rounded = found[0], sweeps.decode(TOY, "cpu", points[:1], 0.0, quantization="fp8")[0]
+    assert rounded["quantization"] == "fp8" and plain["quantization"] is None
     assert len(sweeps.decode(TOY, "cpu", points, 0.0)) == 1
 
 
