@@ -19,6 +19,7 @@ from stoker.engine import experts as interface
 from stoker.kernels import grouping
 from stoker.kernels import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.fp8 import FP8, dequantise_rows
 from stoker.kernels.reference.lora import LoraTable, LoraWeights
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -115,6 +116,26 @@ CASES = [
 def test_experts(case: tuple[int, int, int, int, int, str], ops: Ops, dtype: torch.dtype) -> None:
     arguments = make_experts(*case, dtype)
     assert_close(ops.experts(**arguments), expected_experts(**arguments), dtype)
+
+
+@dtypes
+@all_ops
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[6], CASES[9]], ids=str)
+def test_experts_with_weights_in_fp8(case: tuple[int, int, int, int, int, str], ops: Ops, dtype: torch.dtype) -> None:
+    """As with plain weights that have the same numbers."""
+    arguments = make_experts(*case, dtype)
+    plain, narrow, scales = dict(arguments), dict(arguments), []
+    for name in ("gate_up", "down"):
+        weight = arguments[name]
+        values, factors = torch.empty(weight.shape, device=DEVICE).to(FP8), torch.empty(weight.shape[:2], device=DEVICE)
+        for of_expert in zip(weight, values, factors, strict=True):
+            REFERENCE.quantise_rows(*of_expert)
+        scales.append(factors)
+        narrow[name], plain[name] = values, dequantise_rows(values, factors, dtype)
+    out = ops.experts(**narrow, scales=tuple(scales))
+    assert_close(out, expected_experts(**plain), dtype)
+    if DEVICE.type == "cpu":
+        assert torch.equal(out, ops.experts(**plain))
 
 
 @dtypes

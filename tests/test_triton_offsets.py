@@ -15,6 +15,7 @@ from triton_oracle import DEVICE
 
 from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.recurrent import StateRows
@@ -54,7 +55,9 @@ def weights(same: Same) -> list[Tensor]:
             streamed(x, weight, None, splits=2, arrived=arrived, **options),  # type: ignore[arg-type]
             DETERMINISTIC.linear(x, weight, residual=residual),
         ]
-    return found
+    values, scales = torch.zeros(6, 64).to(FP8), torch.zeros(6)
+    TRITON.quantise_rows(weight, values, scales)
+    return [*found, values.float(), scales]
 
 
 def logits(same: Same) -> list[Tensor]:
