@@ -38,9 +38,8 @@ class _State:
     gate: Gate
     dense: bool = False  # every expert runs over every token, weighed
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
-    in_fp8: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = (
-        None  # weights and scales of the two projections
-    )
+    # Weights and scales of the two projections, where these are not the module's own.
+    in_fp8: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -59,9 +58,7 @@ def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tens
     """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
     state: _State = getattr(module, _STATE)
     if state.in_fp8 is None:
-        gate_up, down = (getattr(module, name) for name in _projections(module))
-        if _is_transposed(module):
-            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate_up, down = _matrices(module).values()
     else:
         (gate_up, down), options["scales"] = zip(*state.in_fp8, strict=True)
     biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
@@ -69,12 +66,15 @@ def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tens
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
 
 
-def matrices(module: Any) -> dict[str, Tensor]:
-    """The two projections of experts that only ``run_experts`` reads, by name: [E, N, D], of any strides; none of any other."""
-    if not hasattr(module, _STATE) or _is_dense(module):
-        return {}
+def _matrices(module: Any) -> dict[str, Tensor]:
+    """The two projections of experts that were taken over, by name: [E, N, D], of any strides."""
     weights = {name: getattr(module, name) for name in _projections(module)}
-    return {name: weight.transpose(1, 2) for name, weight in weights.items()} if module.is_transposed else weights
+    return {name: weight.transpose(1, 2) for name, weight in weights.items()} if _is_transposed(module) else weights
+
+
+def matrices(module: nn.Module) -> dict[str, Tensor]:
+    """Those that only ``run_experts`` reads; none of any other module."""
+    return _matrices(module) if hasattr(module, _STATE) and not _is_dense(module) else {}
 
 
 def multiply_in_fp8(module: Any, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:

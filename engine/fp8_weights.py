@@ -113,9 +113,8 @@ class Fp8Weights:
             for of_expert in zip(source, values, scales, strict=True):
                 self._ops.quantise_rows(*of_expert)
         else:
-            self._ops.quantise_rows(
-                source.view(-1, source.shape[-1]), values.view(-1, values.shape[-1]), scales.view(-1)
-            )
+            rows = (t.view(-1, t.shape[-1]) for t in (source, values))
+            self._ops.quantise_rows(*rows, scales.view(-1))
 
     def release(self) -> None:
         """Give the memory back, once nothing that was launched reads it."""
@@ -140,10 +139,9 @@ class Fp8Weights:
             for name, source, values, scales in matrix.parts():
                 expected, factors = torch.empty_like(values), torch.empty_like(scales)
                 self._round(source, expected, factors)
-                same = torch.equal(expected.view(torch.uint8), values.view(torch.uint8)) and torch.equal(
-                    factors, scales
-                )
-                wrong += [] if same else [name]
+                same = torch.equal(expected.view(torch.uint8), values.view(torch.uint8))
+                if not (same and torch.equal(factors, scales)):
+                    wrong.append(name)
         return wrong
 
 
