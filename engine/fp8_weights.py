@@ -113,8 +113,8 @@ class Fp8Weights:
             for of_expert in zip(source, values, scales, strict=True):
                 self._ops.quantise_rows(*of_expert)
         else:
-            rows = (t.view(-1, t.shape[-1]) for t in (source, values))
-            self._ops.quantise_rows(*rows, scales.view(-1))
+            depth = source.shape[-1]
+            self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
 
     def release(self) -> None:
         """Give the memory back, once nothing that was launched reads it."""
