@@ -216,6 +216,20 @@ def of_masters(scenario: Scenario, device: str, bandwidth: float) -> dict[str, A
         return race(ways, device, scenario.repeats, bandwidth)
 
 
+def of_rounded(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
+    """Weights in fp8, made of the model's own tensors, which are looked at besides: changes that come later are to be seen."""
+    model = scenario.spec.build(device, dtype_of(device))
+    with RolloutEngine(model, config=replace(CONFIG, quantization="fp8")) as engine:
+        written = engine.stats().mirror_bytes
+        way = Way(
+            prepare=lambda: train(model),
+            update=lambda: pushed(engine),
+            check=lambda: engine.verify_weights().ok,
+            traffic=sum(p.nbytes for p in model.parameters()) + written * (model.dtype.itemsize + 1),
+        )
+        return race({"aliased, rounded to fp8": way}, device, scenario.repeats, bandwidth)
+
+
 def of_shards(scenario: Scenario, device: str, folder: Path) -> dict[str, Any]:
     """FSDP2 ranks, gathered: two over Gloo on a CPU, one over NCCL on a GPU, where there can be no more."""
     ranks = 1 if device == "cuda" else 2
@@ -263,6 +277,7 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
         for part in (
             lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
             lambda: of_masters(scenario, device, bandwidth),
+            lambda: of_rounded(scenario, device, bandwidth),
             lambda: {"gathered": of_shards(scenario, device, Path(folder))},
             lambda: of_adapter(scenario, device),
         ):
