@@ -23,7 +23,7 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
-from stoker.kernels.reference.attention import PLAIN
+from stoker.kernels.reference.attention_plan import PLAIN
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters

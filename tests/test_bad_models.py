@@ -47,7 +47,7 @@ from stoker.kernels.errors import (
     UnsupportedModelError,
     WeightsMovedError,
 )
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine
 
 

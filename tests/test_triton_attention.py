@@ -22,7 +22,8 @@ from test_attention import TOLERANCE
 
 from stoker.kernels.attention import attend, unsupported, write_kv
 from stoker.kernels.ops import REFERENCE
-from stoker.kernels.reference.attention import FP8, Visibility, movable
+from stoker.kernels.reference.attention import FP8, movable
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import SamplingParams
 
