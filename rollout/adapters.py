@@ -69,6 +69,11 @@ class Adapters:
     def names(self) -> list[str]:
         return list(self._known)
 
+    @property
+    def in_slots(self) -> dict[str, AdapterWeights]:
+        """By name, what slots run."""
+        return {a.name: self._placed[a.slot][2] for a in self.slots if a.slot in self._placed}
+
     def refresh(self) -> None:
         """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""
         live = self._binding.adapters.weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.kernels.reference.attention_plan import PLAIN
+from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters
@@ -273,8 +274,8 @@ class ModelBinding:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def verify(self, version: int) -> WeightReport:
-        """Compare what the shell runs on with what the trainer holds, name by name."""
+    def verify(self, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
+        """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
@@ -286,11 +287,12 @@ class ModelBinding:
                     wrong.add(name)
                 row += rows
         checked, other = self.source.mismatches()
+        more, of_adapters = self.adapters.mismatches(in_slots, self.source)
         return WeightReport(
             source=self.source.kind,
             version=version,
-            checked=checked,
-            mismatched=tuple(sorted(wrong.union(other))),
+            checked=checked + more,
+            mismatched=tuple(sorted(wrong.union(other, of_adapters))),
             missing=tuple(sorted(trainer - used.keys())),
             extra=tuple(sorted(used.keys() - trainer)),
         )
