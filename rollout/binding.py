@@ -15,7 +15,7 @@ from stoker.engine.experts import take_over_experts
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
-from stoker.engine.model import ModelShell, check_supported
+from stoker.engine.model import ModelShell, check_experts, check_supported
 from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
@@ -68,6 +68,7 @@ class ModelBinding:
         self._check_finite, self._gather_bytes = check_finite, gather_bytes
         self.source: WeightSource = self._source()
         check_supported(self.source.module)
+        check_experts(self.source.module, self.source.dtype)
         self.max_model_len = 0
         self.shell: ModelShell
         self.shapes: list[LayerShape]

@@ -162,6 +162,18 @@ def test_models_that_are_refused(make, message):
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
 
 
+@pytest.mark.parametrize("of_the_model", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoehybrid"])
+def test_experts_in_a_dtype_that_torch_does_not_multiply_them_in(family: str, of_the_model: bool):
+    model = make_model(family)
+    dtype = "auto" if of_the_model else "float64"
+    message = rf"^{type(model).__name__} has experts.* in torch.float64: set EngineConfig\(dtype='float32'\)"
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(model.double() if of_the_model else model, config=replace(CONFIG, dtype=dtype))
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float32")) as engine:
+        engine.generate_batch([[1, 2, 3]])
+
+
 def test_a_window_that_attention_is_not_told_of_may_be_as_long_as_the_sequences():
     model = of_type("phimoe", intermediate_size=16, num_key_value_heads=2, sliding_window=8)
     with RolloutEngine(model, config=replace(CONFIG, max_model_len=8)) as engine:
