@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 
 if TYPE_CHECKING:
     from stoker.engine.step_context import ShapeProbe, StepContext

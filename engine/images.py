@@ -106,10 +106,8 @@ class ImageInputs:
         Whether these have the other one's digest is left to ask. known: its tensors need no content.
         """
         end = known.end
-        if self.inputs.keys() != known.inputs.keys() or end == len(
-            known.tokens
-        ):  # text behind it tells where others begin
-            return None
+        if self.inputs.keys() != known.inputs.keys() or end == len(known.tokens):
+            return None  # what is right behind it tells where others begin
         begin: dict[str, Tensor] = {}
         rest: dict[str, Tensor] = {}
         for name, tensor in self.inputs.items():
@@ -122,7 +120,9 @@ class ImageInputs:
                 begin[name], rest[name] = tensor[: len(before)], tensor[len(before) :]
             else:
                 return None
-        return (begin, ImageInputs(self.tokens[end:], rest, b"")) if self.tokens[:end] == known.tokens[:end] else None
+        # With the same text right behind it: tokens of an image there would see those of the last one.
+        alike = self.tokens[: end + 1] == known.tokens[: end + 1]
+        return (begin, ImageInputs(self.tokens[end:], rest, b"")) if alike else None
 
     @property
     def salt(self) -> tuple[int, bytes]:

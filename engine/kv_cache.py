@@ -21,7 +21,8 @@ from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import Runtime
 from stoker.engine.state_cache import StateLayout
 from stoker.engine.virtual_memory import DeviceBuffer
-from stoker.kernels.reference.attention import PLAIN, Visibility, movable
+from stoker.kernels.reference.attention import movable
+from stoker.kernels.reference.attention_plan import PLAIN, Visibility
 
 _ALIGNED = 256  # bytes
 _ROWS_AT_A_TIME = 16

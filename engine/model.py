@@ -340,6 +340,16 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} does not route its attention through transformers' AttentionInterface")
 
 
+def check_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise ``UnsupportedModelError`` where torch has no product of experts in the dtype that the engine computes in."""
+    through_interface = (hasattr(type(module), "_apply_gate") for module in model.modules())
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) and any(through_interface):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has experts, and torch has no grouped matmul for them in {dtype}: set "
+            "EngineConfig(dtype='float32')"
+        )
+
+
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:
     """Raise ``UnsupportedModelError`` where sequences of that length would not be independent of each other."""
     name, config = type(model).__name__, decoder_of(model).config

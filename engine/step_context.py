@@ -12,7 +12,7 @@ from torch import Tensor
 from stoker.engine.kv_cache import LayerShape, StateShape
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.attention import PLAIN, Visibility
+from stoker.kernels.reference.attention_plan import PLAIN, Visibility
 from stoker.kernels.reference.norm_rotary import QKNorm
 from stoker.kernels.reference.recurrent import StateRows
 

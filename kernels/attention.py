@@ -34,7 +34,7 @@ from stoker.kernels.attention_plan import (
     workspace_bytes,
 )
 from stoker.kernels.attention_write import write_kernel
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 
 __all__ = [
     "LEAST_SHARED",

@@ -23,7 +23,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.attention_splits import common_blocks_kernel, units_kernel, work_list_kernel
 from stoker.kernels.host_memory import to_device
-from stoker.kernels.reference.attention import PLAIN, Segment, Tables, Visibility, segments
+from stoker.kernels.reference.attention_plan import PLAIN, Segment, Tables, Visibility, segments
 
 UNIT_ROWS = 16  # rows of a unit at most
 LEAST_SHARED = 128  # keys: below it, merging costs more than reading them again

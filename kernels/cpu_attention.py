@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.host_memory import host_memory
-from stoker.kernels.reference import attention as reference
-from stoker.kernels.reference.attention import PLAIN, AttentionPlan, Visibility
+from stoker.kernels.reference import attention, attention_plan
+from stoker.kernels.reference.attention_plan import PLAIN, AttentionPlan, Visibility
 
 _LEAST_SAVED = 0.2  # of all keys: below it, two calls and a merge cost more than they save
 _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they are not worth it
@@ -108,7 +108,7 @@ class _Held:
         which = part, caches[0].data_ptr()
         held = self.parts.get(which)
         if held is None:
-            written = partial(reference.written_keys, last, table.shape[1] * size)
+            written = partial(attention_plan.written_keys, last, table.shape[1] * size)
             return self.keys(plan, part, table, written, caches, dtype)
         rows, length = len(last), held[0].shape[2]
         newest = plan.once((part, "newest", heads), lambda: _places(table, last, size, heads))
@@ -154,7 +154,7 @@ class _Held:
 
 def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Tensor:
     """Where keys stand among the heads of all slots, int64 [R * H * L]. table: int64 [R, blocks]; positions: [R, L]."""
-    slots = reference.key_slots(table, positions, block_size)
+    slots = attention_plan.key_slots(table, positions, block_size)
     return (slots[:, None] * heads + torch.arange(heads, device="cpu")[:, None]).flatten()
 
 
@@ -188,7 +188,7 @@ def plan_attention(
 
     workspace: the next plan with the same one takes this one's memory, of up to 1 GiB.
     """
-    plain = reference.plan_attention(
+    plain = attention_plan.plan_attention(
         query_lens,
         key_lens,
         block_tables,
@@ -254,7 +254,7 @@ def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int,
         members=torch.tensor([row for rows in groups for row in rows + rows[:1] * (largest - len(rows))], device="cpu"),
         place=torch.tensor(place, device="cpu"),
         prefix_table=torch.tensor(prefix, device="cpu"),
-        prefix_bias=torch.zeros(beyond.shape, device="cpu").masked_fill_(beyond, reference.NEG_INF)[:, None, None],
+        prefix_bias=torch.zeros(beyond.shape, device="cpu").masked_fill_(beyond, attention.NEG_INF)[:, None, None],
         suffix_table=block_tables.gather(1, at),
         start=start * block_size,
         groups=len(groups),
@@ -276,7 +276,7 @@ def paged_attention(
     shared = plan.shared
     ordinary = visibility == PLAIN and softcap is None and sinks is None
     if shared is None or not ordinary or key_cache.shape[-1] != value_cache.shape[-1]:
-        return reference.paged_attention(
+        return attention.paged_attention(
             query, key_cache, value_cache, plan.plain, scale=scale, visibility=visibility, softcap=softcap, sinks=sinks
         )
     rows, heads, dim = query.shape
@@ -308,7 +308,7 @@ def paged_attention(
     bias = plan.plain.once(
         ("suffix", query.dtype),
         lambda: torch.zeros(rows, 1, 1, key.shape[2], dtype=query.dtype, device="cpu").masked_fill_(
-            (torch.arange(key.shape[2], device="cpu") > last)[:, None, None], reference.NEG_INF
+            (torch.arange(key.shape[2], device="cpu") > last)[:, None, None], attention.NEG_INF
         ),
     )
     out, lse = _attend_with_lse(alone, key, value, attn_mask=bias, scale=scale)

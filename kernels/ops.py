@@ -14,6 +14,7 @@ from stoker.kernels import cpu_attention, cpu_recurrent
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
     attention,
+    attention_plan,
     checksum,
     constraints,
     fp8,
@@ -96,7 +97,7 @@ REFERENCE = Ops(
     latent_heads_write=attention.latent_heads_write,
     gated_rms_norm=gates.gated_rms_norm,
     delta_gates=gates.delta_gates,
-    plan_attention=attention.plan_attention,
+    plan_attention=attention_plan.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,
     causal_conv=recurrent.causal_conv,

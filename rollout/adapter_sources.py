@@ -14,7 +14,15 @@ from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import read_adapter
-from stoker.weight_sync.adapters import active_adapters, check_adapters, layout, live_adapters, numbers, sum_of
+from stoker.weight_sync.adapters import (
+    active_adapters,
+    check_adapters,
+    layout,
+    live_adapters,
+    mismatches,
+    numbers,
+    sum_of,
+)
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
@@ -109,6 +117,24 @@ class AdapterSources:
     @property
     def nbytes(self) -> int:
         return sum(copies.nbytes for copies in self._gathered())
+
+    def mismatches(self, used: Mapping[str, AdapterWeights], source: WeightSource) -> tuple[int, list[str]]:
+        """How many tensors were compared, and the names of those that are not what the models they are of hold now.
+
+        Those in parts of the engine's model are compared by ``source``. used: by name, what slots hold; what is in none is
+        read from ``weights`` when it comes into one. Names of other models' tensors begin with the adapter's. Where a model
+        is sharded, it is called on all ranks together.
+        """
+        checked, wrong = 0, list[str]()
+        live = {n: a for n, a in live_adapters(unwrap(self._model), source.adapters).items() if n in self.weights}
+        for name, held in live.items():
+            mine = used.get(name, self.weights[name])
+            compared, different = mismatches(self._model, held, mine, source.adapters, source.device)
+            checked, wrong = checked + compared, wrong + different
+        for name, other in self._others.items():
+            compared, different = other.mismatches(used.get(name, self.weights[name]), source.device)
+            checked, wrong = checked + compared, wrong + [f"{name}: {tensor}" for tensor in different]
+        return checked, wrong
 
     def give_back(self, *, drop: bool) -> None:
         for copies in self._gathered():

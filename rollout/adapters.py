@@ -69,6 +69,11 @@ class Adapters:
     def names(self) -> list[str]:
         return list(self._known)
 
+    @property
+    def in_slots(self) -> dict[str, AdapterWeights]:
+        """By name, what slots run."""
+        return {a.name: self._placed[a.slot][2] for a in self.slots if a.slot in self._placed}
+
     def refresh(self) -> None:
         """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""
         live = self._binding.adapters.weights
@@ -159,13 +164,15 @@ class Adapters:
             here = before[2]
         else:
             slab = self._slabs.setdefault(slot, Slab(device))
-            here = slab.fill(packed or pack(weights, runtime_for(device)))
+            if packed is None or self._binding.source.wider:
+                packed = pack(self._as_run(weights), runtime_for(device))
+            here = slab.fill(packed)
         shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
 
     def over_images(self, adapter: Adapter) -> ImageAdapter:
         """What it does where only images go through."""
-        return image_adapter(self._binding.shell, adapter.name, self._weights[adapter.name])
+        return image_adapter(self._binding.shell, adapter.name, self._as_run(self._weights[adapter.name]))
 
     def give_back(self) -> None:
         """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.
@@ -195,8 +202,15 @@ class Adapters:
         """Whether slots read its tensors where they are; asked once of tensors at the same places."""
         known = self._aliased.get(name)
         if known is None or known[0] is not weights:
-            known = self._aliased[name] = weights, lies_on(weights, self._binding.source.device)
+            source = self._binding.source
+            as_run = not any(t.dtype in source.wider for t in weights.tensors())
+            known = self._aliased[name] = weights, as_run and lies_on(weights, source.device)
         return known[1]
+
+    def _as_run(self, weights: AdapterWeights) -> AdapterWeights:
+        """In the dtype in which the engine has parameters of theirs, where that is wider: products are of an adapter's dtype."""
+        wider = self._binding.source.wider
+        return weights.map(lambda t: t.to(wider.get(t.dtype, t.dtype))) if wider else weights
 
     def _forget(self, name: str) -> None:
         adapter = self._known.pop(name)

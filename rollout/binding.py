@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from stoker.engine.fp8_weights import Fp8Weights
 from stoker.engine.fused_layers import fuse_layers, fusion_groups
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
-from stoker.engine.model import ModelShell, check_supported
+from stoker.engine.model import ModelShell, check_experts, check_supported
 from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
@@ -24,7 +24,8 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
-from stoker.kernels.reference.attention import PLAIN
+from stoker.kernels.reference.attention_plan import PLAIN
+from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters
@@ -69,6 +70,7 @@ class ModelBinding:
         self._check_finite, self._gather_bytes = check_finite, gather_bytes
         self.source: WeightSource = self._source()
         check_supported(self.source.module)
+        check_experts(self.source.module, self.source.dtype)
         self.max_model_len = 0
         self.shell: ModelShell
         self.shapes: list[LayerShape]
@@ -303,8 +305,8 @@ class ModelBinding:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def verify(self, version: int) -> WeightReport:
-        """Compare what the shell runs on with what the trainer holds, name by name."""
+    def verify(self, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
+        """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
@@ -318,11 +320,12 @@ class ModelBinding:
         if self._rounded is not None:
             wrong.update(self._rounded.mismatches())
         checked, other = self.source.mismatches()
+        more, of_adapters = self.adapters.mismatches(in_slots, self.source)
         return WeightReport(
             source=self.source.kind,
             version=version,
-            checked=checked,
-            mismatched=tuple(sorted(wrong.union(other))),
+            checked=checked + more,
+            mismatched=tuple(sorted(wrong.union(other, of_adapters))),
             missing=tuple(sorted(trainer - used.keys())),
             extra=tuple(sorted(used.keys() - trainer)),
         )

@@ -310,8 +310,10 @@ class RolloutEngine:
     def verify_weights(self) -> WeightReport:
         """Compare the weights the engine runs on with the model's as they are now, name by name, in the engine's dtype.
 
-        By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Ranks of a sharded
-        model call it together. After an update from elsewhere it shows where that differs from the model in this process.
+        By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Adapters that were
+        loaded from other models are compared with these. Ranks of a sharded model, of the engine's or of another one with
+        such an adapter, call it together. After an update from elsewhere it shows where that differs from the model in this
+        process.
         Raises ``EngineStateError`` while the weights sleep.
         """
         return self._updates.verify(partial(self._check_weights, "verify its weights"))

@@ -89,7 +89,7 @@ class WeightUpdates:
             check()
             if self._told and self._binding.moved():  # which the update may have left to ``notice``
                 self._between_steps("verify its weights", self._rebind)
-            return self._binding.verify(self.version)
+            return self._binding.verify(self.version, self._adapters.in_slots)
 
     def before_requests(self, *, idle_only: bool = False) -> None:
         """Where requests are about to be made, inside the loop's gate: see what the weights are now.

@@ -12,7 +12,8 @@ from test_attention import TOLERANCE
 from torch import Tensor
 
 from stoker.kernels.attention import attend
-from stoker.kernels.reference.attention import Visibility, movable
+from stoker.kernels.reference.attention import movable
+from stoker.kernels.reference.attention_plan import Visibility
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU, kernels are interpreted
 GPU_ONLY = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter's bf16 arithmetic is wrong

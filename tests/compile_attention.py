@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from stoker.kernels import attention, attention_plan
 from stoker.kernels import launch as launching
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 
 NAMES = {
     torch.bfloat16: "bf16",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stoker.engine.device import CpuRuntime
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference import attention
+from stoker.kernels.reference import attention, attention_plan
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
 from stoker.rollout import engine as engine_module
 
@@ -27,7 +27,7 @@ from stoker.rollout import engine as engine_module
 class _StaticPlan:
     """Decode rows over the whole width of their tables; nothing in it but static tensors."""
 
-    tables: attention.Tables
+    tables: attention_plan.Tables
     seq_lens: Tensor
 
     def next_step(self) -> None:
@@ -39,8 +39,10 @@ def plan_attention(
 ) -> Any:
     if all(n == 1 for n in query_lens):
         of_windows = options["window_tables"]
-        return _StaticPlan(attention.Tables(block_tables, block_tables if of_windows is None else of_windows), seq_lens)
-    return attention.plan_attention(query_lens, key_lens, block_tables, seq_lens, **options)
+        return _StaticPlan(
+            attention_plan.Tables(block_tables, block_tables if of_windows is None else of_windows), seq_lens
+        )
+    return attention_plan.plan_attention(query_lens, key_lens, block_tables, seq_lens, **options)
 
 
 def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Any, **options: Any) -> Tensor:

@@ -200,9 +200,13 @@ def follow_another_model(wrap: Callable[[Any], nn.Module], family: str, options:
             train(theirs, optimizers[1], step)
             if step == 1:
                 assert_like(engine, twin, 0, {"theirs": (before, "default")})
+            report = engine.verify_weights()
+            assert report.mismatched and all(name.startswith("theirs: model.") for name in report.mismatched)
             assert engine.update_weights() == step
             moved = engine.stats().last_update_bytes
             assert_like(engine, twin, step, others)
+            again = engine.verify_weights()
+            assert again.ok and again.checked == report.checked > len(report.mismatched)
         assert engine.update_weights() == 3 and not engine.stats().last_update_bytes
         engine.sleep(level=2)
         assert all(not copies.resident for copies in engine._binding.adapters._gathered())

@@ -16,8 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.ops import CPU, REFERENCE, Ops
-from stoker.kernels.reference import attention
-from stoker.kernels.reference.attention import Visibility, paged_attention, write_kv
+from stoker.kernels.reference import attention_plan
+from stoker.kernels.reference.attention import paged_attention, write_kv
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm, act_mul, qk_norm_rotary, rms_norm, rotary
 
 # For values of about one and scores of up to ten, each a few times rounded.
@@ -121,7 +122,7 @@ class Rows:
             self.tables if tables is None else tables,
             self.seq_lens,
             block_size=self.shape.block_size,
-            token_bytes=attention._GATHER_BYTES // gather_tokens,
+            token_bytes=attention_plan._GATHER_BYTES // gather_tokens,
             num_steps=self.num_steps,
             **options,
         )
@@ -213,7 +214,7 @@ def test_every_query_sees_its_own_keys(
 ) -> None:
     """All options in one plan, as the layers of a model mix them."""
     if small_pieces:
-        monkeypatch.setattr(attention, "_MAX_QUERIES", 4)
+        monkeypatch.setattr(attention_plan, "_MAX_QUERIES", 4)
     history, new = map(list, zip(*LAYOUTS[layout], strict=True))
     decode = set(new) == {1}
     rows = Rows(shape, history, new, num_steps=1, padded_rows=2)
@@ -281,7 +282,7 @@ def test_one_plan_serves_layers_of_different_heads_and_dtypes() -> None:
 def test_what_is_longer_than_a_split_is_still_causal() -> None:
     """The split of the real size, with keys before it and a piece left over."""
     shape = Shape(kv_heads=1, group=1, key_dim=4, value_dim=4, block_size=16)
-    count = 2 * attention._MAX_QUERIES + 5
+    count = 2 * attention_plan._MAX_QUERIES + 5
     rows = Rows(shape, [9], [count], num_steps=1, padded_rows=0)
     query = torch.randn(count, 1, 4)
     options = options_of({"visibility": Visibility(window=1500)}, shape)

@@ -47,7 +47,7 @@ from stoker.kernels.errors import (
     UnsupportedModelError,
     WeightsMovedError,
 )
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine
 
 
@@ -160,6 +160,18 @@ def test_models_that_are_refused(make, message):
     with pytest.raises(UnsupportedModelError, match=message):
         RolloutEngine(model, config=CONFIG)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("of_the_model", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoehybrid"])
+def test_experts_in_a_dtype_that_torch_does_not_multiply_them_in(family: str, of_the_model: bool):
+    model = make_model(family)
+    dtype = "auto" if of_the_model else "float64"
+    message = rf"^{type(model).__name__} has experts.* in torch.float64: set EngineConfig\(dtype='float32'\)"
+    with pytest.raises(UnsupportedModelError, match=message):
+        RolloutEngine(model.double() if of_the_model else model, config=replace(CONFIG, dtype=dtype))
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float32")) as engine:
+        engine.generate_batch([[1, 2, 3]])
 
 
 def test_a_window_that_attention_is_not_told_of_may_be_as_long_as_the_sequences():

@@ -11,8 +11,8 @@ from test_attention import FEATURES, LAYOUTS, SHAPES, Rows, Shape, name, options
 
 from stoker.kernels import cpu_attention
 from stoker.kernels.ops import CPU, REFERENCE, Ops
-from stoker.kernels.reference import attention
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference import attention_plan
+from stoker.kernels.reference.attention_plan import Visibility
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -141,7 +141,7 @@ def test_spans_see_each_other_both_ways(
     layout: str, small_pieces: bool, ops: Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small_pieces:
-        monkeypatch.setattr(attention, "_MAX_QUERIES", 4)
+        monkeypatch.setattr(attention_plan, "_MAX_QUERIES", 4)
     history, new = map(list, zip(*LAYOUTS[layout], strict=True))
     rows = Rows(SHAPES[1], history, new, num_steps=1, padded_rows=2)
     spans = SPANS[layout]

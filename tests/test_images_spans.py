@@ -120,6 +120,17 @@ def test_as_generate_whole_and_in_pieces(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_image_right_behind_one_that_was_read_before(kind: str) -> None:
+    """Its tokens and the first one's see each other, though the first one's features are known of a prompt without it."""
+    two = given(kind, [5, None, None, 8, 9])
+    one = given(kind, [5, None, 8, 9])
+    one |= {name: two[name][:1] for name in ("pixel_values", "image_position_ids") if name in two}
+    with engine_of(kind) as engine:
+        for prompt in (one, two):
+            check(kind, [prompt], engine.generate_batch([prompt], params(temperature=0)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_oracle_tells_both_ways_from_one(kind: str) -> None:
     """Else nothing here would show that tokens are seen which come later."""
     prompt = given(kind, PROMPTS["in the middle"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,37 @@ def test_over_a_mirror_in_bfloat16(family: str, options: dict[str, Any]) -> None
     found, without = (torch.cat([score.logprobs for score in scores]) for scores in (adapted, base))
     error = (found - expected).abs().median()
     assert error < 0.1 and 3 * error < (without - expected).abs().median()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"use_dora": True, "modules_to_save": ["lm_head"]}),
+        ("qwen2", {"bias": "all", "target_modules": ["embed_tokens", "q_proj"]}),
+        ("mistral", {"trainable_token_indices": [1, 5, 9]}),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "mlp.gate.weight"]}),
+    ],
+    ids=str,
+)
+def test_over_a_mirror_in_a_wider_dtype(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Adapters go with the base: what the engine runs is the trainer's model as ``float()`` would make it."""
+    model, other = (peft_model(family, seed=s, **options).bfloat16() for s in (1, 7))
+    other.save_pretrained(tmp_path, save_embedding_layers=False)
+    names = ["default", "theirs", "saved", None]
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float32", max_loras=2)) as engine:
+        engine.load_adapter("theirs", other)
+        engine.load_adapter("saved", tmp_path)
+        saved = copy.deepcopy(other).float()
+        for change in (None, engine.update_weights, lambda: engine.weight_version, lambda: engine.sleep(level=2)):
+            if change is not None:
+                for of in (model, other):
+                    shake(of, seed=engine.weight_version + 3)
+                change()
+                engine.wake_up()
+            others = {"theirs": copy.deepcopy(other).float(), "saved": saved}
+            assert_like_peft(engine, copy.deepcopy(model).float(), names, others=others)
+            assert engine.verify_weights().ok
 
 
 def test_other_tokens_and_another_embedding_are_seen() -> None:

@@ -22,7 +22,8 @@ from test_attention import TOLERANCE
 
 from stoker.kernels.attention import attend, unsupported, write_kv
 from stoker.kernels.ops import REFERENCE
-from stoker.kernels.reference.attention import Visibility, movable
+from stoker.kernels.reference.attention import movable
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import SamplingParams

@@ -12,7 +12,7 @@ from test_attention import TOLERANCE
 
 from stoker.kernels.attention import attend, workspace_bytes
 from stoker.kernels.attention_plan import UNIT_ROWS
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.triton_ops import TRITON
 
 # -- rows that share a beginning ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton_oracle import DEVICE
 
 from stoker.kernels.linear_streamed import streamed
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.moe import Gate

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
+from adapted import CONFIG, lora, peft_model, shake, tokens
 from families import make_model
 from mirrored import SMALL, copies, engine_on
 
-from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.rollout import EngineConfig, RolloutEngine, adapter_sources, adapters
 
 
 def test_verification_names_exactly_what_differs():
@@ -52,3 +56,47 @@ def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
         model.lm_head.register_buffer("more", torch.zeros(1))
         del model.model.norm._parameters["weight"]
         report = engine.verify_weights()
+
+
+def test_adapters_of_other_models_are_compared_with_these():
+    """Those that are read where they are differ where they lie elsewhere by now, are more or are fewer."""
+    other = peft_model(seed=7)
+    layer = "model.layers.1.self_attn.q_proj"
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        alone = engine.verify_weights().checked
+        engine.load_adapter("theirs", other)
+        report = engine.verify_weights()
+        assert report.ok and report.checked == alone + sum("lora_" in name for name, _ in other.named_parameters())
+        matrix = other.get_submodule(f"base_model.model.{layer}").lora_B["default"].weight
+        matrix.data = 2 * matrix.data
+        assert engine.verify_weights().mismatched == (f"theirs: {layer}.lora_B.default.weight",)
+        tokens(engine, adapter="theirs")
+        assert engine.verify_weights().ok
+        other.delete_adapter("default")
+        other.add_adapter("default", lora(target_modules=["q_proj"]))
+        report = engine.verify_weights()
+        assert {f"theirs: {layer}.lora_{m}.default.weight" for m in "AB"} < set(report.mismatched)
+        assert any("down_proj" in name for name in report.mismatched), "the engine still has it"
+        engine.update_weights()
+        assert engine.verify_weights().ok
+        engine.unload_adapter("theirs")
+        assert engine.verify_weights().checked == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "modules_to_save": ["lm_head"]}])
+def test_what_slots_hold_copies_of_is_compared(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """As where a trainer's adapters lie on another device than the engine."""
+    for module in (adapters, adapter_sources):
+        monkeypatch.setattr(module, "lies_on", lambda adapter, device: False)
+    model, other = peft_model(**options), peft_model(seed=7, **options)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("theirs", other)
+        for adapter in ("default", "theirs"):
+            tokens(engine, adapter=adapter)
+        assert engine.verify_weights().ok
+        for prefix, of in (("", model), ("theirs: ", other)):
+            shake(of, seed=9)
+            trained = {n.removeprefix("base_model.model.") for n, p in of.named_parameters() if p.requires_grad}
+            assert set(engine.verify_weights().mismatched) == {prefix + name for name in trained}
+            engine.update_weights()
+            assert engine.verify_weights().ok

@@ -11,7 +11,7 @@ from traffic import Traffic
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_pool import BlockPool
 from stoker.engine.request import Adapter, Request
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 
 WINDOW, CHUNK = Visibility(window=6), Visibility(chunk=5)
 

@@ -16,7 +16,7 @@ from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import CpuRuntime
 from stoker.engine.kv_cache import KVCache, LayerShape, block_layout
 from stoker.kernels.errors import InvalidConfigError, InvalidRequestError, UnsupportedModelError
-from stoker.kernels.reference.attention import Visibility
+from stoker.kernels.reference.attention_plan import Visibility
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 WINDOW = Visibility(window=12)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -22,8 +22,18 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.naming import beside, inside, is_of_peft, named_tensors, unwrap, walk
+from stoker.weight_sync.naming import (
+    beside,
+    inside,
+    is_of_peft,
+    named_tensors,
+    tensors_of,
+    unwrap,
+    walk,
+    walk_adapters,
+)
 from stoker.weight_sync.shards import has_units, is_shard
+from stoker.weight_sync.staging import same_place
 from stoker.weight_sync.tree import at_a_glance
 
 # MiCA trains A alone, and runs as any other.
@@ -308,3 +318,24 @@ def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> dic
     everything = [t for several in tensors.values() for t in several]
     sums = iter(checksums(everything, device) if everything else ())
     return {name: list(islice(sums, len(several))) for name, several in tensors.items()}
+
+
+def mismatches(
+    model: nn.Module, held: AdapterWeights, used: AdapterWeights, copies: Mapping[str, Tensor], device: torch.device
+) -> tuple[int, list[str]]:
+    """How many tensors of an adapter on the model were compared, and the names of those that are not what is used.
+
+    held: as the model has it now; used: what runs on ``device``, in whose dtype they are compared. copies: of what is in parts, by name; these are looked at
+    for their place alone, and not counted. Names are those of ``walk_adapters``, of biases those of ``walk``.
+    """
+    everything = tensors_of(chain(walk(model), walk_adapters(model)))
+    own = ((name, tensor) for name, tensor, _ in everything if not is_shard(tensor))
+    at = {tensor.data_ptr(): name for name, tensor in chain(own, copies.items())}
+    theirs, ours = dict(held.named_tensors()), dict(used.named_tensors())
+    names = {key: at.get(tensor.data_ptr(), key) for key, tensor in theirs.items()}
+    apart = [key for key, tensor in theirs.items() if key in ours and not same_place(ours[key], tensor)]
+    as_run = [ours[key].dtype for key in apart]
+    numbers = [checksums([tensors[key] for key in apart], device, as_run) for tensors in (theirs, ours)]
+    wrong = [key for key, a, b in zip(apart, *numbers, strict=True) if a != b or theirs[key].shape != ours[key].shape]
+    wrong += theirs.keys() ^ ours.keys()
+    return len({*names.values()} - copies.keys()), sorted({names.get(key, key) for key in wrong})

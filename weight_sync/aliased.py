@@ -33,6 +33,7 @@ class AliasedSource:
     nbytes = 0
     complete = True
     adapters: Mapping[str, Tensor] = MappingProxyType({})  # none of them is sharded
+    wider: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 
     def __init__(self, model: nn.Module, *, check_finite: bool = False) -> None:
         self.module = unwrap(model)

@@ -19,7 +19,8 @@ class WeightReport:
 
     version: the engine's weight version. source: "aliased" (the engine reads the trainer's own tensors) or "mirror" (a
     copy in the engine's dtype). checked: tensors that were compared. mismatched: names whose content, or place, is not
-    the trainer's. missing: names the trainer has and the engine does not. extra: names only the engine has.
+    the trainer's; of an adapter that was loaded from another model, ``"its name: the tensor's"``, where it is not that
+    model's. missing: names the trainer has and the engine does not. extra: names only the engine has.
     """
 
     source: str

@@ -159,6 +159,8 @@ class MirroredSource:
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
+        kinds = {(held.dtypes[name], self._dtypes[name]) for name in parameters}
+        self.wider = {own: wide for own, wide in kinds if own != wide == torch.promote_types(own, wide)}
         self.optional = held.optional
         own = [*(s.device for s in held.shards), *(t.device for t in held.full.values()), torch.device("cpu")][0]
         device = device or own

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.adapters import active_adapters, biases_of, check_adapters, live_adapters, sum_of
+from stoker.weight_sync.adapters import active_adapters, biases_of, check_adapters, live_adapters, mismatches, sum_of
 from stoker.weight_sync.mirror import Mirror, MirroredSource
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import Held, is_sharded
@@ -78,8 +78,7 @@ class AdapterOfModel:
                 f"adapter {self._name!r} is of a model that was sharded, or made whole, since it was loaded: load it "
                 "again"
             )
-        whole: Mapping[str, Tensor] = self.copies.tensors() if self.copies is not None else {}
-        module = unwrap(self._model)
+        whole, module = self._copied(), unwrap(self._model)
         found = live_adapters(module, whole)
         for wanted in self._names:
             if wanted not in found:
@@ -88,3 +87,14 @@ class AdapterOfModel:
         for wanted in self._names:  # PEFT lets no two adapters have biases
             adapter.biases.update(biases_of(module, self._biases(wanted), whole))
         return adapter
+
+    def mismatches(self, used: AdapterWeights, device: torch.device) -> tuple[int, list[str]]:
+        """As ``mismatches`` of adapters, with copies of what is in parts. Of a sharded model on all ranks together."""
+        checked, wrong = 0, list[str]()
+        if self.copies is not None:
+            checked, wrong = self.copies.mismatches()
+        compared, different = mismatches(self._model, self.read(), used, self._copied(), device)
+        return checked + compared, wrong + different
+
+    def _copied(self) -> Mapping[str, Tensor]:
+        return {} if self.copies is None else self.copies.tensors()
