@@ -15,18 +15,15 @@ from stoker.engine.device import runtime_for
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.kernels.reference.fp8 import FP8
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
-from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
-from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop, RolloutHandle, wait
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import Prompt, Prompts, read_prompts, tokenizer_of
-from stoker.rollout.requests import RequestMaker, params_per_prompt, read_sequences, token_logprobs
+from stoker.rollout.requests import params_per_prompt, read_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
@@ -53,19 +50,7 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        self._binding = ModelBinding(
-            model,
-            self.config.dtype,
-            self.config.device,
-            check_finite=self.config.check_finite_weights,
-            gather_bytes=int(self.config.gather_memory),
-            kv_dtype=FP8 if self.config.kv_cache_dtype == "fp8" else None,
-            in_fp8=self.config.quantization == "fp8",
-            deterministic=self.config.deterministic,
-            max_loras=self.config.max_loras,
-            max_lora_rank=self.config.max_lora_rank,
-        )
-        setup.check_device(self.config, self._binding)
+        self._binding = setup.binding(self.config, model)
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
@@ -76,18 +61,8 @@ class RolloutEngine:
         self._loop = Loop(self.core, self._adapters.runnable)
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
-        self._requests = RequestMaker(
-            tokenizer=self.tokenizer,
-            vocab=self._binding.shell.vocab,
-            constraint=ConstraintMaker(self.tokenizer, self._binding.shell.vocab),
-            eos_ids=setup.eos_ids(self._binding, self.tokenizer),
-            max_model_len=self.max_model_len,
-            kv_tokens=self._kv.most_tokens(self.config.max_num_batched_tokens),
-            token_bytes=self._kv.token_bytes,
-            share=self.config.block_size,
-            seed=self.config.seed,
-            encoder=self.core.encoder,
-            attempt=self._loop.attempt,
+        self._requests = setup.requests(
+            self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
         self._binding.fuse()
         self._adapters.refresh()

@@ -24,10 +24,14 @@ from stoker.engine.scorer import Scorer
 from stoker.engine.state_cache import StateLayout
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.kernels.reference.fp8 import FP8
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
+from stoker.rollout.constraints import ConstraintMaker
+from stoker.rollout.live import Loop
 from stoker.rollout.loading import UNREADABLE, whole_models
+from stoker.rollout.requests import RequestMaker
 
 _log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
@@ -99,11 +103,25 @@ def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
         )
 
 
-def check_device(config: EngineConfig, binding: ModelBinding) -> None:
+def binding(config: EngineConfig, model: nn.Module) -> ModelBinding:
+    """Raises ``InvalidConfigError`` where the model is on another device than the configured one."""
+    bound = ModelBinding(
+        model,
+        config.dtype,
+        config.device,
+        check_finite=config.check_finite_weights,
+        gather_bytes=int(config.gather_memory),
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else None,
+        in_fp8=config.quantization == "fp8",
+        deterministic=config.deterministic,
+        max_loras=config.max_loras,
+        max_lora_rank=config.max_lora_rank,
+    )
     if config.device != "auto":
-        wanted, actual = torch.device(config.device), binding.source.device
+        wanted, actual = torch.device(config.device), bound.source.device
         if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
             raise InvalidConfigError(f"device={config.device} and the model is on {actual}: set device='auto'")
+    return bound
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
@@ -270,7 +288,32 @@ def _captures(config: EngineConfig, binding: ModelBinding, runtime: Runtime) -> 
     return True
 
 
-def eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
+def requests(
+    config: EngineConfig,
+    binding: ModelBinding,
+    kv: KVCache,
+    model_len: int,
+    core: EngineCore,
+    loop: Loop,
+    tokenizer: Any,
+) -> RequestMaker:
+    vocab = binding.shell.vocab
+    return RequestMaker(
+        tokenizer=tokenizer,
+        vocab=vocab,
+        constraint=ConstraintMaker(tokenizer, vocab),
+        eos_ids=_eos_ids(binding, tokenizer),
+        max_model_len=model_len,
+        kv_tokens=kv.most_tokens(config.max_num_batched_tokens),
+        token_bytes=kv.token_bytes,
+        share=config.block_size,
+        seed=config.seed,
+        encoder=core.encoder,
+        attempt=loop.attempt,
+    )
+
+
+def _eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
     """The ids that end a completion: the tokenizer's and the generation config's."""
     module: Any = binding.source.module
     found: set[int] = set()
