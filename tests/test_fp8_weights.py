@@ -17,6 +17,7 @@ from adapted import peft_model
 from families import make_model
 from hybrids import make_model as make_hybrid
 from mirrored import PARAMS, PROMPT, SMALL, step
+from peft.tuners.lora.dora import DoraLinearLayer
 from pretend_device import build, close
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -234,18 +235,28 @@ def test_the_model_is_as_it_was() -> None:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}], ids=["plain", "saved head"])
-def test_adapters_over_a_rounded_base(options: dict[str, Any]) -> None:
-    """Mixed with the base in one batch."""
+OPTIONS: list[dict[str, Any]] = [{"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}, {"r": 4, "use_dora": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "saved head", "dora"])
+def test_adapters_over_a_rounded_base(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed with the base in one batch. The norms of DoRA are those of the weights as the trainer has them."""
     model = peft_model("llama", **options)
     with in_fp8(model) as engine:
         batch = engine.generate_batch([PROMPT] * 2, PARAMS, adapter=["default", None])
-        other = copy.deepcopy(model)
+        other, trained = copy.deepcopy(model), {}
         with torch.no_grad():
             for name in names_of(engine):
                 linear = other.get_base_model().get_submodule(name.removesuffix(".weight"))
                 weight = getattr(linear, "base_layer", linear).weight
+                trained[weight.data_ptr()] = weight.clone()
                 weight.copy_(nearest(weight))
+        norm = DoraLinearLayer.get_weight_norm
+
+        def of_the_trained(layer: Any, weight: Tensor, **given: Any) -> Tensor:
+            return norm(layer, trained[weight.data_ptr()], **given)
+
+        monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", of_the_trained)
         for output, adapted in zip(batch, (True, False), strict=True):
             (c,) = output.completions
             if adapted:
