@@ -354,6 +354,19 @@ def zero3(rank: int) -> None:
             assert zero.statuses(model) == before
 
 
+def in_a_wider_dtype(rank: int) -> None:
+    """The engine's copy of the parts is in the trainer's dtype, and what a slot holds in the engine's."""
+    twin, model = adapted("qwen3", EVERYWHERE).bfloat16().float(), by_fsdp2(adapted("qwen3", EVERYWHERE).bfloat16())
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float32")) as engine:
+        for level in (0, 2, 3):
+            if level:
+                engine.sleep(level)
+                engine.wake_up()
+                engine.update_weights()
+            assert_like(engine, twin, engine.weight_version)
+            assert engine.verify_weights().ok
+
+
 def odds_and_ends(rank: int) -> None:
     """Switched off, scrambled, another model's, added and deleted: as with whole adapters, or refused by name."""
     twin, model = adapted("qwen3", {}), by_fsdp2(adapted("qwen3", {}))

@@ -55,6 +55,10 @@ def test_grpo(tmp_path: Path, how: str, by_config: bool, beta: float):
         accelerated.assert_trained(found, "aliased" if how == "ddp" else "mirror")
 
 
+def test_an_engine_in_a_wider_dtype():
+    ranks.run(sharded_adapters.in_a_wider_dtype, 2)
+
+
 def test_what_is_refused_on_one_rank_is_on_all():
     ranks.run(sharded_adapters.refused, 2, timeout=5)
 

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import sender
 import torch
+from families import make_model
 from safetensors.torch import save_file
 from sender import over_a_pipe, sending, take
 from torch import Tensor
@@ -160,6 +161,19 @@ def test_an_interrupt_while_weights_arrive_changes_nothing() -> None:
         sender.check(engine, sender.trained(0), 0)
         assert engine.update_weights(weights(1)) == 1
         sender.check(engine, sender.trained(1), 1)
+
+
+def test_a_file_of_a_checkpoint_with_other_names_is_refused_and_its_folder_taken(tmp_path: Path) -> None:
+    """Experts are one tensor in memory, and transformers saves one each."""
+    model, source = (make_model("qwen3_moe", seed=seed) for seed in (0, 1))
+    source.save_pretrained(tmp_path)
+    with RolloutEngine(model, config=sender.CONFIG) as engine:
+        with pytest.raises(
+            WeightsMismatchError, match=r"unknown .*experts\.0\.up_proj.*save_pretrained.*give the folder"
+        ):
+            engine.update_weights(tmp_path / "model.safetensors")
+        assert engine.update_weights(tmp_path) == 1
+    assert all(torch.equal(t, source.state_dict()[name]) for name, t in model.state_dict().items())
 
 
 def test_an_iterator_that_fails_half_way_changes_nothing() -> None:

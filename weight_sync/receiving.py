@@ -61,7 +61,11 @@ def _from_file(path: str, staging: Staging) -> None:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
             specs = [spec_of(name, file.get_tensor(name)) for name in names]  # mapped, not read
-            _refuse(staging(specs))
+            if (problem := staging(specs)) is not None:
+                raise WeightsMismatchError(
+                    f"{problem}. {path} has to have the names of the model's own tensors: where save_pretrained gave them "
+                    "others, as of experts, give the folder"
+                )
             for spec in specs:
                 staging.expect(spec)
                 staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
