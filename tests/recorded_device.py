@@ -7,14 +7,18 @@ number of the host is the one it was, a tensor that has been replaced since is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from pretend_device import STATIC, PretendDevice
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
 
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
@@ -103,6 +107,23 @@ RECORDED: Ops = replace(STATIC, lora=_of_these_rows(STATIC.lora), lora_embedding
 RECORDED = replace(RECORDED, **{name: _noted(getattr(RECORDED, name)) for name in _WHOLE})
 
 
+@contextmanager
+def launches_recorded() -> Iterator[None]:
+    """Within, the launch of a kernel that Triton interprets is an operation, with the numbers that the host gave it."""
+    launch = interpreter.GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        now = _Recording.now
+        if now is None:
+            launch(self, *args, **kwargs)
+        else:
+            now.whole(partial(launch, self), args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", call)
+        yield
+
+
 class _StableBuffer:
     """Comes back where it was, with NaN in it."""
 
@@ -120,7 +141,7 @@ class _StableBuffer:
 
 @dataclass(frozen=True)
 class RecordedDevice(PretendDevice):
-    """For engines whose operations are ``RECORDED``."""
+    """For engines whose operations are ``RECORDED``, or kernels within ``launches_recorded``."""
 
     def allocate(self, nbytes: int) -> Any:
         return _StableBuffer(nbytes)

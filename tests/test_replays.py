@@ -14,10 +14,13 @@ import torch
 from adapted import expected_tokens, peft_model, tokens
 from families import make_model
 from pretend_device import build, params, prompts
-from recorded_device import RECORDED, RecordedDevice
+from recorded_device import RECORDED, RecordedDevice, launches_recorded
 from test_lora_targets import BIASES, EXPERTS
+from test_windows import poisoned
 
 from stoker.engine.device import CpuRuntime
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import RolloutBatch, RolloutEngine, SamplingParams
 
 STATES = ["qwen3_5", "bamba", "lfm2"]
@@ -111,6 +114,28 @@ def test_replays_have_the_adapters_of_their_rows(family: str, options: dict[str,
                 engine.wake_up()
             assert tokens(engine, adapter=rows) == [expected[name is None][row] for row, name in enumerate(rows)]
         graphs_of(engine)
+
+
+def test_launches_of_kernels_serve_other_rows_and_blocks() -> None:
+    """Of a layer with a window too, whose blocks are given up, on memory where all that is free is NaN."""
+    sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    settings = {"decode_window": 2, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    given = [[p[:n] for p, n in zip(prompts(3), (3, 9, 14), strict=True)], [p[:4] for p in prompts(2)]]
+    wanted = [SamplingParams(seed=i, max_tokens=5 + 2 * i, ignore_eos=True, temperature=i % 2) for i in range(3)]
+    with build(make_model("gemma3", **sizes), ops=REFERENCE, runtime=CpuRuntime, **settings) as plain:
+        expected = [sampled(plain.generate_batch(texts, wanted[: len(texts)])) for texts in given]
+    model = make_model("gemma3", **sizes)
+    with (
+        launches_recorded(),
+        build(model, ops=TRITON, runtime=RecordedDevice, **settings) as engine,
+        poisoned(engine),
+    ):
+        for texts, tokens_of_them in zip([*given, given[0]], [*expected, expected[0]], strict=True):
+            assert sampled(engine.generate_batch(texts, wanted[: len(texts)])) == tokens_of_them
+            graphs_of(engine)
+            engine.sleep()
+            engine.wake_up()
+        assert engine.core.runner.has_graphs
 
 
 def test_a_step_that_looks_at_the_host_shows() -> None:
