@@ -62,7 +62,10 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan:
     scores = (query[:, :, None] @ key.transpose(-1, -2)) * options["scale"]
     if options.get("softcap"):
         scores = options["softcap"] * torch.tanh(scores / options["softcap"])
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value)[:, :, 0]
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if (sinks := options.get("sinks")) is not None:
+        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(rows, -1, -1, -1)), dim=-1)
+    return (scores.softmax(-1)[..., :width] @ value)[:, :, 0]
 
 
 STATIC = replace(REFERENCE, plan_attention=plan_attention, paged_attention=paged_attention, static_plans=True)

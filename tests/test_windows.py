@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -36,13 +37,14 @@ def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def engine_of(family: str, blocks: int | None = None, **fields: Any) -> RolloutEngine:
+def engine_of(family: str, blocks: int | None = None, device: str = "cpu", **fields: Any) -> RolloutEngine:
     """blocks: so much memory as so many blocks of all layers take."""
+    model = model_of(family) if device == "cpu" else copy.deepcopy(model_of(family)).to(device)
     config = {"block_size": 4, "kv_cache_memory": "1MiB", "max_num_seqs": 8} | fields
     if blocks is not None:
-        with RolloutEngine(model_of(family), config=EngineConfig(**config)) as probe:
+        with RolloutEngine(model, config=EngineConfig(**config)) as probe:
             config["kv_cache_memory"] = blocks * probe.stats().kv_block_bytes
-    return RolloutEngine(model_of(family), config=EngineConfig(**config))
+    return RolloutEngine(model, config=EngineConfig(**config))
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def poisoned(engine: RolloutEngine) -> Iterator[None]:
     plan = engine.core.scheduler.plan
 
     def poisoning() -> Any:
-        empty = torch.tensor(engine.core.scheduler.tables.pool.empty_pages)
+        empty = torch.tensor(engine.core.scheduler.tables.pool.empty_pages, device=engine.runtime.device)
         pages = engine._kv.num_blocks
         for kept in (kept for pair in engine._kv.layers for kept in pair if len(kept) == pages and len(empty)):
             kept.index_fill_(0, empty, torch.nan)
@@ -71,12 +73,14 @@ def check(family: str, prompts: list[list[int]], batch: Any, temperature: float 
 
 
 @pytest.mark.parametrize("blocks", [None, 26])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_read_that_was_given_up(family: str, blocks: int | None) -> None:
-    """Groups, prompts in chunks, preemption, cached prefixes, a next turn, scores."""
+def test_nothing_is_read_that_was_given_up(family: str, device: str, blocks: int | None) -> None:
+    """Groups, prompts in chunks, preemption, cached prefixes, a next turn, scores; by captured steps too, where there are."""
     prompts = [prompt(1, 45), prompt(2, 3), prompt(3, 20), prompt(1, 45)[:30] + prompt(4, 5)]
     params = SamplingParams(n=4, max_tokens=24, seed=0, ignore_eos=True)
-    with engine_of(family, blocks, max_num_batched_tokens=16, decode_window=4) as engine, poisoned(engine):
+    settings = {"max_num_batched_tokens": 16, "decode_window": 4}
+    with engine_of(family, blocks, device, **settings) as engine, poisoned(engine):
         assert engine.core.scheduler.tables.windowed
         first = engine.generate_batch(prompts, params)
         check(family, prompts, first)
@@ -92,6 +96,7 @@ def test_nothing_is_read_that_was_given_up(family: str, blocks: int | None) -> N
             torch.testing.assert_close(scores.logprobs.double(), wanted, rtol=0, atol=1e-4)
         engine.core.scheduler.check()
         assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+        assert engine.core.runner.has_graphs == (device == "cuda")
 
 
 def test_a_long_sequence_holds_what_its_windows_see() -> None:

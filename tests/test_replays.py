@@ -1,0 +1,162 @@
+"""Captured steps, replayed as operations on the tensors they were captured with, give what eager ones do.
+
+Through everything that leaves graphs where they are: other rows, weights changed in place, sleep, tight memory, adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hybrids
+import pytest
+import torch
+from adapted import expected_tokens, peft_model, tokens
+from families import make_model
+from pretend_device import build, params, prompts
+from recorded_device import RECORDED, RecordedDevice, launches_recorded
+from test_lora_targets import BIASES, EXPERTS
+from test_windows import poisoned
+
+from stoker.engine.device import CpuRuntime
+from stoker.kernels.ops import REFERENCE
+from stoker.kernels.triton_ops import TRITON
+from stoker.rollout import RolloutBatch, RolloutEngine, SamplingParams
+
+STATES = ["qwen3_5", "bamba", "lfm2"]
+WINDOWED = ["gemma3", "cohere2", "gpt_oss", "llama4"]
+
+
+def sampled(batch: RolloutBatch) -> list[list[tuple[list[int], str | None]]]:
+    batch.raise_for_errors()
+    return [[(c.token_ids, c.finish_reason) for c in output.completions] for output in batch]
+
+
+def graphs_of(engine: RolloutEngine) -> dict[Any, Any]:
+    graphs: dict[Any, Any] = engine.core.runner._graphs  # type: ignore[attr-defined]
+    assert graphs and all(graph is not None for graph in graphs.values()), "a capture failed"
+    return dict(graphs)
+
+
+def grow(engine: RolloutEngine) -> None:
+    with torch.no_grad():
+        for p in engine._binding.source.module.parameters():
+            p.mul_(1.01)
+    engine.update_weights()
+
+
+@pytest.mark.parametrize(
+    ("family", "tight"),
+    [
+        *((f, False) for f in ("llama", "qwen3_moe", "deepseek_v3", *WINDOWED, *STATES)),
+        *((f, True) for f in ("llama", "gemma3", "gpt_oss", "bamba")),
+    ],
+)
+def test_replays_give_what_eager_steps_do(family: str, tight: bool) -> None:
+    """For other rows, after an update in place, a sleep that leaves NaN, and beside rows with penalties."""
+    make, room = hybrids.make_model if family in STATES else make_model, {}
+    if tight:
+        with build(make(family)) as probe:
+            states = probe._kv.state_bytes(probe._kv.shapes, probe._kv.state_layout)
+            room["kv_cache_memory"] = states + (18 if family in WINDOWED else 40) * probe.stats().kv_block_bytes
+    with (
+        build(make(family), runtime=CpuRuntime, **room) as plain,
+        build(make(family), ops=RECORDED, runtime=RecordedDevice, **room) as engine,
+    ):
+        graphs: dict[Any, Any] = {}
+        for turn in range(4):
+            penalised = {} if turn == 3 else {"repetition_penalty": 1.0, "presence_penalty": 0.0}
+            given = prompts(9 + turn % 2), [replace(p, **penalised) for p in params(9 + turn % 2)]
+            assert sampled(engine.generate_batch(*given)) == sampled(plain.generate_batch(*given))
+            kept, graphs = graphs, graphs_of(engine)
+            assert kept.items() <= graphs.items(), "captured again"
+            if turn == 0:
+                grow(plain)
+                grow(engine)
+            elif turn == 1:
+                engine.sleep()
+                engine.wake_up()
+        assert engine.core.scheduler.tables.windowed == (family in WINDOWED)
+        # Windows give blocks up as they go, and take none that others wait for.
+        assert not tight or family in WINDOWED or engine.stats().num_preemptions
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"bias": "all"}),
+        ("gemma3", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+        ("mistral", {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [60]}}),
+        ("gpt_oss", {"target_modules": [], "target_parameters": [*BIASES, *EXPERTS]}),
+        ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}),
+        ("qwen3", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]}),
+    ],
+    ids=str,
+)
+def test_replays_have_the_adapters_of_their_rows(family: str, options: dict[str, Any]) -> None:
+    """Whichever these are, with the numbers that they have by then."""
+    model, changed, other = (peft_model(family, seed=seed, **options) for seed in (1, 2, 3))
+    before, after, others = ((expected_tokens(m), expected_tokens(m, None)) for m in (model, changed, other))
+    rows = ["default", None, None, "default"]
+    with build(model, ops=RECORDED, runtime=RecordedDevice) as engine:
+        for turn, expected in enumerate((before, before, after, after, after)):
+            rows = [*rows[1:], rows[0]]
+            if turn == 2:
+                with torch.no_grad():
+                    for mine, new in zip(model.parameters(), changed.parameters(), strict=True):
+                        mine.copy_(new)
+            elif turn == 3:
+                engine.load_adapter("other", other)
+                assert [tokens(engine, adapter="other") for _ in range(2)] == [others[0]] * 2
+            elif turn == 4:
+                engine.sleep()
+                engine.wake_up()
+            assert tokens(engine, adapter=rows) == [expected[name is None][row] for row, name in enumerate(rows)]
+        graphs_of(engine)
+
+
+def test_launches_of_kernels_serve_other_rows_and_blocks() -> None:
+    """Of a layer with a window too, whose blocks are given up, on memory where all that is free is NaN."""
+    sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    settings = {"decode_window": 2, "block_size": 2, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    given = [[p[:n] for p, n in zip(prompts(3), (3, 9, 14), strict=True)], [p[:4] for p in prompts(2)]]
+    wanted = [SamplingParams(seed=i, max_tokens=5 + 2 * i, ignore_eos=True, temperature=i % 2) for i in range(3)]
+    with build(make_model("gemma3", **sizes), ops=REFERENCE, runtime=CpuRuntime, **settings) as plain:
+        expected = [sampled(plain.generate_batch(texts, wanted[: len(texts)])) for texts in given]
+    model = make_model("gemma3", **sizes)
+    with (
+        launches_recorded(),
+        build(model, ops=TRITON, runtime=RecordedDevice, **settings) as engine,
+        poisoned(engine),
+    ):
+        for texts, tokens_of_them in zip([*given, given[0]], [*expected, expected[0]], strict=True):
+            assert sampled(engine.generate_batch(texts, wanted[: len(texts)])) == tokens_of_them
+            graphs_of(engine)
+            engine.sleep()
+            engine.wake_up()
+        assert engine.core.runner.has_graphs
+
+
+def test_a_step_that_looks_at_the_host_shows() -> None:
+    """At a number that changes, or by waiting for one of the device."""
+    scale, greedy = [1.0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return RECORDED.linear(x * scale[0], *args, **options)
+
+    def waiting(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return RECORDED.linear(x * bool(x[0, 0] == x[0, 0]), *args, **options)
+
+    found = []
+    for runtime in (CpuRuntime, RecordedDevice):
+        with build(ops=replace(RECORDED, linear=linear), runtime=runtime) as engine:
+            scale[0] = 1.0
+            engine.generate_batch([[1, 2, 3]], greedy)
+            scale[0] = -1.0
+            engine.update_weights()
+            found.append(sampled(engine.generate_batch([[1, 2, 3]], greedy)))
+    assert found[0] != found[1]
+    with build(ops=replace(RECORDED, linear=waiting), runtime=RecordedDevice) as engine:
+        engine.generate_batch([[1, 2, 3]], greedy)
+        assert set(engine.core.runner._graphs.values()) == {None}  # type: ignore[attr-defined]
