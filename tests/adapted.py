@@ -48,7 +48,9 @@ def peft_model(family: str = "llama", seed: int = 1, **options: Any) -> PeftMode
 
 def two_adapters() -> PeftModel:
     model = peft_model()
-    model.add_adapter("other", lora(r=7, target_modules=["k_proj", "up_proj", "q_proj"], use_rslora=True))
+    # What is added is as large as the weights. On queries and keys of more, rounding decides where attention looks.
+    other = lora(r=7, lora_alpha=2, target_modules=["k_proj", "up_proj", "q_proj"], use_rslora=True)
+    model.add_adapter("other", other)
     shake(model, seed=2)
     return model
 

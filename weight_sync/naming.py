@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,20 +25,27 @@ def unwrap(model: nn.Module) -> nn.Module:
 def inside(module: nn.Module) -> nn.Module | None:
     """What a wrapper wraps; None for any other module."""
     children = module._modules
-    for name in _WRAPPED:
-        if isinstance(inner := children.get(name), nn.Module):
-            return inner
-    if is_of_peft(type(module)):
-        # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
-        for name in ("base_model", "model", "base_layer", "original_module", "token_adapter"):
-            if isinstance(inner := children.get(name), nn.Module):
+    if children:
+        for name in _wrapped_as(type(module)):
+            if (inner := children.get(name)) is not None:
                 return inner
-    is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    if is_wrapper or type(module).__module__.partition(".")[0] == "deepspeed":
-        return children.get("module")
     return None
 
 
+@cache  # every module of a model is looked at before each rollout
+def _wrapped_as(kind: type) -> tuple[str, ...]:
+    """The names that what a module of this class wraps may have in it."""
+    names = _WRAPPED
+    if is_of_peft(kind):
+        # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
+        names += ("base_model", "model", "base_layer", "original_module", "token_adapter")
+    is_wrapper = issubclass(kind, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    if is_wrapper or kind.__module__.partition(".")[0] == "deepspeed":
+        names += ("module",)
+    return names
+
+
+@cache
 def is_of_peft(kind: type) -> bool:
     """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
     return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
