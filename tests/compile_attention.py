@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from stoker.kernels import attention, attention_plan
 from stoker.kernels import launch as launching
-from stoker.kernels.reference.attention_plan import Visibility
+from stoker.kernels.reference.attention_plan import PLAIN, Visibility
 
 NAMES = {
     torch.bfloat16: "bf16",
@@ -121,7 +121,13 @@ def variants(queries: list[list[int]]) -> dict[str, int]:
 
 
 def launch(
-    heads: int, kv_heads: int, key_dim: int, value_dim: int, latent: bool, kept: torch.dtype = torch.bfloat16
+    heads: int,
+    kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool,
+    kept: torch.dtype = torch.bfloat16,
+    visibility: Visibility = PLAIN,
 ) -> None:
     """A decode step and chunks without spans and with one, which launch every kernel. kept: dtype of the cache."""
 
@@ -133,11 +139,10 @@ def launch(
     table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
     for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)])):
         rows = 64 if queries == 1 else 1
-        plan = attention.plan_attention(
-            [queries] * rows, [2000] * rows, table, lens, block_size=16, token_bytes=1, spans=spans
-        )
+        options = {"block_size": 16, "token_bytes": 1, "spans": spans, "window_tables": table.clone()}
+        plan = attention.plan_attention([queries] * rows, [2000] * rows, table, lens, **options)
         query = make(rows * queries, heads, key_dim)
-        attention.paged_attention(query, key_cache, value_cache, plan, scale=0.1, visibility=Visibility())
+        attention.paged_attention(query, key_cache, value_cache, plan, scale=0.1, visibility=visibility)
     new = make(64, kv_heads, key_dim), make(64, kv_heads, value_dim)
     attention.write_kv(*new, key_cache, value_cache, lens)
 
@@ -151,6 +156,7 @@ if __name__ == "__main__":
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
     launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn)
+    launch(8, 4, 256, 256, latent=False, visibility=Visibility(window=1024))  # Gemma 3 4B
     made = [build(*recorded) for recorded in launches]
     decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
     mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])

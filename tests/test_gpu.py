@@ -8,6 +8,7 @@ from typing import Any
 
 import oracle
 import pytest
+import test_windows
 import torch
 import vision
 from adapted import peft_model
@@ -171,6 +172,12 @@ def test_captured_steps_give_the_bits_of_eager_ones(family: str, dtype: torch.dt
                 assert isinstance(engine.core.runner, GraphStep)
                 assert engine.core.runner._graphs and all(engine.core.runner._graphs.values()), "a capture failed"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("blocks", [None, 26])
+@pytest.mark.parametrize("family", test_windows.FAMILIES)
+def test_captured_steps_read_nothing_that_a_window_has_given_up(family: str, blocks: int | None) -> None:
+    test_windows.check_on_poisoned_memory(family, blocks, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
