@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ NUM_SLOTS = 5
 
 
 def make_table(
-    widths: list[int],
+    widths: Sequence[int],
     depth: int,
     ranks: dict[int, int],
     dtype: torch.dtype,

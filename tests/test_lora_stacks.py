@@ -30,13 +30,19 @@ MIXED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", MIXED)
 @pytest.mark.parametrize("largest", [0, 1 << 20])
+@pytest.mark.parametrize("widths", [(24, 9, 16), (16, 16, 16)], ids=str)
 @pytest.mark.parametrize("way", [Bags, Together])
 def test_few_tokens_of_many_adapters(
-    way: type, largest: int, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    way: type,
+    widths: tuple[int, ...],
+    largest: int,
+    case: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Mixed ranks, scales, gains and shifts, slots that change one of the linears or none, and a linear that none changes.
 
-    largest: block-diagonal matrix.
+    widths: of linears; those that are equal are all changed. largest: block-diagonal matrix.
     """
     monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
     if way is Together:
@@ -48,11 +54,14 @@ def test_few_tokens_of_many_adapters(
     if isinstance(found, Together):
         assert (found.gather is None) == as_they_lie and found.count < 2 * len(set(slots) - {0})
     for options in ({}, {"biased": True, "gains": (1, 4), "shifts": (2, 4)}):
-        table = make_table([24, 9, 16], 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
-        table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(24, 2, dtype=dtype), 0.7))
+        table = make_table(widths, 33, {1: 3, 2: 8, 4: 1}, dtype, **options)
+        table.put(0, 5, LoraWeights(randn(2, 33, dtype=dtype), randn(widths[0], 2, dtype=dtype), 0.7))
         for slot in (1, 2, 4):
-            table.put(1, slot, None)
+            if len(set(widths)) > 1:
+                table.put(1, slot, None)
         check(REFERENCE.lora, table, 33, rows.slots, dtype)
+        below = [part.below for part in table.stacks.of(table).for_sums]
+        assert below == ([1] if largest else [1, 1] if len(set(widths)) > 1 else [3])
 
 
 def test_stacks_are_right_until_they_are_forgotten() -> None:

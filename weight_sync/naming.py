@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cache
 from typing import Any
 
@@ -32,10 +32,9 @@ def inside(module: nn.Module) -> nn.Module | None:
     return None
 
 
-@cache  # every module of a model is looked at before each rollout
-def _wrapped_as(kind: type) -> tuple[str, ...]:
+def _names_in(kind: type) -> tuple[str, ...]:
     """The names that what a module of this class wraps may have in it."""
-    names = _WRAPPED
+    names: tuple[str, ...] = _WRAPPED
     if is_of_peft(kind):
         # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
         names += ("base_model", "model", "base_layer", "original_module", "token_adapter")
@@ -45,7 +44,10 @@ def _wrapped_as(kind: type) -> tuple[str, ...]:
     return names
 
 
-@cache
+# Every module of a model is looked at before each rollout, so a class is only once. mypy takes no class of modules for a key.
+_wrapped_as: Callable[[type], tuple[str, ...]] = cache(_names_in)
+
+
 def is_of_peft(kind: type) -> bool:
     """Whether PEFT made the class, or what it derives from: FSDP2 puts a class of its own in front."""
     return any(base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)

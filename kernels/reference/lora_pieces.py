@@ -69,56 +69,61 @@ class Bags:
     def __init__(self, slots: Tensor, places: Mapping[int, int]) -> None:
         """slots: of all tokens, int64 [T]; places: of each but 0 in the stacks."""
         found = slots.tolist()
-        self.places = torch.tensor([places[slot] for slot in found if slot], device=slots.device)  # int64 [t]
+        numbers = [places[slot] for slot in found if slot]
+        self.places = torch.tensor(numbers, dtype=torch.int32, device=slots.device)  # int32 [t]
         self.tokens = None if all(found) else slots.nonzero().flatten()  # int64 [t], those with an adapter; None: all
-        self._before = F.pad((slots > 0).cumsum(0), (1, 0))  # int64 [T + 1], how many of these stand before each token
-        self._bags: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._has = (slots > 0).int()
+        self._bags: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def _of(self, depth: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of matrices of so many rows: those of each token, int32 [t * depth], and where each token's begin, [t + 1].
+    def _of(self, depth: int, each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Of matrices of so many rows, for so many sums of a token: those of each token, int32 [t * depth], and where the
+        rows of each sum begin, [t * each + 1].
 
-        Then the same for all tokens, [T + 1], some of which have none.
+        Then the same for all tokens, [T * each + 1], some of which have none.
         """
-        if depth not in self._bags:
-            each = torch.arange(depth, device=self.places.device)
-            starts = torch.arange(len(self.places) + 1, device=self.places.device)
-            rows = (self.places[:, None] * depth + each).flatten()
-            self._bags[depth] = rows.int(), (starts * depth).int(), (self._before * depth).int()
-        return self._bags[depth]
+        if (depth, each) not in self._bags:
+            span = partial(torch.arange, dtype=torch.int32, device=self.places.device)
+            rows = (self.places[:, None] * depth + span(depth)).flatten()
+            starts = of_all = span(0, len(rows) + 1, depth // each)
+            if self.tokens is not None:
+                lengths = (self._has * (depth // each)).repeat_interleave(each)
+                of_all = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+            self._bags[depth, each] = rows, starts, of_all
+        return self._bags[depth, each]
 
     def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        of_a, of_b = (self._of(matrices.shape[1]) for matrices in (stack.a, stack.parts[0].b))
-        return partial(self._change, stack.a, of_a, of_b, stack.parts)
+        rows, starts, _ = self._of(stack.a.shape[1])
+        parts = [(part, part.b.flatten(0, 1), *self._of(part.b.shape[1], part.below)) for part in stack.for_sums]
+        return partial(self._change, (stack.a.flatten(0, 1), rows, starts), parts)
 
     def _change(
         self,
-        a: Tensor,
-        of_a: tuple[Tensor, Tensor, Tensor],
-        of_b: tuple[Tensor, Tensor, Tensor],
-        parts: Sequence[Part],
+        a: tuple[Tensor, Tensor, Tensor],
+        parts: Sequence[tuple[Part, Tensor, Tensor, Tensor, Tensor]],
         x: Tensor,
         out: Tensor,
     ) -> None:
         x = x if self.tokens is None else x.index_select(0, self.tokens)
-        hidden = _sums(a, of_a[0], of_a[1], x.to(a.dtype))
-        for part in parts:
+        hidden = _sums(*a, x.to(a[0].dtype))
+        for part, b, rows, starts, of_all in parts:
             mine = hidden if part.ranks is None else hidden[:, part.ranks]
             target = out if part.columns is None else out[:, part.columns]
             if part.plain:
-                target.add_(_sums(part.b, of_b[0], of_b[2], mine))
+                sums = _sums(b, rows, of_all, mine)
+                target.add_(sums if part.below == 1 else sums.view(target.shape))
                 continue
             before = target if self.tokens is None else target.index_select(0, self.tokens)
             gain, shift = (None if v is None else v[self.places, 0] for v in (part.gain, part.shift))
-            delta = change(_sums(part.b, *of_b[:2], mine), before, part.bias, gain, shift)
+            delta = change(_sums(b, rows, starts, mine).view(before.shape), before, part.bias, gain, shift)
             if self.tokens is None:
                 target.add_(delta)
             else:
                 target.index_copy_(0, self.tokens, before.add_(delta))
 
 
-def _sums(matrices: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Of rows of matrices [P, K, N] side by side, int32 [t * K], the sum of each token's: [T, N]. weights: [t, K]."""
-    return torch.embedding_bag(matrices.flatten(0, 1), rows, starts, False, 0, False, weights.reshape(-1), True)[0]
+def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    """The S sums of rows of a matrix, [S, N]. rows: int32 [n]; starts: of each sum among them, and n, [S + 1]; weights: n."""
+    return torch.embedding_bag(matrix, rows, starts, False, 0, False, weights.reshape(-1), True)[0]
 
 
 @dataclass(frozen=True, slots=True)

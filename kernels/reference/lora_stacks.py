@@ -41,6 +41,7 @@ class Part:
         gain: Tensor | None,
         shift: Tensor | None,
         bias: Tensor | None,
+        below: int = 1,
     ) -> None:
         self.ranks = ranks  # columns of what the shrink gives; None: all of them
         self.columns = columns  # of the output; None: all of them
@@ -48,6 +49,7 @@ class Part:
         self.gain, self.shift = gain, shift  # [P, 1, N]
         self.bias = bias  # [N], of the base; there where there is a gain
         self.plain = gain is None and shift is None
+        self.below = below  # how many linears stand in ``b`` one below the other, [P, r of all, N of each]
 
     def of(self, place: int | slice) -> Part:
         """What some of the pieces do."""
@@ -65,6 +67,7 @@ class Stack:
     def __init__(self) -> None:
         self.version = -1  # of ``Stacks``, that this holds
         self.parts: list[Part] = []  # none where no piece changes anything
+        self.for_sums: list[Part] = []  # the same, in fewer parts that only sums of rows can be taken of
         self.a: Tensor  # [P, D, r of all linears]
         self._pieces: dict[int, tuple[Tensor, list[Part]]] = {}  # by place, those that were asked for
         self._held: tuple[int, ...] = ()  # the slot of each place that is right
@@ -78,7 +81,7 @@ class Stack:
         rank = max((1, *(weights.rank for weights in known)))  # biases alone have none, which no product takes
         layout = linears, rank, table.dtype
         if not known:
-            self.parts, self._layout = [], None
+            self.parts, self.for_sums, self._layout = [], [], None
             return
         if layout != self._layout or len(slots) > len(self._a):
             self._allocate(table, linears, rank, len(slots), max(known, key=lambda w: w.rank))
@@ -96,8 +99,7 @@ class Stack:
             for index, linear in enumerate(linears):
                 entries = [table.weights[linear].get(slot) for slot in slots[places]]
                 ranks = slice(index * rank, (index + 1) * rank)
-                b = self._b[0][places, ranks, _columns(table, linear)] if self._whole else self._b[index][places]
-                _write(self._a[places, :, ranks], b, entries)
+                _write(self._a[places, :, ranks], self._b_of[index][places], entries)
         self._held = slots
         self._view(table, slots, linears, rank)
 
@@ -105,6 +107,7 @@ class Stack:
         count = 1 << (count - 1).bit_length()  # twice as much when there is not enough
         total, depth = sum(table.widths), like.a.shape[1]
         self._whole = count * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
+        self._below = not self._whole and len(linears) == len(table.widths) and len({*table.widths}) == 1
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # or they could not be written to outside of the caller's
@@ -112,23 +115,30 @@ class Stack:
 
         # Few rows by a matrix that lies as it is read are several times as fast as by a transposed one.
         self._a = zeros(depth, len(linears) * rank)
-        widths = [total] if self._whole else [table.widths[linear] for linear in linears]
-        self._b = [zeros(rank * (len(linears) if self._whole else 1), width) for width in widths]
+        ranks = [slice(index * rank, (index + 1) * rank) for index in range(len(linears))]
+        if self._whole:
+            self._b = [zeros(len(linears) * rank, total)]
+            self._b_of = [self._b[0][:, r, _columns(table, n)] for r, n in zip(ranks, linears, strict=True)]
+        elif self._below:
+            self._b = [zeros(len(linears) * rank, table.widths[0])]
+            self._b_of = [self._b[0][:, r] for r in ranks]
+        else:
+            self._b = self._b_of = [zeros(rank, table.widths[linear]) for linear in linears]
 
     def _view(self, table: LoraTable, slots: Sequence[int], linears: Sequence[int], rank: int) -> None:
         count = len(slots)
         self.a = self._a[:count]
-        self.parts = []
-        for index, b in enumerate(self._b):
-            ranks = None if len(self._b) == 1 else slice(index * rank, (index + 1) * rank)
-            columns = None if self._whole else _columns(table, linears[index])
-            members = range(len(table.widths)) if self._whole else linears[index : index + 1]
-            gain, shift = (_vectors(table, members, slots, kind) for kind in _VECTORS)
-            bias = None
-            if gain is not None and any(table.biases[n] is not None for n in members):
-                biases = [(table.biases[n], table.widths[n]) for n in members]
-                bias = torch.cat([gain.new_zeros(width) if b is None else b for b, width in biases])
-            self.parts.append(Part(ranks, columns, b[:count], gain, shift, bias))
+        everything = range(len(table.widths))
+        if self._whole:
+            self.parts = [_part(table, everything, slots, self._b[0][:count], None, None)]
+        else:
+            self.parts = []
+            for index, (linear, b) in enumerate(zip(linears, self._b_of, strict=True)):
+                ranks = None if len(linears) == 1 else slice(index * rank, (index + 1) * rank)
+                self.parts.append(_part(table, [linear], slots, b[:count], ranks, _columns(table, linear)))
+        self.for_sums = self.parts
+        if self._below:
+            self.for_sums = [_part(table, everything, slots, self._b[0][:count], None, None, below=len(linears))]
         self._pieces = {}
 
     def first(self, count: int) -> tuple[Tensor, list[Part]]:
@@ -142,6 +152,23 @@ class Stack:
         if place not in self._pieces:
             self._pieces[place] = self.a[place], [part.of(place) for part in self.parts]
         return self._pieces[place]
+
+
+def _part(
+    table: LoraTable,
+    linears: Sequence[int],
+    slots: Sequence[int],
+    b: Tensor,
+    ranks: slice | None,
+    columns: slice | None,
+    below: int = 1,
+) -> Part:
+    gain, shift = (_vectors(table, linears, slots, kind) for kind in _VECTORS)
+    bias = None
+    if gain is not None and any(table.biases[n] is not None for n in linears):
+        biases = [(table.biases[n], table.widths[n]) for n in linears]
+        bias = torch.cat([gain.new_zeros(width) if b is None else b for b, width in biases])
+    return Part(ranks, columns, b, gain, shift, bias, below)
 
 
 def _columns(table: LoraTable, linear: int) -> slice:
