@@ -123,9 +123,7 @@ class RolloutEngine:
             return [r for requests, _ in by_prompt for r in requests]
 
         self._loop.run("generate_batch", make, progress_bar=progress_bar)
-        return RolloutBatch(
-            [self._requests.output(prompt, *made) for (prompt, _), made in zip(read, by_prompt, strict=True)]
-        )
+        return RolloutBatch([self._requests.output(r, *made) for r, made in zip(read, by_prompt, strict=True)])
 
     @torch.inference_mode(False)
     def score(
@@ -204,7 +202,7 @@ class RolloutEngine:
             self._check_ready()
             self._updates.before_requests(idle_only=True)
             ((requests, scoring),) = self._requests.for_generation([read], [params], self._adapters.resolve(adapter, 1))
-            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read[0], requests, scoring))
+            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read, requests, scoring))
             self._loop.add("submit", requests)
         return handle
 

@@ -282,7 +282,8 @@ class RequestMaker:
 
     # -- results -----------------------------------------------------------------------------------------------------
 
-    def output(self, prompt: list[int], requests: list[Request], scoring: Scoring | None) -> RolloutOutput:
+    def output(self, read: Read, requests: list[Request], scoring: Scoring | None) -> RolloutOutput:
+        prompt, given = read  # its own inputs: what requests have may be of another prompt with the same images
         completions = []
         for r in requests:
             decode = None
@@ -302,7 +303,7 @@ class RequestMaker:
             )
         return RolloutOutput(
             prompt_token_ids=prompt,
-            prompt_inputs=None if requests[0].images is None else requests[0].images.inputs,
+            prompt_inputs=None if given is None else given.inputs,
             completions=completions,
             cached_tokens=requests[0].cached_tokens,
             prompt_logprobs=token_logprobs(prompt, scoring) if scoring is not None and scoring.complete else None,

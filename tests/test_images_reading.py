@@ -221,6 +221,24 @@ def test_other_text_before_images_has_them_read_again(read: list[int]) -> None:
         check(model, [prompt, other], engine.generate_batch([prompt, other], GREEDY))
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_outputs_have_their_own_inputs_where_one_reading_serves_several(kind: str, read: list[int]) -> None:
+    """What has an entry a token is as long as its prompt, for a trainer's forward and for scores."""
+    model, prompt = model_of(kind), make_prompt(kind, LAYOUTS[0])
+    prompts = [prompt, extended(prompt, [40, 41]), extended(prompt, [40, 42, 7])]
+    with engine_of(model) as engine:
+        batch = engine.generate_batch(prompts, GREEDY)
+        handle = engine.submit(prompts[2], GREEDY)
+        for given, output in zip([*prompts, prompts[2]], [*batch, handle.result()], strict=True):
+            assert output.prompt_inputs is not None
+            for name, tensor in output.prompt_inputs.items():
+                assert torch.equal(tensor, given[name]), name
+        for given, output, score in zip(prompts, batch, engine.score(batch), strict=True):
+            expected = logprobs(model, given, output.completions[0].token_ids)
+            torch.testing.assert_close(score.logprobs.double(), expected, **EXACT)
+        assert read == [1]
+
+
 def test_a_placeholder_in_a_next_turn_is_refused_whether_images_were_read_or_not() -> None:
     kind = "qwen2_5_vl"
     prompt = make_prompt(kind, LAYOUTS[0])
