@@ -21,7 +21,8 @@ from families import VOCAB, make_model
 from peft import PeftModel, get_peft_model
 from sharded import CONFIG, by_fsdp1, by_fsdp2, by_fsdp2_of_copies, by_fsdp2_on_any_dimension
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from stoker.rollout import (
     LIVE,
@@ -392,6 +393,11 @@ def odds_and_ends(rank: int) -> None:
         (late,) = engine.generate_batch([PROMPT], GREEDY, adapter="late")
         with running(twin, "late"):
             assert late.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
+        for module in [m for n, m in model.named_modules() if n.endswith(("lora_A.late", "lora_B.late"))]:
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))  # which the engine has no place for
+        assert any("down_proj" in one for one in engine.verify_weights().mismatched)
+        with pytest.raises(UnsupportedModelError, match=r"build a new engine.*late"):
+            engine.update_weights()
         model.delete_adapter("default")
         with pytest.raises(UnsupportedModelError, match="build a new engine"):
             engine.update_weights()

@@ -325,17 +325,19 @@ def mismatches(
 ) -> tuple[int, list[str]]:
     """How many tensors of an adapter on the model were compared, and the names of those that are not what is used.
 
-    held: as the model has it now; used: what runs on ``device``, in whose dtype they are compared. copies: of what is in parts, by name; these are looked at
-    for their place alone, and not counted. Names are those of ``walk_adapters``, of biases those of ``walk``.
+    held: as the model has it now; used: what runs on ``device``, in whose dtype they are compared. copies: of what is in
+    parts, by name; these are looked at for their place alone, and not counted. Names are those of ``walk_adapters``, of
+    biases those of ``walk``.
     """
     everything = tensors_of(chain(walk(model), walk_adapters(model)))
     own = ((name, tensor) for name, tensor, _ in everything if not is_shard(tensor))
     at = {tensor.data_ptr(): name for name, tensor in chain(own, copies.items())}
     theirs, ours = dict(held.named_tensors()), dict(used.named_tensors())
-    names = {key: at.get(tensor.data_ptr(), key) for key, tensor in theirs.items()}
-    apart = [key for key, tensor in theirs.items() if key in ours and not same_place(ours[key], tensor)]
+    late = {key for key, tensor in theirs.items() if is_shard(tensor)}  # parts, of which there are no copies
+    names = {key: at.get(tensor.data_ptr(), key) for key, tensor in theirs.items() if key not in late}
+    apart = [key for key in names if key in ours and not same_place(ours[key], theirs[key])]
     as_run = [ours[key].dtype for key in apart]
     numbers = [checksums([tensors[key] for key in apart], device, as_run) for tensors in (theirs, ours)]
     wrong = [key for key, a, b in zip(apart, *numbers, strict=True) if a != b or theirs[key].shape != ours[key].shape]
-    wrong += theirs.keys() ^ ours.keys()
+    wrong += late | (theirs.keys() ^ ours.keys())
     return len({*names.values()} - copies.keys()), sorted({names.get(key, key) for key in wrong})

@@ -359,16 +359,19 @@ class MirroredSource:
         theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
         ours = checksums([mirror.tensors[name] for name in names], self.device)
         wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
+        shards = [
+            s for s in held.shards if mirror.tensors.keys() >= {*s.names}
+        ]  # others came after the engine was built
         by_group: dict[dist.ProcessGroup, list[Shards]] = {}
-        for s in held.shards:
+        for s in shards:
             by_group.setdefault(s.group, []).append(s)
         flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in by_group}
         agree(by_group, flags, False)  # only that every rank is here
         found: set[str] = set()
         for group, of_group in by_group.items():
             found.update(self._compare(group, of_group, mirror))
-        count = len(names) + sum(len(s.names) for s in held.shards)
-        return count, wrong + [name for s in held.shards for name in s.names if name in found]
+        count = len(names) + sum(len(s.names) for s in shards)
+        return count, wrong + [name for s in shards for name in s.names if name in found]
 
     def _compare(self, group: dist.ProcessGroup, shards: list[Shards], mirror: Mirror) -> set[str]:
         rank = dist.get_rank(group)
