@@ -276,7 +276,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     layers = ["rms_norm", "act_mul", "qk_norm_rotary_write", "single", "skinny", "streamed", "matmul", "add_segments"]
-    layers.append("latent_heads_write")
+    layers += ["latent_heads_write", "quantise", "dequantise"]
     others = ["logits", "route", "order", "grouped", "weighted_sum", "advance", "noise", "constrain", "follow"]
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
