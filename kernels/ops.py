@@ -135,9 +135,9 @@ def ops_for(
     torch reference.
 
     layers: key dimension, value dimension and dtype of what attention layers compute; kv_dtype: of what is kept of it, where
-    it is another; in_fp8: weights are (raises ``InvalidConfigError`` where the device has no such numbers). Where Triton's kernels do not run one,
-    attention is the torch reference, and the log says why. deterministic: a row's result has the same bits alone and among
-    any others; raises ``InvalidConfigError`` where there are no kernels for that.
+    it is another; in_fp8: whether weights are in fp8. Raises ``InvalidConfigError`` where the device has no such numbers.
+    Where Triton's kernels do not run a layer, attention is the torch reference, and the log says why. deterministic: a row's
+    result has the same bits alone and among any others; raises ``InvalidConfigError`` where there are no kernels for that.
     """
     if device.type != "cuda":
         if deterministic:

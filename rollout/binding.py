@@ -43,8 +43,9 @@ class ModelBinding:
     """Keeps a shell bound to the model as it is now, through whatever the trainer does to it.
 
     dtype, device: the engine's (``torch.dtype``, ``torch.device``); "auto" is the model's. kv_dtype: what keys and values
-    are kept in; None: in what the model computes them. in_fp8: fused layers multiply by weights that are rounded. Raises ``UnsupportedModelError`` where the weights can be neither
-    borrowed nor copied. Nothing of the model is changed before ``fuse``.
+    are kept in; None: in what the model computes them. in_fp8: fused layers multiply by weights that are rounded. Raises
+    ``UnsupportedModelError`` where the weights can be neither borrowed nor copied. Nothing of the model is changed before
+    ``fuse``.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        self._binding = setup.binding(self.config, model)
+        self._binding = setup.bind(self.config, model)
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)

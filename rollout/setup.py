@@ -103,7 +103,7 @@ def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
         )
 
 
-def binding(config: EngineConfig, model: nn.Module) -> ModelBinding:
+def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
     """Raises ``InvalidConfigError`` where the model is on another device than the configured one."""
     bound = ModelBinding(
         model,
@@ -297,6 +297,7 @@ def requests(
     loop: Loop,
     tokenizer: Any,
 ) -> RequestMaker:
+    """What makes requests of prompts, and outputs of requests."""
     vocab = binding.shell.vocab
     return RequestMaker(
         tokenizer=tokenizer,

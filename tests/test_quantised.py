@@ -245,6 +245,7 @@ def test_weights_that_an_evaluation_lays_out_for_the_cpu(folder: Path, kind: str
     ("config", "message"),
     [
         ({"dtype": "bfloat16"}, "is quantised, and runs where it is as it is: leave dtype and device"),
+        ({"quantization": "fp8"}, "rounds the weights of fused layers, and LlamaForCausalLM has none: leave it out"),
     ],
 )
 def test_what_a_quantised_base_cannot_do_is_refused(folder: Path, config: dict[str, Any], message: str) -> None:

@@ -359,9 +359,8 @@ class MirroredSource:
         theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
         ours = checksums([mirror.tensors[name] for name in names], self.device)
         wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
-        shards = [
-            s for s in held.shards if mirror.tensors.keys() >= {*s.names}
-        ]  # others came after the engine was built
+        # Others came after the engine was built.
+        shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
         by_group: dict[dist.ProcessGroup, list[Shards]] = {}
         for s in shards:
             by_group.setdefault(s.group, []).append(s)
