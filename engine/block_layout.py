@@ -12,11 +12,13 @@ class BlockLayout:
     """Pages that a sequence's block takes of layers that see all keys, and of those with a window, one of them 1.
 
     window_pages: 0 where all layers keep their keys in the same blocks; windows: what the others see, else.
+    beside: of both kinds, how many layers lie side by side where one of the other kind does, one of them 1.
     """
 
     pages: int = 1
     window_pages: int = 0
     windows: tuple[Visibility, ...] = ()
+    beside: tuple[int, int] = (1, 1)
 
     @property
     def span(self) -> int:

@@ -3,14 +3,15 @@
 Layers with a window may have blocks of their own, as few as the window needs. For that the memory is cut into pages, of as
 many layers as there are of the rarer kind: a block of these is one page, and a block of the others as many pages as they
 fill, side by side. So both kinds take from the same memory, whatever the lengths of sequences ("Efficient Memory Management
-for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block).
+for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block). Where a layer of one kind keeps
+a multiple of what one of the other does, as Gemma 4's, so many of these take its place.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -54,51 +55,75 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
 
     @property
-    def token_bytes(self) -> int:
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a token's key, and of its value."""
         if self.same_as is not None:
-            return 0
-        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+            return 0, 0
+        return self.heads * self.key_dim * self.dtype.itemsize, self.heads * self.value_dim * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self.sizes)
 
 
 def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: int) -> BlockLayout:
-    """Blocks of their own for layers with a window, where there are others, all alike, and the longest sequence takes less."""
-    own = [shape for shape in shapes if shape.token_bytes]
-    windowed = [shape for shape in own if shape.visibility != PLAIN]
-    mixed = 0 < len(windowed) < len(own) and len({replace(s, visibility=PLAIN, same_as=None) for s in own}) == 1
+    """Blocks of their own for layers with a window, where there are others, either kind's are all alike, what one keeps is a
+    multiple of what another does, and the longest sequence takes less."""
+    kinds = _kinds(shapes)
+    beside = _beside(*({(shapes[i].sizes, shapes[i].dtype) for i in kind} for kind in kinds))
     for shape in shapes:  # who attends to the keys of another has to find them
         other = None if shape.same_as is None else shapes[shape.same_as]
-        mixed = mixed and not shape.states and (other is None or other.visibility == shape.visibility)
-    if not mixed:
+        if shape.states or other is not None and other.visibility != shape.visibility:
+            beside = None
+    if beside is None:
         return BlockLayout()
-    few, many = sorted((len(windowed), len(own) - len(windowed)))
+    whole, windowed = (-(-len(kind) // number) for kind, number in zip(kinds, beside, strict=True))
+    few, many = sorted((whole, windowed))
     span = -(-many // few)
-    rare = len(windowed) == few
-    windows = tuple({shape.visibility for shape in windowed})
-    layout = BlockLayout(span if rare else 1, 1 if rare else span, windows)
-    taken = layout.needed(max_model_len, block_size, block_size) * span * few
-    return layout if taken < -(-max_model_len // block_size) * len(own) else BlockLayout()
+    windows = tuple({shapes[i].visibility for i in kinds[1]})
+    layout = BlockLayout(span if windowed == few else 1, 1 if windowed == few else span, windows, beside)
+    taken = layout.needed(max_model_len, block_size, block_size) * span * KVCache.block_bytes(shapes, 1, layout)
+    plain = -(-max_model_len // block_size) * KVCache.block_bytes(shapes, 1)
+    return layout if taken < plain else BlockLayout()
+
+
+def _kinds(shapes: Sequence[LayerShape]) -> tuple[list[int], list[int]]:
+    """Layers with keys of their own: those that see all keys, and those with a window."""
+    own = [i for i, shape in enumerate(shapes) if shape.token_bytes]
+    return [i for i in own if shapes[i].visibility == PLAIN], [i for i in own if shapes[i].visibility != PLAIN]
+
+
+def _beside(*kinds: set[tuple[tuple[int, int], torch.dtype]]) -> tuple[int, int] | None:
+    """``BlockLayout.beside``, None where a place for the layers of one kind is none for those of the other."""
+    if any(len(kind) != 1 for kind in kinds):
+        return None
+    (whole, dtype), (windowed, other) = (next(iter(kind)) for kind in kinds)
+    ratio = max(1, windowed[0] // whole[0]), max(1, whole[0] // windowed[0])
+    fits = all(ratio[0] * all_keys == ratio[1] * window for all_keys, window in zip(whole, windowed, strict=True))
+    return ratio if fits and dtype == other else None
 
 
 def _page(shapes: Sequence[LayerShape], layout: BlockLayout) -> list[dict[int, int]]:
-    """For each part of a page, the layers whose keys and values it may hold, and in which page of their blocks."""
-    own = [i for i, shape in enumerate(shapes) if shape.token_bytes]
+    """For each part of a page, the layers whose keys and values it may hold, and how many such places after their block's
+    first theirs is."""
+    whole, windowed = _kinds(shapes)
     if not layout.window_pages:
-        return [{i: 0} for i in own]
-    windowed = [i for i in own if shapes[i].visibility != PLAIN]
-    whole = [i for i in own if shapes[i].visibility == PLAIN]
-    parts: list[dict[int, int]] = [{} for _ in range(min(len(whole), len(windowed)))]
-    for layers in (whole, windowed):
-        for number, layer in enumerate(layers):
-            parts[number % len(parts)][layer] = number // len(parts)
+        return [{i: 0} for i in sorted(whole + windowed)]
+    kinds = list(zip((whole, windowed), layout.beside, strict=True))
+    parts: list[dict[int, int]] = [{} for _ in range(min(-(-len(kind) // beside) for kind, beside in kinds))]
+    for kind, beside in kinds:
+        for number, layer in enumerate(kind):
+            page, part = divmod(number // beside, len(parts))
+            parts[part][layer] = page * beside + number % beside
     return parts
 
 
 class KVCache:
     """``num_blocks`` pages of ``block_size`` tokens. Block 0 takes what padding writes.
 
-    ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``, where a block of several pages
-    has the number of the first. Fresh blocks hold garbage: nothing may read a slot that was not written. ``layers`` is empty
-    while the memory is given back.
+    ``layers[i]`` is ``(key [N, block, heads, key_dim], value [N, block, heads, value_dim])``, where a block has the number of
+    its first page, times ``block_layout.beside``. Fresh blocks hold garbage: nothing may read a slot that was not written.
+    ``layers`` is empty while the memory is given back.
 
     ``states[i]`` are the tensors of ``shapes[i].states``, a row for each of ``state_layout``.
     """
@@ -126,7 +151,8 @@ class KVCache:
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape], block_size: int, layout: BlockLayout | None = None) -> int:
         """Of a page."""
-        return block_size * sum(shapes[next(iter(part))].token_bytes for part in _page(shapes, layout or BlockLayout()))
+        page = _page(shapes, layout or BlockLayout())
+        return block_size * sum(max(shapes[layer].token_bytes for layer in part) for part in page)
 
     @property
     def token_bytes(self) -> int:
@@ -165,13 +191,17 @@ class KVCache:
         self.states, start = self._state_tensors(buffer)
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for part in _page(self.shapes, self.block_layout):
-            shape, pair = self.shapes[next(iter(part))], []
-            for dim in (shape.key_dim, shape.value_dim):
-                size = (self.num_blocks, self.block_size, shape.heads, dim)
-                end = start + math.prod(size) * shape.dtype.itemsize
-                pair.append(buffer[start:end].view(shape.dtype).view(size))
-                start = end
-            found |= {layer: (pair[0][page:], pair[1][page:]) for layer, page in part.items()}
+            middle = start + self.num_blocks * self.block_size * max(self.shapes[layer].sizes[0] for layer in part)
+            end = middle + self.num_blocks * self.block_size * max(self.shapes[layer].sizes[1] for layer in part)
+            for layer, place in part.items():
+                shape = self.shapes[layer]
+                blocks = self.num_blocks * self.block_layout.beside[shape.visibility != PLAIN]
+                keys, values = (held.view(shape.dtype) for held in (buffer[start:middle], buffer[middle:end]))
+                found[layer] = (
+                    keys.view(blocks, self.block_size, shape.heads, shape.key_dim)[place:],
+                    values.view(blocks, self.block_size, shape.heads, shape.value_dim)[place:],
+                )
+            start = end
         nothing = buffer[:0].view(1, 1, 0, 0)
         layers = [
             found.get(i if shape.same_as is None else shape.same_as, (nothing, nothing))
@@ -209,8 +239,9 @@ class KVCache:
 
         window_copies: of layers with a window, where these have blocks of their own.
         """
+        both = zip((copies, window_copies), self.block_layout.beside, strict=True)
         index, window_index = self.runtime.upload(
-            *(np.array(pairs, np.int64).reshape(-1, 2) for pairs in (copies, window_copies))
+            *(np.array(pairs, np.int64).reshape(-1, 2) * beside for pairs, beside in both)
         )
         for pair, shape in zip(self.layers, self.shapes, strict=True):
             windowed = self.block_layout.window_pages and shape.visibility != PLAIN

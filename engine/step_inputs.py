@@ -126,10 +126,10 @@ class StepInputs:
         block_size: int,
         token_bytes: int,
         vocab: int,
-        windowed: bool = False,
+        beside: Sequence[int] = (1,),
     ) -> None:
         """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id;
-        windowed: layers with a window have blocks of their own."""
+        beside: of each kind of blocks, as ``BlockLayout``'s."""
         self.ops = ops
         self.runtime = runtime
         self.max_rows = max_num_seqs
@@ -152,11 +152,11 @@ class StepInputs:
 
         self.constraints = Constraints(runtime, max_num_seqs)
         # Of all layers, or of those that see all keys and those with a window.
-        self._kinds = 2 if windowed else 1
-        self._slots = static(self._kinds, self.max_tokens)
+        self._beside = beside
+        self._slots = static(len(self._beside), self.max_tokens)
         self._turns = static(3, self.max_tokens)
-        self._block_tables = [static(max_num_seqs, max_blocks) for _ in range(self._kinds)]
-        self._tables = [static(max_num_seqs + 1, max_blocks) for _ in range(self._kinds)]  # by slot
+        self._block_tables = [static(max_num_seqs, max_blocks) for _ in self._beside]
+        self._tables = [static(max_num_seqs + 1, max_blocks) for _ in self._beside]  # by slot
         self._sampled = static(max_num_seqs + 1)
         self._workspace: dict[str, Any] = {}  # attention's
         # Whether plans look for neighbours that begin alike: from the first time there are such, and then always, or a step
@@ -256,7 +256,7 @@ class StepInputs:
         ]
 
         block_tables = [table[:rows, :columns] for table in self._block_tables]
-        window_tables = block_tables[1] if self._kinds == 2 else None
+        window_tables = block_tables[1] if len(block_tables) == 2 else None
         for own, by_slot in zip(block_tables, self._tables, strict=True):
             own.copy_(by_slot[:, :columns].index_select(0, sent["slot_index"]))
         if token_ids.min() < 0:  # sampled by a plan that was not read yet
@@ -345,7 +345,8 @@ class StepInputs:
                 blocks += request.block_ids[first:]
                 window_blocks += request.window_ids[first:]
                 request.first_new_block = end
-        return np.array([slots, columns, blocks, window_blocks][: 2 + self._kinds], dtype=np.int64)
+        kinds = zip((blocks, window_blocks), self._beside, strict=False)
+        return np.array([slots, columns, *(np.multiply(kind, beside) for kind, beside in kinds)], dtype=np.int64)
 
     def release_workspace(self) -> None:
         """Give back the memory that attention has set aside. No graph may be there: they remember where it is."""

@@ -256,7 +256,7 @@ def core(
         block_size=block_size,
         token_bytes=max(shape.token_bytes for shape in binding.shapes),
         vocab=vocab,
-        windowed=kv.block_layout.window_pages > 0,
+        beside=kv.block_layout.beside[: 2 if kv.block_layout.window_pages else 1],
     )
     sampler = Sampler(binding.ops, runtime, config.max_num_seqs, vocab)
     scorer = Scorer(binding.ops, runtime, config.score_chunk_tokens)

@@ -25,12 +25,27 @@ FULL, SLIDING = (
     LayerShape(heads=2, key_dim=8, value_dim=8),
     LayerShape(heads=2, key_dim=8, value_dim=8, visibility=WINDOW),
 )
-FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2"]
+WIDE = LayerShape(heads=4, key_dim=8, value_dim=8, visibility=WINDOW)
+FULL_WIDE = LayerShape(heads=1, key_dim=32, value_dim=32)
+FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2", "gemma4", "gemma4+experts"]
+# Of Gemma 4, where a layer that sees all keys keeps as much as two with a window (as E2B), and one of these as two of it (31B).
+_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma4": {"global_head_dim": 32},
+    "gemma4+experts": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
+}
 
 
 @cache
 def model_of(family: str) -> Any:
-    return make_model(family)
+    return make_model(family, **_FIELDS.get(family, {}))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -55,8 +70,8 @@ def poisoned(engine: RolloutEngine) -> Iterator[None]:
     def poisoning() -> Any:
         empty = torch.tensor(engine.core.scheduler.tables.pool.empty_pages, device=engine.runtime.device)
         pages = engine._kv.num_blocks
-        for kept in (kept for pair in engine._kv.layers for kept in pair if len(kept) == pages and len(empty)):
-            kept.index_fill_(0, empty, torch.nan)
+        for kept in (kept for pair in engine._kv.layers for kept in pair if len(kept) % pages == 0 and len(empty)):
+            kept.unflatten(0, (pages, -1)).index_fill_(0, empty, torch.nan)
         return plan()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +159,15 @@ def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken() -> Non
         ([FULL] * 5 + [SLIDING], (5, 1)),
         ([FULL] * 3, (1, 0)),
         ([SLIDING] * 3, (1, 0)),
-        ([FULL, LayerShape(heads=1, key_dim=16, value_dim=16, visibility=WINDOW)], (1, 0)),
+        ([FULL, LayerShape(heads=1, key_dim=16, value_dim=16, visibility=WINDOW)], (1, 1)),
+        ([WIDE] * 2 + [FULL] * 3, (1, 1)),
+        ([WIDE] * 7 + [FULL] * 3, (1, 4)),
+        ([WIDE, *[FULL] * 5], (3, 1)),
+        ([SLIDING] * 5 + [FULL_WIDE], (1, 3)),
+        ([SLIDING] * 3 + [FULL_WIDE] * 4, (2, 1)),
+        ([FULL_WIDE, LayerShape(heads=3, key_dim=8, value_dim=8, visibility=WINDOW)], (1, 0)),
+        ([FULL_WIDE, LayerShape(heads=2, key_dim=8, value_dim=24, visibility=WINDOW)], (1, 0)),
+        ([FULL_WIDE, *[SLIDING] * 3, FULL], (1, 0)),
         ([FULL, SLIDING, LayerShape(heads=2, key_dim=8, value_dim=8, same_as=1)], (1, 0)),
         ([FULL, SLIDING, LayerShape(heads=2, key_dim=8, value_dim=8, same_as=1, visibility=WINDOW)], (1, 1)),
     ],
@@ -156,13 +179,14 @@ def test_a_layer_has_memory_of_its_own_in_every_block(shapes: list[LayerShape], 
     assert kv.nbytes == 4 * layout.span * KVCache.block_bytes(shapes, 4, layout)
     # Two blocks, of either kind, written by every layer that keeps keys of its own: nobody's numbers are another's.
     whole, window = (layout.span, 2 * layout.span) if layout.window_pages else (1, 1)
+    at = whole * layout.beside[0], window * layout.beside[1]
     own = [i for i, shape in enumerate(shapes) if shape.same_as is None]
     for i in own:
         for kept, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
-            kept[window if shapes[i].visibility == WINDOW else whole] = number
+            kept[at[shapes[i].visibility == WINDOW]] = number
     for i in own:
         for kept, number in zip(kv.layers[i], (i + 1, -i - 1), strict=True):
-            assert (kept[window if shapes[i].visibility == WINDOW else whole] == number).all()
+            assert (kept[at[shapes[i].visibility == WINDOW]] == number).all()
             assert (kept[0] == 0).all()
 
 
