@@ -77,6 +77,11 @@ def matrices(module: nn.Module) -> dict[str, Tensor]:
     return _matrices(module) if hasattr(module, _STATE) and not _is_dense(module) else {}
 
 
+def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
+    """Names of what ``matrices`` may be once experts are taken over. It holds on the meta device too."""
+    return _projections(module) if are_experts(module) and hasattr(type(module), "_apply_gate") else ()
+
+
 def multiply_in_fp8(module: Any, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
     """Let experts run on weights in fp8, [E, N, D], with their scales, [E, N], in place of their ``matrices``."""
     getattr(module, _STATE).in_fp8 = gate_up, down

@@ -1,12 +1,11 @@
-"""The weights of a shell's decoder layers rounded to fp8, which these then multiply by, beside the tensors they are made of."""
+"""The weights of a shell's decoder layers rounded to fp8, which these then multiply by in place of those they are made of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,26 +14,19 @@ from stoker.engine.experts import matrices, multiply_in_fp8
 from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.engine.linears import Linears, matrix_of
 from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.host_memory import OffloadableMemory
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.fp8 import FP8
+from stoker.kernels.reference.fp8 import FP8, dequantise_rows
 
 _ALIGNMENT = 256  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """One matrix in fp8, or one of each expert, and the tensors of which it has the rows, with their names."""
+class Rounded(NamedTuple):
+    """A matrix, or one of each expert, and what it is in fp8."""
 
-    names: Sequence[str]
-    sources: Sequence[Tensor]
+    source: Tensor
     values: Tensor  # [N, D] or [E, N, D]
     scales: Tensor  # [N] or [E, N]
-
-    def parts(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """(name, source, values, scales) of each."""
-        sizes = [len(source) for source in self.sources]
-        rows = torch.split(self.values, sizes), torch.split(self.scales, sizes)
-        yield from zip(self.names, self.sources, *rows, strict=True)
 
 
 # The names and the tensors of what becomes one matrix, and who gets it.
@@ -46,14 +38,19 @@ class Fp8Weights:
 
     They are in one storage, which can be given back and taken again. Embeddings, head, routers, norms and shared experts
     stay as they are, and so does all of a layer that runs the model's own code.
+
+    by_name: of each weight that is rounded.
     """
 
-    def __init__(self, shell: nn.Module, modules: Mapping[str, nn.Module], ops: Ops) -> None:
-        """modules: the shell's by name, as they were before layers were fused.
+    def __init__(
+        self, shell: nn.Module, modules: Mapping[str, nn.Module], ops: Ops, passing: Collection[str] = ()
+    ) -> None:
+        """modules: the shell's by name, as they were before layers were fused. passing: weights whose numbers are in memory for a
+        moment only, in which ``refresh`` is called with their names.
 
         Raises ``UnsupportedModelError`` where none has weights that can be rounded.
         """
-        self._ops = ops
+        self._ops, self._passing = ops, passing
         self._biases: list[tuple[Tensor, list[Tensor]]] = []  # joined ones, and what of
         wanted = [*self._of_linears(shell), *_of_experts(modules)]
         if not wanted:
@@ -68,13 +65,14 @@ class Fp8Weights:
             behind = _aligned(at + math.prod(shape))
             end = behind + 4 * math.prod(shape[:-1])
             places.append((at, behind, shape))
-        self._data = torch.empty(end, dtype=torch.uint8, device=wanted[0][1][0].device)
-        self.nbytes = end
-        self._matrices: list[_Matrix] = []
+        self._memory = OffloadableMemory(end, wanted[0][1][0].device)
+        self.by_name: dict[str, Rounded] = {}
+        data = self._memory.data
         for (names, sources, give), (at, behind, shape) in zip(wanted, places, strict=True):
-            values = self._data[at : at + math.prod(shape)].view(FP8).view(shape)
-            scales = self._data[behind : behind + 4 * math.prod(shape[:-1])].view(torch.float32).view(shape[:-1])
-            self._matrices.append(_Matrix(names, sources, values, scales))
+            values = data[at : at + math.prod(shape)].view(FP8).view(shape)
+            scales = data[behind : behind + 4 * math.prod(shape[:-1])].view(torch.float32).view(shape[:-1])
+            rows = (torch.split(t, [len(source) for source in sources]) for t in (values, scales))
+            self.by_name.update(zip(names, map(Rounded, sources, *rows), strict=True))
             give(values, scales)
         self.refresh()
 
@@ -93,20 +91,40 @@ class Fp8Weights:
         group.weight, group.row_scales = values, scales
 
     @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    @property
     def resident(self) -> bool:
-        return self._data.untyped_storage().nbytes() > 0
+        return self._memory.resident
 
     @torch.no_grad()
-    def refresh(self) -> int:
-        """Round the weights as they are now; returns the bytes that were written, none where the memory was given back."""
+    def refresh(self, names: Collection[str] | None = None) -> int:
+        """Round weights as they are now; returns the bytes that were written, none where the memory was given back.
+
+        names: of those that can be read now; None: all that can always be.
+        """
         if not self.resident:
             return 0
-        for matrix in self._matrices:
-            for _, *tensors in matrix.parts():
-                self._round(*tensors)
-        for joined, biases in self._biases:
-            torch.cat(biases, out=joined)
-        return self.nbytes
+        written = 0
+        for name in self._always if names is None else names:
+            self._round(*self.by_name[name])
+            written += sum(t.nbytes for t in self.by_name[name][1:])
+        if names is None:
+            for joined, biases in self._biases:
+                torch.cat(biases, out=joined)
+        return written
+
+    @property
+    def _always(self) -> list[str]:
+        return [name for name in self.by_name if name not in self._passing]
+
+    def plain(self, name: str) -> Tensor | None:
+        """A weight as it is multiplied by, in the dtype it was rounded from, [N, D]; None of one that is not rounded."""
+        if name not in self.by_name:
+            return None
+        source, values, scales = self.by_name[name]
+        return dequantise_rows(values, scales, source.dtype)
 
     def _round(self, source: Tensor, values: Tensor, scales: Tensor) -> None:
         if source.dim() == 3 and not source.is_contiguous():
@@ -116,32 +134,37 @@ class Fp8Weights:
             depth = source.shape[-1]
             self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
 
-    def release(self) -> None:
-        """Give the memory back, once nothing that was launched reads it."""
-        torch.get_device_module(self._data.device).synchronize(self._data.device)
-        self._data.untyped_storage().resize_(0)
+    def give_back(self, *, drop: bool) -> None:
+        """Give the memory back, once nothing that was launched reads it: to host memory what could not be made anew."""
+        if self._passing and not drop:
+            self._memory.offload()
+        else:
+            self._memory.release()
 
-    def restore(self) -> None:
-        """Take the memory again, and fill it. Any exception leaves everything as it was."""
+    def take_again(self) -> None:
+        """Take the memory again, and fill it. Any exception leaves everything as it was.
+
+        Those whose numbers were dropped are not what they were: they are to be handed over again.
+        """
         if not self.resident:
             try:
-                self._data.untyped_storage().resize_(self.nbytes)
+                self._memory.restore()
                 self.refresh()
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
-                self._data.untyped_storage().resize_(0)
+                self.give_back(drop=False)
                 raise
 
     @torch.no_grad()
-    def mismatches(self) -> list[str]:
-        """Names of the weights that are not rounded as they are now."""
+    def mismatches(self, names: Collection[str] | None = None) -> list[str]:
+        """Names of the weights that are not rounded as they are now. names: as of ``refresh``."""
         wrong = []
-        for matrix in self._matrices:
-            for name, source, values, scales in matrix.parts():
-                expected, factors = torch.empty_like(values), torch.empty_like(scales)
-                self._round(source, expected, factors)
-                same = torch.equal(expected.view(torch.uint8), values.view(torch.uint8))
-                if not (same and torch.equal(factors, scales)):
-                    wrong.append(name)
+        for name in self._always if names is None else names:
+            source, values, scales = self.by_name[name]
+            expected, factors = torch.empty_like(values), torch.empty_like(scales)
+            self._round(source, expected, factors)
+            same = torch.equal(expected.view(torch.uint8), values.view(torch.uint8))
+            if not (same and torch.equal(factors, scales)):
+                wrong.append(name)
         return wrong
 
 

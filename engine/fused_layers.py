@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.experts import may_be_rounded
 from stoker.engine.fused_branches import Block, Given, Mixing, Mlp, NormBefore, Own
 from stoker.engine.fused_mixers import mixers_of
 from stoker.engine.layer_structure import Branch, Structure, norm_of, structure_of
@@ -153,6 +154,18 @@ def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
     for path, block, branch in shared_mlps(shell.module):
         groups += _names_of(path, block, branch.inputs)
     return groups
+
+
+def layer_weights(shell: ModelShell) -> list[list[str]]:
+    """Names of the weights that fused layers would multiply by, layer by layer."""
+    found = []
+    for path, _, _, layer, structure in _candidates(shell):
+        linears = [name for b in structure.branches if b.inputs for name in (*b.inputs, *b.inner, b.out)]
+        names = [f"{path}.{name}.weight" for name in linears if name]
+        for below, module in layer.named_modules():
+            names += [f"{path}.{below}.{name}" for name in may_be_rounded(module)]
+        found.append(names)
+    return found
 
 
 def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:

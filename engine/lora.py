@@ -7,7 +7,7 @@ added to a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -89,6 +89,7 @@ class LoraLayers:
         self.stacks = Stacks()
         self._rows: AdapterRows | None = None
         self.has_hooks = False  # on modules, of which some may be called with chosen rows
+        self.rounded: Callable[[str], Tensor | None] = lambda name: None  # a weight as it is multiplied by in its place
         self.layout = 0  # a captured step holds as long as this stays
         self.only_add = False  # adapters to an output, whatever stands there; as far as is known
         self.without_block: list[LoraTable] = []  # tables that are new
@@ -260,7 +261,7 @@ class LoraLayers:
         gain, shift = None, None
         offset, bias = link.offsets.get(path), link.biases.get(path)
         if path in link.magnitudes:
-            gain = link.magnitudes[path].float().flatten() / _norms(module, weights)
+            gain = link.magnitudes[path].float().flatten() / _norms(module, weights, self.rounded(f"{path}.weight"))
         if offset is not None:
             shift = weights.scale * offset.float()
         if bias is not None:
@@ -373,11 +374,12 @@ class LoraLayers:
         return out
 
 
-def _norms(module: Any, weights: LoraWeights) -> Tensor:
-    """Of the adapted rows of a weight, fp32 [N]."""
+def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
+    """Of the adapted rows of a weight, fp32 [N]. rounded: what is multiplied by in its place."""
     if isinstance(module, QuantisedLinear):
         return module.adapted_norms(weights.scale, weights.b, weights.a)
-    base = module.weight.T if isinstance(module, nn.Embedding) else module.weight
+    base = module.weight if rounded is None else rounded
+    base = base.T if isinstance(module, nn.Embedding) else base
     squares = torch.zeros(base.shape[0], device=base.device)
     for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
         squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)

@@ -1,4 +1,4 @@
-"""A CPU's memory: how much is free, large pieces of it, and the way from it to a device."""
+"""A CPU's memory: how much is free, large pieces of it, and the way from it to a device and back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _HUGE = 2 * 2**20  # bytes of a huge page
+_PINNED_BYTES = 2**28  # torch rounds each piece of pinned memory up to a power of two
 # Control groups of version 1 and 2, by what /proc/self/cgroup calls them: their folder, and the files that tell the most they
 # may take and what they take; of the latter, by its name in memory.stat, what is cache and would make way.
 _GROUPS = {
@@ -73,3 +74,58 @@ def host_memory(nbytes: int) -> Tensor:
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A CPU's tensor on a device, itself if that is the CPU. Pinned for the copy, so that the host does not wait for it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+class OffloadableMemory:
+    """Bytes of a device, that can be given back, with or without a copy in host memory, and taken again.
+
+    ``data`` and its views stay the same objects; their addresses need not.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._host: list[Tensor] | None = None
+
+    @property
+    def resident(self) -> bool:
+        """Whether the bytes are in the device's memory."""
+        return self.nbytes == 0 or self.data.untyped_storage().nbytes() > 0
+
+    def offload(self) -> None:
+        """Move the bytes to host memory (pinned, for a device), and give the device's back."""
+        if self.resident:
+            self._settle()
+            pinned = self.data.device.type != "cpu"
+            parts = torch.split(self.data, _PINNED_BYTES)
+            host = [torch.empty(len(part), dtype=torch.uint8, device="cpu", pin_memory=pinned) for part in parts]
+            for to, part in zip(host, parts, strict=True):
+                to.copy_(part, non_blocking=True)
+            self._settle()
+            self._host = host
+            self.data.untyped_storage().resize_(0)
+
+    def release(self) -> None:
+        """Give all memory back, and what was in it."""
+        self._host = None
+        self._settle()
+        self.data.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory again, and what was offloaded back. Any exception leaves everything as it was."""
+        if not self.resident:
+            try:
+                self.data.untyped_storage().resize_(self.nbytes)
+                if self._host is not None:
+                    for part, host in zip(torch.split(self.data, _PINNED_BYTES), self._host, strict=True):
+                        part.copy_(host, non_blocking=True)
+                    self._settle()
+            except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
+                self._settle()
+                self.data.untyped_storage().resize_(0)
+                raise
+            self._host = None
+
+    def _settle(self) -> None:
+        """Wait for what was launched to write or read the bytes, under whatever stream: their memory is given away."""
+        torch.get_device_module(self.data.device).synchronize(self.data.device)

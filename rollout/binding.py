@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stoker.engine.device import runtime_for
 from stoker.engine.experts import take_over_experts
 from stoker.engine.fp8_weights import Fp8Weights
-from stoker.engine.fused_layers import fuse_layers, fusion_groups
+from stoker.engine.fused_layers import fuse_layers, fusion_groups, layer_weights
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
 from stoker.engine.model import ModelShell, check_experts, check_supported
@@ -121,7 +121,7 @@ class ModelBinding:
     def fuse(self) -> None:
         """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
         try:
-            self._fuse(self.shell, self.source)
+            self.shell = self._fuse(self.shell, self.source)
             self._look_at_adapters()
             self._remember()
             self._watch()
@@ -156,7 +156,7 @@ class ModelBinding:
         written = source.pull()
         if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
             source.succeed(self.source)
-        self._fuse(shell, source)
+        shell = self._fuse(shell, source)
         self._seen = None
         self.adapters.look(shell, source, announced=True)
         self.source, self.shell, self._kinds = source, shell, kinds(source.module)
@@ -248,7 +248,7 @@ class ModelBinding:
 
     def give_back(self, *, drop: bool) -> None:
         if self._rounded is not None:
-            self._rounded.release()
+            self._rounded.give_back(drop=drop)
         self.source.give_back(drop=drop)
         self.adapters.give_back(drop=drop)
 
@@ -258,7 +258,7 @@ class ModelBinding:
         self.adapters.take_again()
         self.adapters.lie_elsewhere()
         if self._rounded is not None:
-            self._rounded.restore()
+            self._rounded.take_again()
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -273,8 +273,15 @@ class ModelBinding:
         self._in_order()
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
             weights = checkpoint(type(self.shell.module), os.fspath(weights))
-        targets, optional = self.source.tensors(), self.source.optional
-        return receive(weights, targets, optional, check_finite=self._check_finite, casts=self._casts)
+        source = self.source
+        return receive(
+            weights,
+            source.tensors(),
+            source.optional,
+            check_finite=self._check_finite,
+            casts=self._casts,
+            passing=source.passing,
+        )
 
     def put_in_service(self, staged: Staging) -> int:
         """Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for."""
@@ -285,7 +292,7 @@ class ModelBinding:
                 "and call update_weights again. What arrived was not taken"
             )
         self._in_order()
-        written = staged.commit()
+        written = staged.commit(self.source.write)
         self.source.overwritten()
         return written
 
@@ -311,7 +318,8 @@ class ModelBinding:
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
-        for group, whole in self._fused.items():
+        read = (item for item in self._fused.items() if self.source.passing.isdisjoint(item[0]))
+        for group, whole in read:
             row = 0
             for name in group:
                 rows = expected[name].shape[0]
@@ -341,10 +349,12 @@ class ModelBinding:
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
-        shell.bind(source.tensors(fusion_groups(shell)), dict(walk(source.module)))
+        layers = layer_weights(shell) if self._in_fp8 else ()
+        shell.bind(source.tensors(fusion_groups(shell), layers), dict(walk(source.module)))
         return shell
 
-    def _fuse(self, shell: ModelShell, source: WeightSource) -> None:
+    def _fuse(self, shell: ModelShell, source: WeightSource) -> ModelShell:
+        """Returns the shell, or another one where more weights are to be kept than it was made for."""
         self._slots = {
             f"{path}.{leaf}" if path else leaf: (registry, leaf)
             for path, module in shell.module.named_modules(remove_duplicate=False)
@@ -364,6 +374,15 @@ class ModelBinding:
                 f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
                 "deterministic=True cannot be had for it"
             )
-        source.bind()
         if self._in_fp8:
-            self._rounded = Fp8Weights(shell.module, modules, self.ops)
+            rounded = Fp8Weights(shell.module, modules, self.ops, source.passing)
+            if others := source.passing - rounded.by_name.keys():  # of layers that could not be fused
+                source.keep(others)
+                shell = self._new_shell(source)
+                source.pull()
+                shell.layer_shapes()
+                return self._fuse(shell, source)
+            self._rounded, shell.lora.rounded = rounded, rounded.plain
+            source.hand_over(rounded)
+        source.bind()
+        return shell

@@ -65,6 +65,7 @@ class RolloutEngine:
             self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
         self._binding.fuse()
+        self.core.runner.bind(self._binding.shell)
         self._adapters.refresh()
 
     @classmethod

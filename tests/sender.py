@@ -19,7 +19,7 @@ from torch import Tensor
 from stoker.kernels.errors import WeightTransferError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.weight_sync.receiving import receive
-from stoker.weight_sync.staging import Casts, Staging
+from stoker.weight_sync.staging import Casts, Staging, copy_each
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64)
@@ -238,8 +238,12 @@ def over_a_pipe(timeout: float = 10) -> tuple[SharedMemoryTransfer, SharedMemory
     return tuple(SharedMemoryTransfer(end, timeout=timeout) for end in multiprocessing.Pipe())  # type: ignore[return-value]
 
 
+def _commit(staged: Staging) -> None:
+    staged.commit(lambda new: copy_each([staged.targets[name] for name in new], new.values()))
+
+
 def take(transfer: Any, targets: dict[str, Tensor]) -> None:
-    receive(transfer, targets, (), check_finite=False).commit()
+    _commit(receive(transfer, targets, (), check_finite=False))
 
 
 @contextmanager
@@ -253,7 +257,7 @@ def passed(tensors: Any, targets: dict[str, Tensor], casts: Casts | None = None,
     here, there = over_a_pipe()
     counted = Counted(here)
     with sending(there, tensors, 8) as sent:
-        receive(counted, targets, (), check_finite=finite, casts=casts).commit()
+        _commit(receive(counted, targets, (), check_finite=finite, casts=casts))
         sent.result(5)
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
     assert counted.passed == sum(tensors[name].nbytes for name in counted.coming)

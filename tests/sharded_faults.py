@@ -27,7 +27,7 @@ from stoker.rollout import (
     WeightTransferError,
 )
 from stoker.weight_sync import gather
-from stoker.weight_sync.mirror import MirroredSource
+from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -160,31 +160,33 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
     return took, source.nbytes
 
 
+def cut_as_zero3(model: nn.Module, twin: nn.Module) -> None:
+    """Leave of the model's parameters this rank's part of the twin's."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parameter: Any
+    for whole, parameter in zip(twin.parameters(), model.parameters(), strict=True):
+        flat = whole.detach().reshape(-1)
+        length = -(-flat.numel() // ranks)
+        padded = torch.cat([flat, flat.new_full((length * ranks - flat.numel(),), float("nan"))])
+        parameter.data = parameter.data.new_empty(0)
+        parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
+        parameter.ds_shape, parameter.ds_numel = whole.shape, whole.numel()
+        parameter.ds_process_group = dist.group.WORLD
+
+
 def pieces_of_zero3(rank: int) -> None:
     """Parameters as ZeRO-3 leaves them: empty, with a flat part of each, padded, on every rank."""
     twin, model = small(), small()
-    ranks = dist.get_world_size()
-
-    def cut(model: Any) -> None:
-        for (_, whole), parameter in zip(twin.named_parameters(), model.parameters(), strict=True):
-            flat = whole.detach().reshape(-1)
-            length = -(-flat.numel() // ranks)
-            padded = torch.cat([flat, flat.new_full((length * ranks - flat.numel(),), float("nan"))])
-            parameter.data = parameter.data.new_empty(0)
-            parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
-            parameter.ds_shape, parameter.ds_numel = whole.shape, whole.numel()
-            parameter.ds_process_group = dist.group.WORLD
-
     offloaded = small().to("meta")  # which stands for a device, with the parts in host memory
-    cut(offloaded)
+    cut_as_zero3(offloaded, twin)
     assert source_for(offloaded).device == torch.device("meta")
-    cut(model)
+    cut_as_zero3(model, twin)
     optimizer = sgd(twin)
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_matches(engine, twin)
         for step in (1, 2):
             train(twin, optimizer, step)
-            cut(model)
+            cut_as_zero3(model, twin)
             assert engine.update_weights() == step
             assert set(assert_matches(engine, twin)) == {step}
             assert engine.verify_weights().ok

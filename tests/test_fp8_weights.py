@@ -1,13 +1,14 @@
 """Weights in fp8: the model that they make is the plain one with rounded weights, whatever happens to those they are made of.
 
 The oracle is the plain Hugging Face forward of a copy of the model whose weights were rounded by other means than the
-engine's: by logarithms, and torch's cast.
+engine's.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -17,14 +18,14 @@ from adapted import peft_model
 from families import make_model
 from hybrids import make_model as make_hybrid
 from mirrored import PARAMS, PROMPT, SMALL, step
-from peft.tuners.lora.dora import DoraLinearLayer
 from pretend_device import build, close
+from rounding import names_of, nearest, rounded
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from stoker.engine import fused_layers
 from stoker.engine.device import CpuRuntime
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError
+from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMismatchError
 from stoker.kernels.ops import REFERENCE, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -40,28 +41,6 @@ def make(family: str, **options: Any) -> PreTrainedModel:
 
 def in_fp8(model: nn.Module, **fields: Any) -> RolloutEngine:
     return RolloutEngine(model, config=EngineConfig(**{"quantization": "fp8", **SMALL, **fields}))
-
-
-def nearest(weight: Tensor) -> Tensor:
-    """weight: [..., N, D], rounded."""
-    most = weight.detach().double().abs().amax(-1, keepdim=True)
-    scale = torch.exp2((most / 448).log2().ceil())
-    return (weight.detach().double() / scale).float().to(torch.float8_e4m3fn).double() * scale
-
-
-@torch.no_grad()
-def rounded(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
-    """A copy of the model with these weights rounded, by the rows of their products."""
-    other = copy.deepcopy(model)
-    for name in names:
-        weight, module = other.get_parameter(name), other.get_submodule(name.rpartition(".")[0])
-        by_column = isinstance(module, Conv1D) or (weight.dim() == 3 and module.is_transposed)
-        weight.copy_(nearest(weight.mT).mT if by_column else nearest(weight))
-    return other
-
-
-def names_of(engine: RolloutEngine) -> set[str]:
-    return {name for matrix in engine._binding._rounded._matrices for name in matrix.names}
 
 
 def assert_rounded(engine: RolloutEngine, model: PreTrainedModel, prompts: Iterable[list[int]] = (PROMPT,)) -> None:
@@ -119,7 +98,8 @@ def test_an_optimizer_step_whether_it_is_announced_or_not() -> None:
         assert_rounded(engine, model)
         step(model)
         engine.update_weights()
-        assert engine.stats().last_update_bytes == engine.stats().mirror_bytes
+        written = sum(p.numel() + 4 * len(p) for name, p in model.named_parameters() if name in names_of(engine))
+        assert engine.stats().last_update_bytes == written <= engine.stats().mirror_bytes < 1.01 * written
         assert_rounded(engine, model)
         assert engine.weight_version == 2
         step(model)
@@ -168,20 +148,80 @@ def test_a_mirror_of_another_dtype_and_its_sleep() -> None:
     with in_fp8(model, dtype="float64") as engine:
         assert_rounded(engine, model)
         step(model)
+        assert_rounded(engine, model)  # which nobody announced
+        step(model)
         engine.update_weights()
         for level in (1, 2, 3):
             with engine.sleeping(level):
                 step(model)
             engine.update_weights()
             assert_rounded(engine, model)
+            assert engine.verify_weights().ok
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4", "qwen3_5"])
+def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str) -> None:
+    model = make(family).bfloat16()
+    with in_fp8(model, dtype="float32", kv_cache_memory="8MiB") as engine:
+        rounded_names = names_of(engine)
+        mirror = engine._binding.source.mirror  # type: ignore[attr-defined]
+        assert engine._binding.source.passing == rounded_names
+        assert mirror._room.untyped_storage().nbytes() == 0
+        sizes = {name: t.numel() * 4 for name, t in model.named_parameters()}
+        matrices = sum(sizes[name] for name in rounded_names)
+        buffers = sum(b.numel() * 4 for b in model.buffers())
+        assert engine.stats().mirror_bytes < 1.2 * (sum(sizes.values()) + buffers - matrices) + matrices // 2
+        # Of what is in no memory there are checksums nonetheless, and what differs is named.
+        name = sorted(rounded_names)[0]
+        model.get_parameter(name).data[0] *= 3
+        assert engine.verify_weights().mismatched == (name,)
+        assert_rounded(engine, copy.deepcopy(model).float())
+        engine._binding._rounded.by_name[name].scales[0] *= 2  # type: ignore[union-attr]
+        report = engine.verify_weights()
+        assert report.mismatched == (name,) and report.checked == len({*sizes, *dict(model.named_buffers())})
+        model.get_parameter(name).data[0] *= 2  # only what has changed is rounded again
+        engine.update_weights()
+        (_, *made) = engine._binding._rounded.by_name[name]  # type: ignore[union-attr]
+        assert engine.stats().last_update_bytes == sum(t.nbytes for t in made)
+        assert engine.verify_weights().ok
+
+
+def test_a_mirror_takes_weights_from_elsewhere(tmp_path: Path) -> None:
+    model, other, third = (make_model("llama", seed=seed) for seed in (0, 3, 4))
+    with in_fp8(model, dtype="float64") as engine:
+        engine.update_weights(dict(other.named_parameters()))
+        assert_rounded(engine, other)
+        third.save_pretrained(tmp_path)
+        engine.update_weights(tmp_path)
+        assert_rounded(engine, third)
+        with pytest.raises(WeightsMismatchError, match="missing model.layers.1.mlp.up_proj.weight"):
+            engine.update_weights(
+                {n: p for n, p in other.named_parameters() if n != "model.layers.1.mlp.up_proj.weight"}
+            )
+        assert_rounded(engine, third)
+        engine.update_weights()
+        assert_rounded(engine, model)
+
+
+def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = fused_layers._fused
+    monkeypatch.setattr(fused_layers, "_fused", lambda *args: None if args[5].endswith(".1") else fused(*args))
+    model = make_model("llama")
+    with in_fp8(model, dtype="float64") as engine:
+        assert engine.stats().fused_layers == 2
+        assert engine._binding.source.passing == names_of(engine)
+        assert not any(".layers.1." in name for name in names_of(engine))
+        assert_rounded(engine, model)
+        step(model)
+        assert_rounded(engine, model)
+        assert engine.verify_weights().ok
 
 
 def test_a_scrambled_copy_is_named() -> None:
     model = make_model("qwen3_moe")
     with in_fp8(model) as engine:
-        matrices = {m.names[0]: m for m in engine._binding._rounded._matrices}
-        name = "model.layers.0.self_attn.q_proj.weight"
-        row = matrices[name].values.view(torch.uint8)[len(model.get_parameter(name)) + 3]  # of what lies behind it
+        matrices = engine._binding._rounded.by_name
+        row = matrices["model.layers.0.self_attn.k_proj.weight"].values.view(torch.uint8)[3]
         row.copy_(row.flip(0))
         assert engine.verify_weights().mismatched == ("model.layers.0.self_attn.k_proj.weight",)
         engine.update_weights()
@@ -198,7 +238,7 @@ def test_a_scrambled_copy_is_named() -> None:
 def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     with in_fp8(model) as engine:
-        data = engine._binding._rounded._data.untyped_storage()
+        data = engine._binding._rounded._memory.data.untyped_storage()
         wanted = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
         assert data.nbytes() == engine.stats().mirror_bytes > 0
         engine.sleep(1)
@@ -238,25 +278,19 @@ def test_the_model_is_as_it_was() -> None:
 OPTIONS: list[dict[str, Any]] = [{"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}, {"r": 4, "use_dora": True}]
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "saved head", "dora"])
-def test_adapters_over_a_rounded_base(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mixed with the base in one batch. The norms of DoRA are those of the weights as the trainer has them."""
+def test_adapters_over_a_rounded_base(options: dict[str, Any], dtype: str) -> None:
+    """Mixed with the base in one batch. The norms of DoRA are those of the rounded weights."""
     model = peft_model("llama", **options)
-    with in_fp8(model) as engine:
+    with in_fp8(model, dtype=dtype) as engine:
         batch = engine.generate_batch([PROMPT] * 2, PARAMS, adapter=["default", None])
-        other, trained = copy.deepcopy(model), {}
+        other = copy.deepcopy(model)
         with torch.no_grad():
             for name in names_of(engine):
                 linear = other.get_base_model().get_submodule(name.removesuffix(".weight"))
                 weight = getattr(linear, "base_layer", linear).weight
-                trained[weight.data_ptr()] = weight.clone()
                 weight.copy_(nearest(weight))
-        norm = DoraLinearLayer.get_weight_norm
-
-        def of_the_trained(layer: Any, weight: Tensor, **given: Any) -> Tensor:
-            return norm(layer, trained[weight.data_ptr()], **given)
-
-        monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", of_the_trained)
         for output, adapted in zip(batch, (True, False), strict=True):
             (c,) = output.completions
             if adapted:

@@ -13,6 +13,7 @@ from test_checksum import checksum
 from torch import nn
 
 from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.kernels import host_memory
 from stoker.rollout import (
     EngineConfig,
     EngineStateError,
@@ -20,8 +21,8 @@ from stoker.rollout import (
     UnsupportedModelError,
     WeightsMismatchError,
 )
-from stoker.weight_sync import mirror as mirror_module
-from stoker.weight_sync.mirror import Mirror, MirroredSource
+from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
 from stoker.weight_sync.version import uninterrupted
 
@@ -227,7 +228,7 @@ def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
 
 @pytest.mark.parametrize("piece", [2**28, 1000])
 def test_a_mirror_gives_its_memory_back_and_takes_it_again(piece, monkeypatch):
-    monkeypatch.setattr(mirror_module, "_PINNED_BYTES", piece)
+    monkeypatch.setattr(host_memory, "_PINNED_BYTES", piece)
     model = make_model("llama")
     with engine_on(model) as engine:
         mirror: Mirror = engine._binding.source.mirror

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.scales import is_packed, scales_of
+from stoker.weight_sync.staging import copy_each
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.
 _Place = tuple[str, Tensor, tuple[Any, ...]]
@@ -23,7 +25,7 @@ _WHOLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 class AliasedSource:
-    """Full parameters in the engine's dtype, on the engine's device. Nothing is ever written to them.
+    """Full parameters in the engine's dtype, on the engine's device. Nothing is written to them but by ``write``.
 
     ``rehome`` lays parameters that are used together side by side in one memory, by setting their ``.data`` to rows of it:
     the parameter objects stay, so the optimizer's in-place updates, gradients and checkpoints go on as before.
@@ -50,9 +52,24 @@ class AliasedSource:
             self.device = parameter.device
         self.dtype = max(sizes, key=lambda d: sizes[d])
 
-    def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]:
+    passing: frozenset[str] = frozenset()
+
+    def tensors(
+        self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
+    ) -> dict[str, Tensor]:
         """Every parameter and buffer by name, tied ones under each of their names."""
         return {name: tensor for name, tensor, _ in named_tensors(self.module)}
+
+    def keep(self, names: Collection[str]) -> None:
+        """All are there."""
+
+    def hand_over(self, consumer: Consumer) -> int:
+        """Nothing passes through."""
+        return 0
+
+    def write(self, new: Mapping[str, Tensor]) -> int:
+        tensors = self.tensors()
+        return copy_each([tensors[name] for name in new], new.values())
 
     @property
     def optional(self) -> set[str]:

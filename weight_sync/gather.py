@@ -64,7 +64,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
     group: dist.ProcessGroup
     parts: list[_Part]
 
@@ -81,13 +81,13 @@ class _Bucket:
 
 def plan(
     shards: Sequence[Shards], dtypes: Mapping[str, torch.dtype], memory_bytes: int, device: torch.device
-) -> list[_Bucket]:
+) -> list[Bucket]:
     """The same buckets on every rank. A tensor that does not fit is split by rows, and a row is the least that is sent.
 
     dtypes: of the tensors in the engine; a part whose tensors all have one is cast before it is sent. memory_bytes: all
     that ``gather`` may take, with what Gloo takes for it.
     """
-    buckets: list[_Bucket] = []
+    buckets: list[Bucket] = []
     for one in shards:
         limit = max(_ALIGNMENT, share_bytes(one.group, memory_bytes, device) // _ALIGNMENT * _ALIGNMENT)
         wanted = {dtypes[name] for name in one.names}
@@ -102,7 +102,7 @@ def plan(
             if last is not None and last.group is one.group and last.share + part.nbytes <= limit:
                 last.parts.append(_Part(one, dtype, low, part.high, last.share))
             else:
-                buckets.append(_Bucket(one.group, [part]))
+                buckets.append(Bucket(one.group, [part]))
     return buckets
 
 
@@ -112,8 +112,8 @@ def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.devic
     return int(memory_bytes * (1 - _BESIDES)) // (2 * copies * group.size())
 
 
-def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    """Fill ``tensors`` with the full contents. Every rank calls it with the same plan.
+def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[int]:
+    """Fill ``tensors`` with the full contents, and say of each bucket when it is in place. Every rank has the same plan.
 
     Takes two buffers of the largest bucket, in which this rank's share lies where it is gathered to.
 
@@ -125,7 +125,7 @@ def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: to
     largest = max(b.share * b.group.size() for b in buckets)
     buffers = torch.empty(2, largest, dtype=torch.uint8, device=device)
 
-    def put_in_place(bucket: _Bucket, work: Any, gathered: Tensor) -> None:
+    def put_in_place(bucket: Bucket, work: Any, gathered: Tensor) -> None:
         try:
             work.wait()
         except RuntimeError as error:
@@ -133,7 +133,7 @@ def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: to
         pairs = [pair for part in bucket.parts for pair in part.place(gathered, tensors)]
         torch._foreach_copy_([to for to, _ in pairs], [came for _, came in pairs])
 
-    under_way: list[tuple[_Bucket, Any, Tensor]] = []
+    under_way: list[tuple[Bucket, Any, Tensor]] = []
     for index, bucket in enumerate(buckets):
         flat = buffers[index % 2, : bucket.share * bucket.group.size()]
         gathered = flat.view(bucket.group.size(), -1)
@@ -147,8 +147,10 @@ def gather(buckets: Sequence[_Bucket], tensors: Mapping[str, Tensor], device: to
         under_way.append((bucket, work, gathered))
         if len(under_way) == 2:
             put_in_place(*under_way.pop(0))
+            yield index - 1
     for rest in under_way:
         put_in_place(*rest)
+        yield len(buckets) - 1
 
 
 def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], failed: bool) -> bool:

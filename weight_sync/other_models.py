@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapters import active_adapters, biases_of, check_adapters, live_adapters, mismatches, sum_of
-from stoker.weight_sync.mirror import Mirror, MirroredSource
+from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import Held, is_sharded
 

@@ -23,13 +23,14 @@ def receive(
     *,
     check_finite: bool,
     casts: Casts | None = None,
+    passing: Collection[str] = (),
 ) -> Staging:
     """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that are others.
 
-    casts: as of ``Staging``, to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all that does not
-    fit, ``WeightTransferError`` where they did not arrive.
+    casts, passing: as of ``Staging``, the casts to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all
+    that does not fit, ``WeightTransferError`` where they did not arrive.
     """
-    staging = Staging(targets, optional, check_finite, {} if casts is None else casts)
+    staging = Staging(targets, optional, check_finite, {} if casts is None else casts, passing)
     if isinstance(weights, str | os.PathLike):
         _from_file(os.fspath(weights), staging)
     elif isinstance(weights, WeightTransfer):

@@ -2,15 +2,19 @@
 
 A ``WeightSource`` stands between a live model and the shell that the engine runs:
 
-1. ``tensors(groups)``: what the shell is bound to, by the names of the plain model. An aliased source gives the trainer's
-   own tensors, a mirror its copies, those of a group side by side.
+1. ``tensors(groups, layers)``: what the shell is bound to, by the names of the plain model. An aliased source gives the
+   trainer's own tensors, a mirror its copies, those of a group side by side. Of names in ``layers``, sets of them, a mirror
+   may have ``passing`` ones: noise, of which nothing is kept but what is made of them where they are handed over.
    ``adapters``: copies of what the trainer holds only in parts of adapters, by the names of ``walk_adapters``.
    ``wider``: of the trainer's dtypes, those whose parameters are in a dtype here that holds all their numbers and more.
 2. ``rehome(groups)``: one tensor over the rows of each group that lies (or could be laid) side by side. For an aliased
    source this is the only change it makes to the trainer; a mirror has done it.
+   ``hand_over(consumer)``, once: gives it the numbers of ``passing`` ones, now and whenever they change, a set at a time;
+   returns the bytes written. ``keep(names)``, before: let the next ``tensors`` have no such one among them.
 3. ``pull()`` at every ``update_weights``: take the trainer's numbers as they are now, and return the bytes written. It is
    the only method besides ``verify`` that may communicate, so all ranks of a sharded trainer call it together. Whatever
    can be refused is refused before the first byte is written, on all ranks alike.
+   ``write(new)``: take those that came from elsewhere instead, by name, and return the bytes written.
 4. ``catch_up()`` before every rollout: the same for changes nobody announced, from what this rank can see by itself;
    True where there were any. It never communicates: a sharded source always says False.
 5. ``give_back()`` and ``take_again()``: memory of the source's own, kept in host memory or dropped meanwhile.
@@ -19,7 +23,7 @@ A ``WeightSource`` stands between a live model and the shell that the engine run
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +33,8 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.gather import MEMORY_BYTES
-from stoker.weight_sync.mirror import MirroredSource
+from stoker.weight_sync.mirror import Consumer
+from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
 from stoker.weight_sync.scales import has_eight_bits
 from stoker.weight_sync.shards import has_units, is_shard, is_sharded
@@ -50,7 +55,14 @@ class WeightSource(Protocol):
     def complete(self) -> bool: ...
     @property
     def optional(self) -> set[str]: ...
-    def tensors(self, groups: Sequence[tuple[str, ...]] = ()) -> dict[str, Tensor]: ...
+    def tensors(
+        self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
+    ) -> dict[str, Tensor]: ...
+    @property
+    def passing(self) -> frozenset[str]: ...
+    def keep(self, names: Collection[str]) -> None: ...
+    def hand_over(self, consumer: Consumer) -> int: ...
+    def write(self, new: Mapping[str, Tensor]) -> int: ...
     @property
     def adapters(self) -> Mapping[str, Tensor]: ...
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -30,14 +30,16 @@ class Staging:
     checksum of a tensor is compared with one of the tensor in service. Where dtypes differ, the latter has to be that
     which the sender's content has after the cast: known if that content came before.
 
-    targets: the tensors in service, tied ones under each name. optional: names that need not come. casts: what is known
-    of casts, and learnt here; a content's checksum does not change, so this is never out of date.
+    targets: the tensors in service, tied ones under each name. optional: names that need not come. passing: those whose
+    numbers are not in memory, so that they always come. casts: what is known of casts, and learnt here; a content's
+    checksum does not change, so this is never out of date.
     """
 
     targets: Mapping[str, Tensor]
     optional: Collection[str]
     check_finite: bool = False
     casts: Casts = field(default_factory=dict)
+    passing: Collection[str] = ()
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
     _problems: list[str] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Staging:
     def _in_service(self, spec: TensorSpec) -> int | None:
         """The checksum that the content would have in the engine's dtype, where that is known."""
         dtype = self.targets[spec.name].dtype
+        if spec.name in self.passing:
+            return None
         if spec.dtype == dtype:
             return spec.checksum
         known = self.casts.get(spec.name)
@@ -158,14 +162,25 @@ class Staging:
         for (name, spec), number in zip(cast.items(), sums, strict=True):
             self.casts[name] = spec, self._new[name].dtype, number
 
-    def commit(self) -> int:
-        """Put everything in service. Returns the bytes that were written."""
-        targets = [self.targets[name].detach() for name in self._new]
-        if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, list(self._new.values()))
-        self._new = {}
-        return sum(t.nbytes for t in targets)
+    def commit(self, write: Callable[[Mapping[str, Tensor]], int]) -> int:
+        """Put everything in service. write: a source's. Returns the bytes that were written."""
+        new, self._new = self._new, {}
+        return write(new)
+
+
+def copy_each(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> int:
+    """Cast-copies of like kind together, each of them one kernel on a device. Returns the bytes that were written."""
+    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+    written = 0
+    for target, source in zip(targets, sources, strict=True):
+        to, came = kinds.setdefault((target.dtype, source.dtype, source.device), ([], []))
+        to.append(target.detach())
+        came.append(source)
+        written += target.nbytes
+    with torch.no_grad():
+        for to, came in kinds.values():
+            torch._foreach_copy_(to, came)
+    return written
 
 
 def same_place(a: Tensor | None, b: Tensor) -> bool:

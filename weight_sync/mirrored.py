@@ -1,0 +1,382 @@
+"""The upkeep of a mirror: of whole tensors in another dtype or place, or of what the trainer holds in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
+from stoker.weight_sync.mirror import Consumer, Mirror
+from stoker.weight_sync.naming import engine_dtypes, unwrap
+from stoker.weight_sync.scales import give_state, with_scales
+from stoker.weight_sync.shards import Held, Shards, read
+from stoker.weight_sync.staging import copy_each
+
+
+class MirroredSource:
+    """Keeps a mirror of what the trainer holds: whole tensors in another dtype or place, or shards of any kind.
+
+    Of adapters it holds what is sharded, in the trainer's dtype; what is whole the engine reads where it is. Weights in 4
+    bits it holds as they are packed, with their scales.
+
+    A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
+    new. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
+    place. Both take at most ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded
+    along another dimension than its first goes at least one row at a time); checksums are made before that, on a CPU with
+    some 5 MiB. Ranks that find other tensors changed take part in each other's gathers. All that can be refused is refused
+    before the first byte is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is
+    False until a pull succeeds. (A second mirror would keep the old version, and double what this one takes.)
+
+    Weights that are handed over pass through: those of one layer after the other are in memory while they are.
+    """
+
+    kind = "mirror"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        *,
+        check_finite: bool = False,
+        gather_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        self.model = model
+        self._gather_bytes = gather_bytes
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._wanted = dtype
+        self._check_finite = check_finite
+        held = self._read()
+        self._shapes, self._aliases = held.shapes, held.aliases
+        self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
+        parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
+        self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
+        kinds = {(held.dtypes[name], self._dtypes[name]) for name in parameters}
+        self.wider = {own: wide for own, wide in kinds if own != wide == torch.promote_types(own, wide)}
+        self.optional = held.optional
+        own = [*(s.device for s in held.shards), *(t.device for t in held.full.values()), torch.device("cpu")][0]
+        device = device or own
+        self.converts = self._dtypes != held.dtypes or device.type != own.type  # so that it holds other bits
+        self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
+        sizes: dict[torch.dtype, int] = {}
+        for name in parameters - self._packed.keys():  # packed ones say nothing of what they are computed in
+            sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
+        self.dtype = max(sizes, key=lambda d: sizes[d], default=torch.float32)
+        self.mirror: Mirror | None = None
+        self._consumer: Consumer | None = None
+        self._kept: set[str] = set()  # of those that could pass through
+        self._seen: dict[tuple[str, ...], int] = {}
+        self._from_elsewhere = False
+
+    @property
+    def module(self) -> nn.Module:
+        return unwrap(self.model)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mirror.nbytes if self.mirror is not None else 0
+
+    @property
+    def complete(self) -> bool:
+        return self.mirror is not None and self.mirror.complete
+
+    def names(self) -> set[str]:
+        held = self._read()
+        return held.names - held.beside
+
+    def tensors(
+        self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
+    ) -> dict[str, Tensor]:
+        """The mirror's, which is made at the first call with the layout that ``groups`` and ``layers`` ask for."""
+        if self.mirror is None:
+            tied = self._aliases.keys() | {*self._aliases.values()}
+            may_pass = {n for n in self._shapes if self._dtypes[n] == self.dtype} - tied - self._kept
+            passing = [layer for layer in (frozenset(may_pass.intersection(names)) for names in layers) if layer]
+            self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device, passing)
+            self.mirror.fill_room()
+            self._give_states(self.mirror)
+        return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._beside}
+
+    @property
+    def passing(self) -> frozenset[str]:
+        return frozenset() if self.mirror is None else self.mirror.passing
+
+    def keep(self, names: Collection[str]) -> None:
+        """Have these in memory all the time, in tensors that the next call of ``tensors`` makes."""
+        self._kept |= {*names}
+        self.release()
+
+    def hand_over(self, consumer: Consumer) -> int:
+        assert self.mirror is not None
+        self._consumer = consumer
+        self.mirror.close_room()
+        return self.pull() if self.mirror.passing else 0
+
+    def _give_states(self, mirror: Mirror) -> None:
+        for name, state in self._packed.items():
+            give_state(mirror.tensors[name], with_scales(state, f"{name}.", mirror.tensors, self.device))
+
+    @property
+    def adapters(self) -> dict[str, Tensor]:
+        return {name: self.mirror.tensors[name] for name in self._adapters} if self.mirror is not None else {}
+
+    def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
+        assert self.mirror is not None
+        return {group: self.mirror.fused[group] for group in groups if group in self.mirror.fused}
+
+    def bind(self) -> None:
+        """Nothing to remember: what the trainer holds is read anew at every pull."""
+
+    def moved(self, module: nn.Module) -> bool:
+        return False
+
+    def check(self) -> None:
+        """Nothing that can move."""
+
+    def overwritten(self) -> None:
+        """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
+        assert self.mirror is not None
+        if not self.mirror.complete:  # dropped: buffers that no checkpoint has did not come either
+            full = self._read().full
+            names = [name for name in self._shapes if name in self.optional and name in full]
+            copy_each([self.mirror.tensors[name] for name in names], [full[name] for name in names])
+        self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
+        self._from_elsewhere, self._seen = True, {}
+
+    def catch_up(self) -> bool:
+        held = self._read()
+        return not held.shards and not self._from_elsewhere and self._pull(held) > 0
+
+    def pull(self) -> int:
+        return self._pull(self._read())
+
+    @property
+    def resident(self) -> bool:
+        return self.mirror is not None and self.mirror.resident
+
+    def give_back(self, *, drop: bool) -> None:
+        assert self.mirror is not None
+        if drop:
+            self.mirror.release()
+        else:
+            self.mirror.offload()
+
+    def take_again(self) -> None:
+        assert self.mirror is not None
+        self.mirror.restore()
+
+    def release(self) -> None:
+        """The trainer was never touched."""
+        self.mirror, self._consumer, self._seen = None, None, {}
+
+    # -- how it is done ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> Held:
+        return read(self.model, self._group_of)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if sorted(ranks) == list(range(dist.get_world_size())):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[ranks]
+
+    def _pull(self, held: Held) -> int:
+        mirror = self.mirror
+        assert mirror is not None
+        refusal = self._refusal(held, mirror)
+        if self._consumer is None and mirror.passing:
+            held = held.of(lambda name: name not in mirror.passing)
+        full = [name for name in held.full if name in mirror.tensors]
+        whole: list[tuple[str, ...]] = [(name,) for name in full]
+        now = dict(zip(whole, checksums([held.full[n] for n in full], self.device), strict=True))
+        now.update(
+            zip([s.names for s in held.shards], checksums([s.local for s in held.shards], self.device), strict=True)
+        )
+        before = self._seen if mirror.complete else {}
+        changed = {names for names, number in now.items() if before.get(names) != number}
+        if held.shards:
+            refusal = self._agree(held.shards, changed, refusal)
+        if refusal is not None:
+            raise refusal
+        self._packed = held.states
+        self._give_states(mirror)
+        new = {name: held.full[name] for name in full if (name,) in changed}
+        # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
+        groups = list(dict.fromkeys(s.group for s in held.shards))
+        shards = [s for group in groups for s in held.shards if s.group is group and s.names in changed]
+        if not changed:
+            mirror.complete, self._from_elsewhere = True, False
+            return 0
+        mirror.complete = False
+        written = self.write(new)
+        consumer = self._consumer
+
+        def refresh(names: Collection[str]) -> None:
+            nonlocal written
+            assert consumer is not None
+            written += consumer.refresh(names)
+
+        try:
+            self._gather(shards, refresh)
+        except WeightTransferError as error:
+            raise WeightTransferError(
+                f"{error}. The weights are now in parts old and new: the engine refuses to generate until an update succeeds"
+            ) from error
+        mirror.complete, self._from_elsewhere, self._seen = True, False, now
+        moved = (name for s in shards for name in s.names if name not in mirror.passing)
+        return written + sum(mirror.tensors[name].nbytes for name in moved)
+
+    def write(self, new: Mapping[str, Tensor]) -> int:
+        mirror, consumer = self.mirror, self._consumer
+        assert mirror is not None
+        kept = {name: tensor for name, tensor in new.items() if name not in mirror.passing}
+        written = copy_each([mirror.tensors[name] for name in kept], kept.values())
+        for names in self._put(new):
+            assert consumer is not None
+            written += consumer.refresh(names)
+        return written
+
+    def _put(self, new: Mapping[str, Tensor]) -> Iterator[list[str]]:
+        """Those that pass through, layer by layer, while their numbers are in memory."""
+        mirror = self.mirror
+        assert mirror is not None
+        by_layer: dict[int, list[str]] = {}
+        for name in new.keys() & mirror.passing:
+            by_layer.setdefault(mirror.layer_of[name], []).append(name)
+        for names in by_layer.values():
+            with mirror.room():
+                copy_each([mirror.tensors[name] for name in names], [new[name] for name in names])
+                yield names
+
+    def _gather(self, shards: Sequence[Shards], then: Callable[[Collection[str]], None], *, kept: bool = True) -> None:
+        """Shards that all ranks gather, to where they are kept, and then layer by layer those that pass through.
+
+        then: is called with the names of a layer's while their numbers are in memory. kept: whether to gather those.
+        """
+        mirror = self.mirror
+        assert mirror is not None
+
+        parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
+        for s in shards:
+            for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
+                part = s.of(lambda name, layer=layer: mirror.layer_of.get(name) == layer)  # type: ignore[misc]
+                parts[layer].append(s if part.names == s.names else part)
+        buckets: list[Bucket] = []
+        after: dict[int, list[str]] = {}
+        for layer, of_layer in parts.items():
+            more = plan(of_layer, self._dtypes, self._gather_bytes, self.device) if kept or layer is not None else []
+            buckets += more
+            if more and layer is not None:
+                after[len(buckets) - 1] = [name for s in of_layer for name in s.names]
+        with mirror.room():
+            for done in gather(buckets, mirror.tensors, self.device):
+                if done in after:
+                    then(after[done])
+
+    def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held.spoilt:
+            return UnsupportedModelError(
+                f"parameter {held.spoilt[0]} is sharded, and bitsandbytes' forward in eval() takes its parts for laid out as "
+                "some CPUs like them: the model is spoilt. Load it anew, with support_avx512bf16_for_cpu = False on its layers"
+            )
+        if held.names == self._shapes.keys() | self._aliases.keys() and held.aliases != self._aliases:
+            shared = sorted(name for name in held.names if held.aliases.get(name) != self._aliases.get(name))
+            return UnsupportedModelError(
+                f"the model shares other tensors than when the engine was built ({shared[:4]}), as after "
+                "load_state_dict(assign=True): call tie_weights() on it, or build a new engine"
+            )
+        if held.shapes != self._shapes or held.aliases != self._aliases:
+            names = held.shapes.keys() ^ self._shapes.keys() or {
+                n for n in held.shapes if held.shapes[n] != self._shapes[n]
+            }
+            return UnsupportedModelError(
+                f"the model has another shape than the engine was built for: build a new engine (tensors {sorted(names)[:4]})"
+            )
+        if not mirror.resident:
+            return WeightsMismatchError("the weights are not in memory: wake them up before an update")
+        wrong = list(unfit(held.numbers(self._dtypes), finite=self._check_finite))
+        if wrong:
+            return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
+        return None
+
+    def _agree(
+        self, shards: list[Shards], changed: set[tuple[str, ...]], refusal: Exception | None
+    ) -> Exception | None:
+        """Add to ``changed`` what other ranks found changed; where one of them refuses, so does this one."""
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in shards:
+            by_group.setdefault(s.group, []).append(s)
+        flags = {
+            group: torch.tensor([s.names in changed for s in of_group], dtype=torch.int64, device=self.device)
+            for group, of_group in by_group.items()
+        }
+        failed = agree(by_group, flags, refusal is not None)
+        for group, of_group in by_group.items():
+            changed |= {s.names for s, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
+        if failed and refusal is None:
+            return WeightsMismatchError("another rank refused its weights; its error says why. No weight was changed")
+        return refusal
+
+    def mismatches(self) -> tuple[int, list[str]]:
+        """How many tensors were compared, and the names of those that are not the trainer's, as the engine's dtype has them.
+
+        A sharded trainer's ranks tell each other the checksums of their parts, so all of them call it together.
+        """
+        mirror, held = self.mirror, self._read()
+        assert mirror is not None
+        passing = mirror.passing
+        names = [name for name in held.full if name in mirror.tensors and name not in passing]
+        theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
+        ours = checksums([mirror.tensors[name] for name in names], self.device)
+        wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
+        # Others came after the engine was built.
+        shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in shards:
+            by_group.setdefault(s.group, []).append(s)
+        flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in by_group}
+        agree(by_group, flags, False)  # only that every rank is here
+        found: set[str] = set()
+        for group, of_group in by_group.items():
+            kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
+            if kept:
+                found.update(self._compare(group, kept, mirror))
+        consumer = self._consumer
+        if consumer is not None and passing:
+            through = {name: tensor for name, tensor in held.full.items() if name in passing}
+            names += through
+            for part in self._put(through):
+                wrong += consumer.mismatches(part)
+            in_order = [s for of_group in by_group.values() for s in of_group]
+            self._gather(in_order, lambda part: found.update(consumer.mismatches(part)), kept=False)
+        count = len(names) + sum(len(s.names) for s in shards)
+        return count, wrong + [name for s in shards for name in s.names if name in found]
+
+    def _compare(self, group: dist.ProcessGroup, shards: list[Shards], mirror: Mirror) -> set[str]:
+        rank = dist.get_rank(group)
+        width = max(len(pieces) for s in shards for pieces in s.pieces)
+        held = [(i, c, piece) for i, s in enumerate(shards) for c, piece in enumerate(s.pieces[rank])]
+        parts = [shards[i].local[piece.start : piece.start + piece.rows] for i, _, piece in held]
+        numbers = checksums(parts, self.device, [self._dtypes[piece.name] for *_, piece in held])
+        table = torch.zeros(len(shards), width, dtype=torch.int64, device="cpu")
+        for (i, column, _), number in zip(held, numbers, strict=True):
+            table[i, column] = number
+        mine = table.to(self.device)
+        theirs = mine.new_empty(group.size(), *mine.shape)
+        dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=group)
+        table = theirs.cpu()
+        pieces = [
+            (r, i, c, p)
+            for i, s in enumerate(shards)
+            for r, of_rank in enumerate(s.pieces)
+            for c, p in enumerate(of_rank)
+        ]
+        ours = checksums([p.view(mirror.tensors[p.name]) for *_, p in pieces], self.device)
+        return {p.name for (r, i, c, p), number in zip(pieces, ours, strict=True) if table[r, i, c] != number}
