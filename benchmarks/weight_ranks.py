@@ -91,6 +91,7 @@ def hold_shards(
     threads: int,
     repeats: int,
     gather_memory: int,
+    quantization: Any,
     connection: Connection,
 ) -> None:
     """FSDP2 ranks of fp32 masters with an engine in the rollout's dtype on each; the first one tells what it measured."""
@@ -104,7 +105,9 @@ def hold_shards(
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    config = replace(CONFIG, gather_memory=gather_memory, dtype=torch.bfloat16 if device == "cuda" else "auto")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    config = replace(CONFIG, gather_memory=gather_memory, dtype=dtype, quantization=quantization)
+    gathered = sum(p.numel() * dtype.itemsize for p in model.parameters())
     with RolloutEngine(model, config=config) as engine:
         seconds, extra, moved = [], 0, 0
         for repeat in range(-2, repeats):  # what is made once, then memory, then time
@@ -118,6 +121,7 @@ def hold_shards(
             elif repeat == -1:
                 extra = peak.extra()
                 keep_nothing(2**25)
+        held = engine.stats().mirror_bytes
         if not engine.verify_weights().ok:
             raise GateError(f"rank {rank} does not hold what the trainer holds")
         assert dist.group.WORLD is not None
@@ -131,6 +135,7 @@ def hold_shards(
             rounds.append(four / 4)
         if rank == 0:
             connection.send(
-                {"seconds": seconds, "bytes": moved, "extra": extra, "collective": whole.numel() / min(rounds)}
+                {"seconds": seconds, "bytes": moved, "extra": extra, "held": held}
+                | {"gathered": gathered, "collective": whole.numel() / min(rounds)}
             )
     dist.destroy_process_group()

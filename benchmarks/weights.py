@@ -217,35 +217,49 @@ def of_masters(scenario: Scenario, device: str, bandwidth: float) -> dict[str, A
 
 
 def of_rounded(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
-    """Weights in fp8, made of the model's own tensors, which are looked at besides: changes that come later are to be seen."""
-    model = scenario.spec.build(device, dtype_of(device))
-    with RolloutEngine(model, config=replace(CONFIG, quantization="fp8")) as engine:
-        written = engine.stats().mirror_bytes
-        way = Way(
-            prepare=lambda: train(model),
-            update=lambda: pushed(engine),
-            check=lambda: engine.verify_weights().ok,
-            traffic=sum(p.nbytes for p in model.parameters()) + written * (model.dtype.itemsize + 1),
-        )
-        return race({"aliased, rounded to fp8": way}, device, scenario.repeats, bandwidth)
+    """Weights in fp8, made of the model's own tensors, which are looked at besides: changes that come later are to be seen. Or
+    of fp32 masters, cast layer by layer."""
+    found: dict[str, Any] = {}
+    for name, dtype, own in (("aliased", dtype_of(device), "auto"), ("mirror", torch.float32, torch.bfloat16)):
+        model = scenario.spec.build(device, dtype)
+        with RolloutEngine(model, config=replace(CONFIG, quantization="fp8", dtype=own)) as engine:
+            held = engine.stats().mirror_bytes
+            rounded = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.dim() > 1)
+            cast = dtype.itemsize if own == "auto" else 2
+            written = rounded * (cast + 1) + (0 if own == "auto" else rounded * cast)  # rounding reads a weight twice
+            way = Way(
+                prepare=lambda model=model: train(model),  # type: ignore[misc]
+                update=lambda engine=engine: pushed(engine),  # type: ignore[misc]
+                check=lambda engine=engine: engine.verify_weights().ok,  # type: ignore[misc]
+                traffic=sum(p.nbytes for p in model.parameters()) + written,
+            )
+            ways = race({f"{name}, rounded to fp8": way}, device, scenario.repeats, bandwidth)
+            found |= {key: measured | {"held_bytes": held} for key, measured in ways.items()}
+    return found
 
 
 def of_shards(scenario: Scenario, device: str, folder: Path) -> dict[str, Any]:
     """FSDP2 ranks, gathered: two over Gloo on a CPU, one over NCCL on a GPU, where there can be no more."""
     ranks = 1 if device == "cuda" else 2
-    arguments = (ranks, scenario.spec, device, str(folder / "ranks"), torch.get_num_threads(), scenario.repeats)
-    with ExitStack() as stack:
-        connections = [
-            stack.enter_context(process(weight_ranks.hold_shards, rank, *arguments, scenario.gather_memory))
-            for rank in range(ranks)
-        ]
-        found = connections[0].recv()
-    rate = found["bytes"] / statistics.median(found["seconds"])
-    return entry(found["seconds"], found["bytes"], extra_bytes=found["extra"]) | {
-        "ranks": ranks,
-        "promised_extra_bytes": scenario.gather_memory,
-        "of_collective": rate / found["collective"],
-    }
+    ways: dict[str, Any] = {}
+    for name, quantization in (("gathered", None), ("gathered, rounded to fp8", "fp8")):
+        store = str(folder / f"ranks of {name}")
+        arguments = (ranks, scenario.spec, device, store, torch.get_num_threads(), scenario.repeats)
+        with ExitStack() as stack:
+            connections = [
+                stack.enter_context(
+                    process(weight_ranks.hold_shards, rank, *arguments, scenario.gather_memory, quantization)
+                )
+                for rank in range(ranks)
+            ]
+            found = connections[0].recv()
+        ways[name] = entry(found["seconds"], found["bytes"], extra_bytes=found["extra"]) | {
+            "ranks": ranks,
+            "held_bytes": found["held"],
+            "promised_extra_bytes": scenario.gather_memory,
+            "of_collective": found["gathered"] / statistics.median(found["seconds"]) / found["collective"],
+        }
+    return ways
 
 
 def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
@@ -278,7 +292,7 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
             lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
             lambda: of_masters(scenario, device, bandwidth),
             lambda: of_rounded(scenario, device, bandwidth),
-            lambda: {"gathered": of_shards(scenario, device, Path(folder))},
+            lambda: of_shards(scenario, device, Path(folder)),
             lambda: of_adapter(scenario, device),
         ):
             ways |= part()
@@ -307,8 +321,10 @@ def table(run: dict[str, Any]) -> list[str]:
     gathered = run["ways"]["gathered"]
     lines.append(
         f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
-        f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides"
+        f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides, and one layer's weights where they are rounded"
     )
+    held = ", ".join(f"{n} {w['held_bytes'] / 1e6:.1f} MB" for n, w in run["ways"].items() if "held_bytes" in w)
+    lines.append(f"  held by the engine: {held}")
     return lines
 
 
