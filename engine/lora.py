@@ -378,8 +378,8 @@ def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
     """Of the adapted rows of a weight, fp32 [N]. rounded: what is multiplied by in its place."""
     if isinstance(module, QuantisedLinear):
         return module.adapted_norms(weights.scale, weights.b, weights.a)
-    base = module.weight if rounded is None else rounded
-    base = base.T if isinstance(module, nn.Embedding) else base
+    weight = module.weight if rounded is None else rounded
+    base = weight.T if isinstance(module, nn.Embedding) else weight
     squares = torch.zeros(base.shape[0], device=base.device)
     for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
         squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)
@@ -391,9 +391,8 @@ def _at_or_below(name: str, path: str) -> bool:
 
 
 class _Bare(nn.Module):
-    """A module without its hooks."""
-
     def __init__(self, module: nn.Module) -> None:
+        """A module without its hooks."""
         super().__init__()
         self.module = module
 

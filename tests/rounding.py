@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -28,6 +29,17 @@ def rounded(model: PreTrainedModel, names: Iterable[str]) -> PreTrainedModel:
         weight, module = other.get_parameter(name), other.get_submodule(name.rpartition(".")[0])
         by_column = isinstance(module, Conv1D) or (weight.dim() == 3 and module.is_transposed)
         weight.copy_(nearest(weight.mT).mT if by_column else nearest(weight))
+    return other
+
+
+@torch.no_grad()
+def rounded_base(model: PeftModel, names: Iterable[str]) -> PeftModel:
+    """The same of an adapted model, the linears of whose base have these weights."""
+    other = copy.deepcopy(model)
+    for name in names:
+        linear = other.get_base_model().get_submodule(name.removesuffix(".weight"))
+        weight = getattr(linear, "base_layer", linear).weight
+        weight.copy_(nearest(weight))
     return other
 
 

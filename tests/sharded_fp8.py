@@ -12,8 +12,9 @@ import sharded
 import torch
 import torch.distributed as dist
 from families import make_model
-from rounding import names_of, rounded
+from rounding import names_of, rounded, rounded_base
 from sharded import CONFIG, PARAMS, PROMPT, train
+from sharded_adapters import adapted
 from sharded_faults import cut_as_zero3
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
@@ -120,6 +121,24 @@ def zero3(rank: int) -> None:
         cut_as_zero3(model, twin)
         engine.update_weights()
         assert assert_rounded(engine, twin) == {1} and engine.verify_weights().ok
+
+
+def adapters(rank: int) -> None:
+    """Their steps move no more than A, B and magnitudes; DoRA's norms are those of what is rounded."""
+    for options in ({"r": 4}, {"r": 5, "use_dora": True}):
+        twin, model = adapted("qwen3", options), sharded.by_fsdp2(adapted("qwen3", options))
+        theirs, ours = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (twin, model))
+        with RolloutEngine(model, config=IN_FP8) as engine:
+            for version in (0, 1):
+                (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+                expected = oracle.logprobs(rounded_base(twin, names_of(engine)), PROMPT, c.token_ids)
+                torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+                assert {*c.weight_versions} == {version} and engine.verify_weights().ok
+                train(twin, theirs, version)
+                train(model, ours, version)
+                engine.update_weights()
+                trained = sum(p.nbytes for p in twin.parameters() if p.requires_grad)
+                assert engine.stats().last_update_bytes == trained
 
 
 def sleep(rank: int) -> None:

@@ -19,7 +19,7 @@ from families import make_model
 from hybrids import make_model as make_hybrid
 from mirrored import PARAMS, PROMPT, SMALL, step
 from pretend_device import build, close
-from rounding import names_of, nearest, rounded
+from rounding import names_of, rounded, rounded_base
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -159,9 +159,10 @@ def test_a_mirror_of_another_dtype_and_its_sleep() -> None:
             assert engine.verify_weights().ok
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma4", "qwen3_5"])
-def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str) -> None:
-    model = make(family).bfloat16()
+def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str, device: str) -> None:
+    model = make(family).bfloat16().to(device)
     with in_fp8(model, dtype="float32", kv_cache_memory="8MiB") as engine:
         rounded_names = names_of(engine)
         mirror = engine._binding.source.mirror  # type: ignore[attr-defined]
@@ -175,7 +176,11 @@ def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str) -> None:
         name = sorted(rounded_names)[0]
         model.get_parameter(name).data[0] *= 3
         assert engine.verify_weights().mismatched == (name,)
-        assert_rounded(engine, copy.deepcopy(model).float())
+        assert_rounded(engine, copy.deepcopy(model).cpu().float())
+        for level in (2, 3):
+            with engine.sleeping(level):
+                assert not engine._binding._rounded.resident  # type: ignore[union-attr]
+            assert_rounded(engine, copy.deepcopy(model).cpu().float())
         engine._binding._rounded.by_name[name].scales[0] *= 2  # type: ignore[union-attr]
         report = engine.verify_weights()
         assert report.mismatched == (name,) and report.checked == len({*sizes, *dict(model.named_buffers())})
@@ -285,12 +290,7 @@ def test_adapters_over_a_rounded_base(options: dict[str, Any], dtype: str) -> No
     model = peft_model("llama", **options)
     with in_fp8(model, dtype=dtype) as engine:
         batch = engine.generate_batch([PROMPT] * 2, PARAMS, adapter=["default", None])
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            for name in names_of(engine):
-                linear = other.get_base_model().get_submodule(name.removesuffix(".weight"))
-                weight = getattr(linear, "base_layer", linear).weight
-                weight.copy_(nearest(weight))
+        other = rounded_base(model, names_of(engine))
         for output, adapted in zip(batch, (True, False), strict=True):
             (c,) = output.completions
             if adapted:

@@ -16,6 +16,10 @@ def test_pieces_of_zero3() -> None:
     ranks.run(sharded_fp8.zero3, 3)
 
 
+def test_adapters_that_are_sharded_too() -> None:
+    ranks.run(sharded_fp8.adapters, 2)
+
+
 def test_a_sleep_at_every_level() -> None:
     ranks.run(sharded_fp8.sleep, 2)
 
