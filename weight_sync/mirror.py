@@ -87,8 +87,8 @@ class Mirror(OffloadableMemory):
     def fill_room(self) -> None:
         """Let those in ``passing`` be noise as large as weights are, which shows what a layer computes as well as these do."""
         generator = torch.Generator(self._room.device).manual_seed(0)
-        for name in (name for layer in self.layers for name in sorted(layer)):
-            tensor = self.tensors[name]
+        tensors = (self.tensors[name] for layer in self.layers for name in sorted(layer))
+        for tensor in {(t.storage_offset(), t.shape): t for t in tensors}.values():  # most layers are alike
             tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
     def close_room(self) -> None:
