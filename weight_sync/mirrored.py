@@ -248,7 +248,7 @@ class MirroredSource:
         mirror = self.mirror
         assert mirror is not None
         by_layer: dict[int, list[str]] = {}
-        for name in new.keys() & mirror.passing:
+        for name in filter(mirror.layer_of.__contains__, new):
             by_layer.setdefault(mirror.layer_of[name], []).append(name)
         for names in by_layer.values():
             with mirror.room():
@@ -262,7 +262,6 @@ class MirroredSource:
         """
         mirror = self.mirror
         assert mirror is not None
-
         parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
         for s in shards:
             for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
