@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.engine.packed_inputs import Channel, PinnedChannel, arrays_in, place, tensors_in
-from stoker.engine.virtual_memory import CudaDriver, DeviceBuffer, PlainBuffer, VirtualBuffer
+from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, virtual_buffer
 from stoker.kernels.host_memory import free_host_memory
 
 _log = logging.getLogger("stoker")
@@ -187,15 +187,7 @@ class CudaRuntime(Runtime):
             torch._C._cuda_clearCublasWorkspaces()
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        try:
-            driver = CudaDriver(self.device)
-            driver.check()
-        except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-            _log.warning(
-                "the KV cache will not keep its addresses, and graphs are captured again after sleep: %s", error
-            )
-            return PlainBuffer(nbytes, self.device)
-        return VirtualBuffer(nbytes, driver)
+        return virtual_buffer(nbytes, self.device) or PlainBuffer(nbytes, self.device)
 
     def release_graph_memory(self) -> None:
         self._leave_pool()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stoker.engine.experts import matrices, multiply_in_fp8
 from stoker.engine.fused_layers import FusedDecoderLayer
 from stoker.engine.linears import Linears, matrix_of
+from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.host_memory import OffloadableMemory
 from stoker.kernels.ops import Ops
@@ -65,7 +66,7 @@ class Fp8Weights:
             behind = _aligned(at + math.prod(shape))
             end = behind + 4 * math.prod(shape[:-1])
             places.append((at, behind, shape))
-        self._memory = OffloadableMemory(end, wanted[0][1][0].device)
+        self._memory = OffloadableMemory(end, wanted[0][1][0].device, virtual_buffer)
         self.by_name: dict[str, Rounded] = {}
         data = self._memory.data
         for (names, sources, give), (at, behind, shape) in zip(wanted, places, strict=True):
@@ -97,6 +98,10 @@ class Fp8Weights:
     @property
     def resident(self) -> bool:
         return self._memory.resident
+
+    @property
+    def stable_addresses(self) -> bool:
+        return self._memory.stable_addresses
 
     @torch.no_grad()
     def refresh(self, names: Collection[str] | None = None) -> int:

@@ -7,6 +7,7 @@ CUDA's virtual memory management, reached through ``cuda.bindings.driver``, whic
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 from stoker.kernels.host_memory import host_memory
 
 _CHUNK = 256 * 2**20  # physical memory is asked for by this much: few calls, and no large piece has to be found
+_log = logging.getLogger("stoker")
 
 
 class DeviceBuffer(Protocol):
@@ -223,3 +225,16 @@ class CudaDriver:
         if error != self.api.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name} failed: {getattr(error, 'name', error)}")
         return results[0] if results else None
+
+
+def virtual_buffer(nbytes: int, device: torch.device) -> VirtualBuffer | None:
+    """None where there is no such memory: on a CPU, or where a device refuses it, with a warning."""
+    if device.type != "cuda":
+        return None
+    try:
+        driver = CudaDriver(device)
+        driver.check()
+    except (ImportError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        _log.warning("memory will not keep its addresses, and graphs are captured again after sleep: %s", error)
+        return None
+    return VirtualBuffer(nbytes, driver)

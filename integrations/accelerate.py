@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
+from stoker.rollout.memory import between_rollouts
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 
@@ -41,7 +42,8 @@ class AcceleratedEngine:
 
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
     added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
-    after every rollout, so during backward and optimizer step, and take it again for the next.
+    after every rollout, so during backward and optimizer step, and take it again for the next; copies of weights that the
+    engine has wait in host memory meanwhile.
 
     ``engine`` is the engine itself, for all that is not a rollout. Raises ``InvalidConfigError`` where the accelerator
     is none or works on another device than the model, and what ``RolloutEngine`` raises.
@@ -77,7 +79,7 @@ class AcceleratedEngine:
         self._steps_seen = self._deepspeed_steps()
         self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
         if sleep:
-            self.engine.sleep()
+            self._send_to_sleep()
 
     def generate_batch(
         self,
@@ -114,7 +116,7 @@ class AcceleratedEngine:
             seconds = time.perf_counter() - start
         finally:
             if self._sleep:
-                self.engine.sleep()
+                self._send_to_sleep()
         lengths = [len(c.token_ids) for output in batch for c in output.completions]
         metrics = {
             "rollout/seconds": seconds,
@@ -124,6 +126,9 @@ class AcceleratedEngine:
         }
         self._accelerator.log(metrics, step=step)
         return batch
+
+    def _send_to_sleep(self) -> None:
+        self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
 
     def close(self) -> None:
         """Close the engine, and stop watching optimizers. Also a context manager: ``with AcceleratedEngine(...):``."""

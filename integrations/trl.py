@@ -31,6 +31,7 @@ from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_sampling import check_pattern, live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from stoker.rollout.memory import between_rollouts
 
 _OLDEST, _TOO_NEW = (1, 16), (2,)
 _ABSENT = object()
@@ -41,8 +42,8 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
 
     trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
     with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
-    generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back between generations, so during
-    backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is
+    generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back, and copies of weights that
+    it has, between generations, so during backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is
     ``args.seed``. The process index is added to the seed, so that processes that share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
@@ -110,6 +111,8 @@ class _EngineBackend:
                 "the trainer now trains another model object than the one the engine was attached to: call "
                 "detach(trainer) and attach(trainer) again"
             )
+        with self._timed():
+            self.engine.wake_up("weights")
         self.engine.update_weights()
 
     def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
@@ -129,12 +132,15 @@ class _EngineBackend:
                     if self._turns_to_come:
                         self._to_sleep = True
                     else:
-                        self.engine.sleep()
+                        self._send_to_sleep()
         batch.raise_for_errors()
         self._tokens += sum(len(c.token_ids) for output in batch for c in output.completions)
         if not self._turns_to_come:
             self._log_cost()
         return batch
+
+    def _send_to_sleep(self) -> None:
+        self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -167,7 +173,7 @@ class _EngineBackend:
                 if self._to_sleep:
                     self._to_sleep = False
                     with self._timed():
-                        self.engine.sleep()
+                        self._send_to_sleep()
                 self._log_cost()
 
         return generation

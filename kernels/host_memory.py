@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,21 +77,40 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+class StableBuffer(Protocol):
+    """Bytes of a device, that can be given back, and come back at the same addresses."""
+
+    tensor: Tensor  # uint8 [nbytes]
+
+    def release(self) -> None: ...
+    def restore(self) -> None: ...
+
+
+# Of so many bytes on a device; None where there are none such.
+StableBuffers = Callable[[int, torch.device], StableBuffer | None]
+
+
 class OffloadableMemory:
     """Bytes of a device, that can be given back, with or without a copy in host memory, and taken again.
 
-    ``data`` and its views stay the same objects; their addresses need not.
+    ``data`` and its views stay the same objects; their addresses are the same where ``stable_addresses``.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, stable: StableBuffers = lambda *_: None) -> None:
         self.nbytes = nbytes
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch's allocator holds and nobody uses is not to be had otherwise
+        self._stable = stable(nbytes, device) if nbytes else None
+        if self._stable is None:
+            self.data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        else:
+            self.data = self._stable.tensor
+        self.resident = True  # whether the bytes are in the device's memory
         self._host: list[Tensor] | None = None
 
     @property
-    def resident(self) -> bool:
-        """Whether the bytes are in the device's memory."""
-        return self.nbytes == 0 or self.data.untyped_storage().nbytes() > 0
+    def stable_addresses(self) -> bool:
+        return self._stable is not None or not self.nbytes
 
     def offload(self) -> None:
         """Move the bytes to host memory (pinned, for a device), and give the device's back."""
@@ -103,28 +123,39 @@ class OffloadableMemory:
                 to.copy_(part, non_blocking=True)
             self._settle()
             self._host = host
-            self.data.untyped_storage().resize_(0)
+            self._give_back()
 
     def release(self) -> None:
         """Give all memory back, and what was in it."""
         self._host = None
         self._settle()
-        self.data.untyped_storage().resize_(0)
+        self._give_back()
 
     def restore(self) -> None:
         """Take the memory again, and what was offloaded back. Any exception leaves everything as it was."""
         if not self.resident:
             try:
-                self.data.untyped_storage().resize_(self.nbytes)
+                if self._stable is None:
+                    self.data.untyped_storage().resize_(self.nbytes)
+                else:
+                    self._stable.restore()
+                self.resident = True
                 if self._host is not None:
                     for part, host in zip(torch.split(self.data, _PINNED_BYTES), self._host, strict=True):
                         part.copy_(host, non_blocking=True)
                     self._settle()
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
                 self._settle()
-                self.data.untyped_storage().resize_(0)
+                self._give_back()
                 raise
             self._host = None
+
+    def _give_back(self) -> None:
+        self.resident = not self.nbytes
+        if self._stable is None:
+            self.data.untyped_storage().resize_(0)
+        else:
+            self._stable.release()
 
     def _settle(self) -> None:
         """Wait for what was launched to write or read the bytes, under whatever stream: their memory is given away."""

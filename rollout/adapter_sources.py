@@ -115,6 +115,10 @@ class AdapterSources:
         return all(copies.resident for copies in self._gathered())
 
     @property
+    def stable_addresses(self) -> bool:
+        return all(copies.stable_addresses for copies in self._gathered())
+
+    @property
     def nbytes(self) -> int:
         return sum(copies.nbytes for copies in self._gathered())
 

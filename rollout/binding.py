@@ -17,6 +17,7 @@ from stoker.engine.fused_layers import fuse_layers, fusion_groups, layer_weights
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
 from stoker.engine.model import ModelShell, check_experts, check_supported
+from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (
     EngineStateError,
     UnsupportedModelError,
@@ -64,11 +65,15 @@ class ModelBinding:
     ) -> None:
         self.model = model
         self.deterministic, self.kv_dtype = deterministic, kv_dtype
-        gathering = {"check_finite": check_finite, "gather_bytes": gather_bytes}
-        self.adapters = AdapterSources(model, deterministic=deterministic, gathering=gathering)
+        self._of_copies: dict[str, Any] = {
+            "check_finite": check_finite,
+            "gather_bytes": gather_bytes,
+            "stable": virtual_buffer,
+        }
+        self.adapters = AdapterSources(model, deterministic=deterministic, gathering=self._of_copies)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._options = [None if option == "auto" else option for option in (dtype, device)]
-        self._check_finite, self._gather_bytes = check_finite, gather_bytes
+        self._check_finite = check_finite
         self.source: WeightSource = self._source()
         check_supported(self.source.module)
         check_experts(self.source.module, self.source.dtype)
@@ -228,6 +233,12 @@ class ModelBinding:
         return rounded and self.source.resident and self.adapters.resident
 
     @property
+    def stable_addresses(self) -> bool:
+        """Whether the engine's own copies of weights lie where they lay when their memory is taken again."""
+        rounded = self._rounded is None or self._rounded.stable_addresses
+        return rounded and self.source.stable_addresses and self.adapters.stable_addresses
+
+    @property
     def nbytes(self) -> int:
         """Of the engine's own copies of weights."""
         rounded = 0 if self._rounded is None else self._rounded.nbytes
@@ -345,7 +356,7 @@ class ModelBinding:
 
     def _source(self) -> WeightSource:
         dtype, device = self._options
-        return source_for(self.model, dtype, device, check_finite=self._check_finite, gather_bytes=self._gather_bytes)
+        return source_for(self.model, dtype, device, **self._of_copies)
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)

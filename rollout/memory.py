@@ -26,6 +26,14 @@ def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
     return list(_LEVELS[level]) if tags is None else check_tags(tags)
 
 
+def between_rollouts(mirror_bytes: int) -> list[str]:
+    """What to send to sleep while a trainer trains: all memory of the engine's own, but for graphs, which take long to capture.
+
+    mirror_bytes: as of ``EngineStats``.
+    """
+    return ["weights", "kv_cache"] if mirror_bytes else ["kv_cache"]
+
+
 def check_tags(tags: str | Iterable[str]) -> list[str]:
     wanted = [tags] if isinstance(tags, str) else list(tags)
     unknown = [tag for tag in wanted if tag not in TAGS]
@@ -56,8 +64,11 @@ class EngineMemory:
         runner = self.core.runner
         self.core.drain()  # a plan of requests that have ended may still run
         self.core.images.forget()
-        lasting = self.kv.stable_addresses and runner.sampler.penalties is None  # graphs remember addresses
-        if "graphs" in tags or "weights" in tags or ("kv_cache" in tags and not lasting):
+        moving = {  # graphs remember addresses
+            "kv_cache": not self.kv.stable_addresses or runner.sampler.penalties is not None,
+            "weights": not self.binding.stable_addresses,
+        }
+        if "graphs" in tags or any(moving.get(tag) for tag in tags):
             runner.release_graphs()
         if not runner.has_graphs:
             self.core.inputs.release_workspace()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.engine import device
+from stoker.engine import device, virtual_memory
 from stoker.engine.virtual_memory import CudaDriver, VirtualBuffer
 
 KIB = 2**10
@@ -215,7 +215,7 @@ def test_a_driver_that_refuses_the_least_there_is_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warnings: list[str] = []  # a record would keep the error, and that what was going on
-    monkeypatch.setattr(device._log, "warning", lambda message, *_: warnings.append(message))
+    monkeypatch.setattr(virtual_memory._log, "warning", lambda message, *_: warnings.append(message))
     monkeypatch.setattr(device, "PlainBuffer", lambda *size_and_device: size_and_device)
     runtime = device.CudaRuntime(torch.device("cuda", 1))
     api.fail_at, api.error = call, error

@@ -135,9 +135,9 @@ def test_a_mirror_waits_in_pinned_memory_and_comes_back() -> None:
         before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids
         mirror: Any = engine._binding.source.mirror  # type: ignore[attr-defined]
         for level in (2, 3, 2):
-            awake = torch.cuda.memory_allocated()
+            free = torch.cuda.mem_get_info()[0]
             engine.sleep(level)
-            assert awake - torch.cuda.memory_allocated() >= mirror.nbytes
+            assert torch.cuda.mem_get_info()[0] - free >= mirror.nbytes
             assert (mirror._host is None) == (level == 3)
             assert mirror._host is None or all(part.is_pinned() for part in mirror._host)
             engine.wake_up("weights")
@@ -146,3 +146,21 @@ def test_a_mirror_waits_in_pinned_memory_and_comes_back() -> None:
             assert engine.verify_weights().ok
             engine.wake_up()
             assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids == before
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("fields", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "fp8"}])
+def test_graphs_outlive_copies_of_weights_that_wait_in_host_memory(fields: dict[str, Any]) -> None:
+    model = make_model("llama", hidden_size=512, intermediate_size=2048).to(DEVICE)
+    with RolloutEngine(model, config=config(**fields)) as engine:
+        before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids
+        graphs = dict(engine.core.runner._graphs)  # type: ignore[attr-defined]
+        assert graphs and all(graphs.values()) and engine._binding.stable_addresses
+        for _ in range(3):
+            free = torch.cuda.mem_get_info()[0]
+            engine.sleep(tags=["weights", "kv_cache"])
+            assert torch.cuda.mem_get_info()[0] - free >= engine.stats().mirror_bytes
+            engine.wake_up()
+            assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids == before
+            assert engine.core.runner._graphs == graphs, "nothing was captured again"  # type: ignore[attr-defined]
+        assert engine.verify_weights().ok

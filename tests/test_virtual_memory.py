@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from tokenizer_kinds import tokenizer
 from torch import Tensor
 
 from stoker.engine import device as device_module
+from stoker.engine import fp8_weights, virtual_memory
 from stoker.engine.device import CpuRuntime
 from stoker.engine.graphs import GraphStep
 from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, VirtualBuffer
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.triton_ops import TRITON
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 from stoker.rollout import engine as engine_module
 
 KIB = 2**10
@@ -181,7 +183,7 @@ def test_graphs_outlive_a_sleep_where_addresses_do(monkeypatch: pytest.MonkeyPat
             core = engine.core
             core.runner = GraphStep(core.runner, 4)  # type: ignore[arg-type]
             released.clear()
-            for kind, kept in (("kv_cache", lasting), ("graphs", False), ("weights", False)):
+            for kind, kept in (("kv_cache", lasting), ("graphs", False), ("weights", True)):
                 engine.sleep(tags=[kind])
                 assert bool(released) != kept
                 released.clear()
@@ -191,6 +193,40 @@ def test_graphs_outlive_a_sleep_where_addresses_do(monkeypatch: pytest.MonkeyPat
             assert released, "they remember the penalties' counts, which are gone"
             assert core.runner.sampler.penalties is None
             engine.wake_up()
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "float64"}, {"quantization": "fp8"}], ids=["mirror", "fp8"])
+@pytest.mark.parametrize("lasting", [True, False])
+def test_graphs_outlive_copies_of_weights_that_sleep_where_addresses_do(
+    fields: dict[str, Any], lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = StrictDriver()
+    if lasting:
+        make = lambda nbytes, device: VirtualBuffer(nbytes, driver, chunk=64 * KIB)  # noqa: E731
+        for module in (binding, fp8_weights):
+            monkeypatch.setattr(module, "virtual_buffer", make)
+    released: list[int] = []
+    monkeypatch.setattr(GraphStep, "release_graphs", lambda self: released.append(1))
+    model = make_model("llama")
+    config = EngineConfig(kv_cache_memory="1MiB", **fields)
+    with RolloutEngine(model, config=config) as engine:
+        core = engine.core
+        params = SamplingParams(max_tokens=4, temperature=0)
+        expected = engine.generate_batch([[1, 2]], params)
+        core.runner = GraphStep(core.runner, 4)  # type: ignore[arg-type]
+        for level in (2, 3):
+            engine.sleep(level, tags=["weights"])
+            assert bool(released) != lasting and not driver.mapped
+            assert not engine._binding.resident
+            released.clear()
+            engine.wake_up()
+            if level == 3:
+                engine.update_weights()
+                released.clear()
+            assert engine.verify_weights().ok
+        core.runner = core.runner.eager  # type: ignore[attr-defined]
+        (again,) = engine.generate_batch([[1, 2]], params)[0].completions
+        assert again.token_ids == expected[0].completions[0].token_ids
 
 
 @dataclass(frozen=True)
@@ -251,7 +287,7 @@ def test_without_the_driver_module_the_cache_is_an_ordinary_tensor(
     def absent(device: torch.device) -> None:
         raise ImportError("No module named 'cuda'")
 
-    monkeypatch.setattr(device_module, "CudaDriver", absent)
+    monkeypatch.setattr(virtual_memory, "CudaDriver", absent)
     monkeypatch.setattr(device_module, "PlainBuffer", lambda nbytes, device: PlainBuffer(nbytes, torch.device("cpu")))
     buffer = device_module.CudaRuntime(torch.device("cuda")).allocate(100)
     assert not buffer.stable_addresses and buffer.tensor.shape == (100,)

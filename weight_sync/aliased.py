@@ -52,6 +52,7 @@ class AliasedSource:
             self.device = parameter.device
         self.dtype = max(sizes, key=lambda d: sizes[d])
 
+    stable_addresses = True
     passing: frozenset[str] = frozenset()
 
     def tensors(

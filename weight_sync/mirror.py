@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stoker.kernels.host_memory import OffloadableMemory
+from stoker.kernels.host_memory import OffloadableMemory, StableBuffers
 
 _ALIGNMENT = 256  # bytes
 
@@ -45,6 +45,7 @@ class Mirror(OffloadableMemory):
         groups: Sequence[tuple[str, ...]],
         device: torch.device,
         layers: Sequence[frozenset[str]] = (),
+        stable: StableBuffers = lambda *_: None,
     ) -> None:
         """aliases: a tied tensor's other names, to the one in ``shapes``. layers: the sets of ``passing``, none of them tied."""
         self.layers = tuple(layers)
@@ -52,7 +53,7 @@ class Mirror(OffloadableMemory):
         self.passing = frozenset(self.layer_of)
         kept = shapes.keys() - self.passing
         layouts = [_Layout(shapes, dtypes, groups, names) for names in (kept, *layers)]
-        super().__init__(layouts[0].nbytes, device)
+        super().__init__(layouts[0].nbytes, device, stable)
         self._room = torch.empty(max((o.nbytes for o in layouts[1:]), default=0), dtype=torch.uint8, device=device)
         found: dict[str, Tensor] = {}
         self.fused: dict[tuple[str, ...], Tensor] = {}

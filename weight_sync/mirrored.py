@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
@@ -45,8 +46,11 @@ class MirroredSource:
         *,
         check_finite: bool = False,
         gather_bytes: int = MEMORY_BYTES,
+        stable: StableBuffers = lambda *_: None,
     ) -> None:
+        """stable: where the mirror lies, if there can be such memory, so that what remembers addresses outlives a sleep."""
         self.model = model
+        self._stable = stable
         self._gather_bytes = gather_bytes
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._wanted = dtype
@@ -97,7 +101,7 @@ class MirroredSource:
             tied = self._aliases.keys() | {*self._aliases.values()}
             may_pass = {n for n in self._shapes if self._dtypes[n] == self.dtype} - tied - self._kept
             passing = [layer for layer in (frozenset(may_pass.intersection(names)) for names in layers) if layer]
-            self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device, passing)
+            self.mirror = Mirror(self._shapes, self._dtypes, self._aliases, groups, self.device, passing, self._stable)
             self.mirror.fill_room()
             self._give_states(self.mirror)
         return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._beside}
@@ -158,6 +162,10 @@ class MirroredSource:
     @property
     def resident(self) -> bool:
         return self.mirror is not None and self.mirror.resident
+
+    @property
+    def stable_addresses(self) -> bool:
+        return self.mirror is not None and self.mirror.stable_addresses
 
     def give_back(self, *, drop: bool) -> None:
         assert self.mirror is not None

@@ -17,7 +17,8 @@ A ``WeightSource`` stands between a live model and the shell that the engine run
    ``write(new)``: take those that came from elsewhere instead, by name, and return the bytes written.
 4. ``catch_up()`` before every rollout: the same for changes nobody announced, from what this rank can see by itself;
    True where there were any. It never communicates: a sharded source always says False.
-5. ``give_back()`` and ``take_again()``: memory of the source's own, kept in host memory or dropped meanwhile.
+5. ``give_back()`` and ``take_again()``: memory of the source's own, kept in host memory or dropped meanwhile. It lies where it
+   lay then, where it has ``stable_addresses``.
 6. ``release()``: leave the trainer as it was.
 """
 
@@ -32,7 +33,6 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.weight_sync.adapters import check_adapters
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.gather import MEMORY_BYTES
 from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
@@ -78,6 +78,8 @@ class WeightSource(Protocol):
     def names(self) -> set[str]: ...
     @property
     def resident(self) -> bool: ...
+    @property
+    def stable_addresses(self) -> bool: ...
     def give_back(self, *, drop: bool) -> None: ...
     def take_again(self) -> None: ...
     def release(self) -> None: ...
@@ -119,7 +121,7 @@ def source_for(
     device: torch.device | None = None,
     *,
     check_finite: bool = False,
-    gather_bytes: int = MEMORY_BYTES,
+    **options: Any,
 ) -> WeightSource:
     """The source for a live model. Resolve an aliased one anew whenever the trainer may have wrapped or replaced its model.
 
@@ -127,7 +129,8 @@ def source_for(
 
     Aliased where this rank holds full parameters in the engine's dtype on its device; else a mirror. dtype: the engine's;
     None leaves every parameter its own. device: the engine's; None is where the parameters are. check_finite: refuse NaN
-    and Inf at each ``pull``. gather_bytes: the most memory that gathering shards takes besides the mirror.
+    and Inf at each ``pull``. options: ``gather_bytes``, the most memory that gathering shards takes besides the mirror, and
+    others of ``MirroredSource``.
 
     Raises ``UnsupportedModelError`` where the weights can be neither borrowed nor copied.
     """
@@ -139,7 +142,7 @@ def source_for(
                 f"{type(unwrap(model)).__name__} is quantised to 8 bits and sharded, and only weights in 4 bits are gathered: "
                 "quantise it to 4 bits, or keep it whole on each rank"
             )
-        mirrored = MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
+        mirrored = MirroredSource(model, dtype, device, check_finite=check_finite, **options)
         if quantised and mirrored.converts:
             raise _as_it_is(model)
         return mirrored
@@ -155,7 +158,7 @@ def source_for(
     if elsewhere or engine_dtypes(model, own, own.keys(), dtype) != own:
         if quantised:
             raise _as_it_is(model)
-        return MirroredSource(model, dtype, device, check_finite=check_finite, gather_bytes=gather_bytes)
+        return MirroredSource(model, dtype, device, check_finite=check_finite, **options)
     return AliasedSource(model, check_finite=check_finite)
 
 
