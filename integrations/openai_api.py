@@ -280,17 +280,23 @@ def parses(tokenizer: Any) -> bool:
 
 def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer: Any) -> dict[str, Any]:
     """The message, in the parts its tokenizer tells apart. What a model has written in no known form is content."""
-    message: dict[str, Any] = {"content": completion.text or ""}
+    unparsed = {"content": completion.text or ""}
     if not parses(tokenizer):
-        return message
+        return unparsed
     ids = completion.token_ids[:-1] if isinstance(completion.stop_reason, int) else completion.token_ids
     try:
         found = tokenizer.parse_response(ids, prefix=output.prompt_token_ids, tools=call.tools)
-        message |= {name: value for name, value in found.items() if name not in ("role", "tool_calls")}
+        message = {name: value for name, value in found.items() if name not in ("role", "tool_calls")}
         if calls := found.get("tool_calls"):
             message["tool_calls"] = [_tool_call(c["function"]) for c in calls]
+        if not message:
+            return unparsed
+        last = "content" if message.setdefault("content", None) else "reasoning_content"
+        if isinstance(completion.stop_reason, str) and (text := message.get(last)):
+            # Parsed with the stop string, which may be what ends a call; the text ends before it.
+            message[last] = text.rpartition(completion.stop_reason)[0] or text
     except (ValueError, TypeError, KeyError):
-        return {"content": completion.text or ""}
+        return unparsed
     return message
 
 

@@ -26,7 +26,7 @@ from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
 from stoker.rollout.prompts import Read, as_int, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
-from stoker.rollout.stop_strings import StopStringChecker, completion_text
+from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
 
 _SEED_MASK = 2**63 - 1
 
@@ -174,6 +174,7 @@ class RequestMaker:
         made: list[tuple[list[Request], Scoring | None]] = []
         group: list[Request] = []
         scorings: dict[Variant, Scoring] = {}
+        special = special_tokens(self.tokenizer) if any(p.stop for p in params) else {}
         encoded = self._encoded("prompt", prompts, adapters)
         for row, ((prompt, _), images, p, adapter) in enumerate(zip(prompts, encoded, params, adapters, strict=True)):
             same = row and prompt == prompts[row - 1][0] and images is encoded[row - 1]
@@ -185,7 +186,7 @@ class RequestMaker:
                 raise InvalidRequestError(f"prompt {row}: {error}") from error
             requests = []
             for index in range(p.n):
-                checker = StopStringChecker(self.tokenizer, p.stop) if p.stop else None
+                checker = StopStringChecker(self.tokenizer, p.stop, special) if p.stop else None
                 requests.append(
                     Request(next(self.ids), prompt, spec, index, checker, group, adapter=adapter, images=images)
                 )

@@ -30,7 +30,8 @@ class SamplingParams:
       completion; 0 is off.
     - max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
     - stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
-      token that completed it. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
+      token that completed it. They are looked for in ``text``, and one that names a special token ("<|im_end|>") where
+      that is sampled. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
       end it. suppress_token_ids: ids that are never sampled, such as an image's placeholder.
     - regex: what the completion's text matches, as by ``re.fullmatch(regex, text)``; needs a tokenizer. Stop ids are sampled
       only where it does, and have to be where the text cannot go on, even before ``min_tokens``. A completion that

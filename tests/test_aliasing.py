@@ -156,8 +156,10 @@ def test_several_engines_on_one_model(model):
     assert_matches(second, model)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     first.close()
+    assert second.verify_weights().ok
+    assert [p.data_ptr() for p in model.parameters()] == addresses, "what the second runs on lies where it lay"
     assert_matches(second, model)
-    assert second.stats().fused_layers == 3
+    assert second.stats().fused_layers == 3 and second.weight_version == 1
     train(model, optimizer)
     third = RolloutEngine(model, config=CONFIG)
     for engine in (second, third):

@@ -23,7 +23,7 @@ from small_engine import (
 )
 
 from stoker.rollout import Completion, SamplingParams
-from stoker.rollout.stop_strings import StopStringChecker, completion_text
+from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
 
 # -- log-probabilities -------------------------------------------------------------------------------------------
 
@@ -266,6 +266,22 @@ def test_a_stop_string_may_be_a_special_token():
     with build(model, tokenizer=tokenizer()) as engine:
         c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=50, stop="<bot>")))
         assert (c.text, c.stop_reason, c.token_ids) == ("bc", "<bot>", encode("bc<bot>"))
+        (c,) = engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=50, stop="c<bot>"))[0].completions
+        assert (c.text, c.stop_reason, c.token_ids) == ("b", "c<bot>", encode("bc<bot>"))
+
+
+def test_a_stop_string_matches_nothing_within_a_special_token():
+    """What the text leaves out ends no completion in part, and parts nothing that the text has."""
+    model = successor_model(encode("ab<bot>cd"))
+    with build(model, tokenizer=tokenizer()) as engine:
+        for stop in ("<bo", "bot>", "t>c", "b<"):
+            c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=9, stop=stop)))
+            assert (c.text, c.finish_reason) == ("bcdabcd", "length"), stop
+        c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, max_tokens=9, stop=["<bot>d", "bc"])))
+        assert (c.text, c.stop_reason, c.token_ids) == ("", "bc", encode("b<bot>c"))
+        params = SamplingParams(temperature=0, max_tokens=9, min_tokens=4, stop=["<bot>cd", "d"])
+        c = only(engine.generate_batch(["a"], params))
+        assert (c.text, c.stop_reason, c.token_ids) == ("bcdab", "<bot>cd", encode("b<bot>cdab<bot>cd"))
 
 
 def test_a_stop_string_in_a_token_that_begins_another_character():
@@ -278,7 +294,7 @@ def test_a_stop_string_in_a_token_that_begins_another_character():
             return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
 
     def said(stop: str, ids: list[int]) -> list[str | None]:
-        check = StopStringChecker(Bytes(), [stop])
+        check = StopStringChecker(Bytes(), [stop], {})
         return [check(token) for token in ids]
 
     assert said(" ", [2, 0, 1, 2, 0]) == [None, " ", None, None, " "]  # each once: before min_tokens it is passed over
@@ -299,22 +315,33 @@ def test_stop_strings_before_min_tokens_are_part_of_the_text():
 
 
 def test_the_checker_sees_what_the_whole_text_shows():
-    """Against a search in the text decoded from scratch after every token, over random bytes."""
-    rng = random.Random(0)
-    pieces = [*map(encode, ("a", "b", "ab", "é", "€", "😀", "\n", "b€")), [EOS]]
-    for _ in range(200):
+    """Against a search in the texts decoded from scratch after every token, over random bytes and special tokens."""
+    rng, special = random.Random(0), special_tokens(tokenizer())
+    assert special == {EOS: "<eos>", EOS + 1: "<user>", EOS + 2: "<bot>"}
+    pieces = [*map(encode, ("a", "b", "ab", "é", "€", "😀", "\n", "b€", "<bot>")), [EOS]]
+    stops_of = {
+        False: ["ab", "aba", "€", "é€", "😀a", "b€a", "\n\n", "bb", "<b", "t>a"],
+        True: ["<eos>", "a<bot>", "<bot>b"],
+    }
+    matched = {False: 0, True: 0}
+    for _ in range(400):
         ids = [t for _ in range(12) for t in rng.choice(pieces)]
-        stops = rng.sample(["ab", "aba", "€", "é€", "😀a", "b€a", "<eos>", "\n\n", "bb"], k=rng.randint(1, 3))
-        check = StopStringChecker(tokenizer(), stops)
+        named = rng.random() < 0.4
+        stops = rng.sample(stops_of[named], k=rng.randint(1, 3))
+        check = StopStringChecker(tokenizer(), stops, special)
         for count, token in enumerate(ids, start=1):
-            text = tokenizer().decode(ids[:count])
+            text = tokenizer().decode(ids[:count], skip_special_tokens=not named)
             whole = None if text.endswith("�") else min(((text.find(s), s) for s in stops if s in text), default=None)
             found = check(token)
             assert found == (whole[1] if whole else None), (ids[:count], stops)
-            if whole and "<eos>" not in text:
-                assert completion_text(tokenizer(), ids[:count], found) == text[: whole[0]]
             if found:
+                rest = text[: whole[0]]
+                for hidden in special.values():
+                    rest = rest.replace(hidden, "")
+                assert completion_text(tokenizer(), ids[:count], found) == rest
+                matched[named] += 1
                 break
+    assert min(matched.values()) > 50
 
 
 def test_the_end_of_max_model_len():

@@ -249,6 +249,18 @@ def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream
             model="policy", messages=CHAT, tools=TOOLS, max_tokens=30, extra_body=body, stream=False
         )
         assert cut.choices[0].finish_reason == "length" and cut.choices[0].message.tool_calls is None
+        for stop, content, reasoning in (("o<", "s", "hm"), ("m</", None, "h"), ("</call>", "so", "hm")):
+            told = client.chat.completions.create(
+                model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, stop=[stop], extra_body=body, stream=False
+            )
+            message = told.choices[0].message
+            assert told.choices[0].stop_reason == stop and message.content == content, stop
+            assert message.reasoning_content == reasoning and bool(message.tool_calls) == (stop == "</call>")
+        alone = {"structured_outputs": {"choice": ['<call>{"name": "add", "arguments": {"x": 3}}</call>']}}
+        (choice,) = client.chat.completions.create(
+            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, extra_body=alone, stream=False
+        ).choices
+        assert choice.message.content is None and len(choice.message.tool_calls) == 1, "it is not said twice"
     finally:
         del engine.tokenizer.response_template
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -272,6 +273,41 @@ def test_a_model_that_is_as_it_was_is_not_walked_over_again(adapted: bool, monke
         assert engine.update_weights() == 3 and "moved" in calls
         calls.clear()
         assert engine.update_weights() == 4 and calls == []
+
+
+@pytest.mark.parametrize("look", [Tree.looks_same, Tree.same])
+def test_an_interrupt_in_the_middle_of_a_look_leaves_torch_as_it_was(look: Callable[[Tree], bool]) -> None:
+    """Whatever line it strikes: what torch's functions do is nothing to be changed for a moment."""
+    tree = Tree(make_model("llama"))
+
+    def struck(at: int) -> bool:
+        left = [at]
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            left[0] -= event in ("line", "return")
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            assert look(tree)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    count = 0
+    while struck(count):
+        count += 1
+        try:
+            assert isinstance(torch.zeros(1), torch.Tensor)
+        finally:
+            while torch._C._len_torch_function_stack():
+                torch._C._pop_torch_function_stack()
+    assert count > 1
 
 
 def test_the_active_adapter_is_that_of_now() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from stoker.weight_sync.staging import copy_each
 _Place = tuple[str, Tensor, tuple[Any, ...]]
 # What parameters were laid side by side in, by its address; each is there as long as a parameter lies in it.
 _WHOLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+_BOUND: WeakSet[AliasedSource] = WeakSet()  # several may run on one model
 
 
 class AliasedSource:
@@ -115,6 +116,7 @@ class AliasedSource:
         self._bound = list(self._places())
         pairs = ((m, weight) for m in self.module.modules() for weight in m._parameters.values())
         self._scaled = [(m, weight) for m, weight in pairs if any(True for _ in _scales_of(m, weight))]
+        _BOUND.add(self)
 
     def _places(self) -> Iterator[_Place]:
         for path, module in self.module.named_modules():
@@ -199,11 +201,16 @@ class AliasedSource:
         pass
 
     def release(self) -> None:
-        """Give every re-homed parameter a storage of its own again."""
-        for parameter, address in self._rehomed:
-            if parameter.data_ptr() == address:
+        """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""
+        rehomed, self._rehomed, self._bound, self._scaled = self._rehomed, [], [], []
+        users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
+        for parameter, address in rehomed:
+            if parameter.data_ptr() != address:
+                continue
+            if (other := users.get((id(parameter), address))) is not None:
+                other._rehomed.append((parameter, address))
+            else:
                 parameter.data = parameter.detach().clone()
-        self._rehomed, self._bound, self._scaled = [], [], []
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
