@@ -68,12 +68,17 @@ def test_images_in_fp32_are_what_they_are_to_the_cpu_oracle(kind: str, monkeypat
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_layers_are_fused_where_a_trainer_multiplies_in_tf32(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    with RolloutEngine(make_model(family).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
-        stats = engine.stats()
-        assert stats.fused_layers == stats.num_layers
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+def test_layers_are_fused_where_a_trainer_multiplies_in_tf32(family: str) -> None:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32"
+    try:
+        with RolloutEngine(make_model(family).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:
+            stats = engine.stats()
+            assert stats.fused_layers == stats.num_layers
+            assert settings.fp32_precision == "tf32"
+    finally:  # pytest's monkeypatch deletes what is no entry of an object's __dict__, and what follows would be in tf32
+        settings.fp32_precision = before
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "qwen3_moe"])

@@ -1,0 +1,44 @@
+"""What `make gpu` asks of a CUDA host, where no host has one: the time it gives to its parts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / ".ci/gpu").is_file(), reason="in the checkout alone")
+
+
+def given(tmp_path: Path, parts: str, **settings: str) -> list[int]:
+    """Seconds that each command of a run may take, none of which takes any."""
+    log = tmp_path / "log"
+    for name, does in {"python": "exit 0", "timeout": f'echo "$4" >> {log}'}.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{does}\n")
+        program.chmod(0o755)
+    settings |= {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": "python",
+        "OUT": str(tmp_path / "out"),
+        "PARTS": parts,
+    }
+    subprocess.run(["bash", ROOT / ".ci/gpu"], env=os.environ | settings, check=True, timeout=60)
+    return [int(line) for line in log.read_text().splitlines()]
+
+
+def test_a_part_by_itself_has_the_time_of_the_other(tmp_path: Path) -> None:
+    together = given(tmp_path, "tests benchmarks")
+    (tmp_path / "log").unlink()
+    tests = given(tmp_path, "tests")
+    (tmp_path / "log").unlink()
+    benchmarks = given(tmp_path, "benchmarks")
+    assert len(together) == len(tests) + len(benchmarks)
+    assert tests[0] > 2 * together[0] and sum(tests) <= 560
+    assert benchmarks[0] > together[len(tests)] + 100 and benchmarks[0] + 15 * len(benchmarks[1:]) <= 560
+
+
+def test_what_is_asked_for_is_given(tmp_path: Path) -> None:
+    assert given(tmp_path, "tests", TEST_SECONDS="100", ALONE_SECONDS="30") == [100, 30]
