@@ -110,7 +110,7 @@ def follow(rank: int, how: str) -> dict[str, Any]:
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
             optimizer.step()
             optimizer.zero_grad()
-            asleep.append(engine.engine.is_sleeping)
+            asleep.append(is_asleep(engine.engine))
             for _ in range(1 + rank):  # a collective in the second one would never end
                 batch = engine.generate_batch(PROMPTS, PARAMS)
             versions.append(engine.engine.weight_version)
@@ -118,6 +118,11 @@ def follow(rank: int, how: str) -> dict[str, Any]:
         assert worst_difference(whole(model), first) > 100 * LOGPROB_TOLERANCE, "the check can tell"
         source = engine.engine._binding.source.kind
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
+
+
+def is_asleep(engine: Any) -> bool:
+    """With all copies of weights that it has."""
+    return bool(engine.is_sleeping and not (engine.stats().mirror_bytes and engine._binding.resident))
 
 
 def trl(
@@ -164,7 +169,7 @@ def trl(
         return batch
 
     def look(*arguments: Any, **fields: Any) -> None:
-        asleep.append(engine.is_sleeping)
+        asleep.append(is_asleep(engine))
         backward(*arguments, **fields)
 
     engine.generate_batch, trainer.accelerator.backward = keep, look  # type: ignore[method-assign]
