@@ -31,5 +31,5 @@ def test_a_gather_that_fails_at_a_layer() -> None:
 def test_neither_the_engine_nor_an_update_takes_a_plain_copy() -> None:
     for built, took, plain in ranks.run(sharded_fp8.take_little, 2):
         layer = plain // sharded_fp8.LAYERS  # those of one are whole at a time, and what rounds it takes some as well
-        assert layer < took < sharded_fp8.GATHER_BYTES + 2 * layer
+        assert layer < took < sharded_fp8.GATHER_BYTES + 2 * layer + 2**19
         assert built < plain // 3
