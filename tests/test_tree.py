@@ -145,6 +145,18 @@ def test_every_change_is_noticed(change: Callable[[Any], None], wrapped: bool) -
     assert Tree(model).same(), "and once only"
 
 
+def test_another_order_of_the_same_is_no_change() -> None:
+    """PEFT takes the parameters of experts away for a forward, and puts them back behind the others."""
+    model = make_model("qwen2")
+    tree = Tree(model)
+    for layer in model.model.layers:
+        registry = layer.self_attn.q_proj._parameters
+        registry["weight"] = registry.pop("weight")
+        assert [*registry] == ["bias", "weight"] and tree.same()
+    registry["weight"], registry["bias"] = registry["bias"], registry["weight"]
+    assert not tree.same()
+
+
 @pytest.mark.parametrize("under_way", [False, True])
 def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> None:
     """By the update itself where requests wait to go on, else by what starts next, and counted once."""

@@ -80,7 +80,17 @@ class Tree:
 
     def _same_members(self) -> bool:
         """Of the registries of parameters and of buffers in which there were any."""
-        return _contents(list(map(dict.__getitem__, self._owners, self._keys))) == self._contents
+        registries = list(map(dict.__getitem__, self._owners, self._keys))
+        contents = _contents(registries)
+        if contents != self._contents:
+            if list(map(_ids, registries)) != list(map(_ids, self._members)):
+                return False
+            self._contents = contents  # in another order, as PEFT leaves experts that it has adapted for a forward
+        return True
+
+
+def _ids(registry: dict[str, Any]) -> dict[str, int]:
+    return {name: id(value) for name, value in registry.items()}
 
 
 def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str], list[int]]:
