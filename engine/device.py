@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from torch import Tensor
 from stoker.engine.packed_inputs import Channel, PinnedChannel, arrays_in, place, tensors_in
 from stoker.engine.virtual_memory import DeviceBuffer, PlainBuffer, virtual_buffer
 from stoker.kernels.host_memory import free_host_memory
-
-_log = logging.getLogger("stoker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class AcceleratedEngine:
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
     added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
     after every rollout, so during backward and optimizer step, and take it again for the next; copies of weights that the
-    engine has wait in host memory meanwhile.
+    engine has leave the device, too.
 
     ``engine`` is the engine itself, for all that is not a rollout. Raises ``InvalidConfigError`` where the accelerator
     is none or works on another device than the model, and what ``RolloutEngine`` raises.

@@ -43,8 +43,9 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     trainer: a GRPO, RLOO, Distillation, SDFT, SDPO, GOLD, IWOPD or OnlineDPO trainer (or of a class derived from one) built
     with ``use_vllm=False``. Sampling settings are read from it (and from ``args.generation_kwargs``, which win) at every
     generation. With ``args.vllm_enable_sleep_mode`` the engine gives its KV cache back, and copies of weights that
-    it has, between generations, so during backward and optimizer step, and not between the turns of one. config: the engine's settings; by default its seed is
-    ``args.seed``. The process index is added to the seed, so that processes that share a prompt sample differently.
+    it has, between generations, so during backward and optimizer step, and not between the turns of one. config: the
+    engine's settings; by default its seed is ``args.seed``. The process index is added to the seed, so that processes that
+    share a prompt sample differently.
 
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``

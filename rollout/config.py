@@ -34,10 +34,10 @@ class EngineConfig:
       block takes half the memory of one in 16 bits. All that is sampled and scored is then of a model that sees rounded keys
       and values; log-probabilities are its own. On CUDA from compute capability 8.9 on.
     - quantization: ``"fp8"`` has decoder layers multiply by weights that are rounded to 8 bits (e4m3, each row times a power
-      of two), which are kept beside the trainer's, or in place of a mirror of these, and made anew when they change. A decode step then reads half
-      of what one in 16 bits does; prompts are computed on the same rounded weights, and log-probabilities are those of that
-      model. Embeddings, head, routers and norms stay as they are, and so does a layer that runs the model's own code. On
-      CUDA from compute capability 8.9 on; on a CPU it works, and slows down.
+      of two), which are kept beside the trainer's, or in place of a mirror of these, and made anew when they change. A decode
+      step then reads half of what one in 16 bits does; prompts are computed on the same rounded weights, and
+      log-probabilities are those of that model. Embeddings, head, routers and norms stay as they are, and so does a layer
+      that runs the model's own code. On CUDA from compute capability 8.9 on; on a CPU it works, and slows down.
     - enable_prefix_caching: have the blocks of a prompt serve others with the same beginning, also after it has ended.
     - decode_window: most decode steps run between two looks of the scheduler.
     - use_graphs: capture decode steps in CUDA graphs. ``"auto"`` does where that can be; True refuses where it cannot.
