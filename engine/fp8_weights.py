@@ -140,23 +140,23 @@ class Fp8Weights:
             self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
 
     def give_back(self, *, drop: bool) -> None:
-        """Give the memory back, once nothing that was launched reads it: to host memory what could not be made anew."""
-        if self._passing and not drop:
-            self._memory.offload()
-        else:
+        """Give the memory back, once nothing that was launched reads it. drop: keep nothing in host memory."""
+        if drop:
             self._memory.release()
+        else:
+            self._memory.offload()
 
     def take_again(self) -> None:
         """Take the memory again, and fill it. Any exception leaves everything as it was.
 
-        Those whose numbers were dropped are not what they were: they are to be handed over again.
+        What was dropped of those that pass through is to be handed over again.
         """
         if not self.resident:
             try:
                 self._memory.restore()
                 self.refresh()
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
-                self.give_back(drop=False)
+                self.give_back(drop=not self._passing)
                 raise
 
     @torch.no_grad()

@@ -85,10 +85,11 @@ class _EngineBackend:
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
         self._trainer = trainer
         self._model = live_model(trainer)
-        self.callback = _SyncAtBothEnds(trainer, self.last_sync)
+        self.callback = _BothEnds(self)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         self._turns_to_come = False
         self._to_sleep = False  # after them
+        self._training = self._dropped = False  # dropped: copies of weights that slept
         self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
         self._seconds, self._tokens = 0.0, 0  # of the rollout under way
         config = config or EngineConfig(seed=trainer.args.seed)
@@ -115,6 +116,24 @@ class _EngineBackend:
         with self._timed():
             self.engine.wake_up("weights")
         self.engine.update_weights()
+        self._dropped = False
+
+    def begin(self) -> None:
+        """A run begins, at whose first generation the trainer is to sync.
+
+        It takes weights for new when the step number differs from that of the last sync. A second run counts from 0 again,
+        and ``load_best_model_at_end`` changes the weights without a step.
+        """
+        setattr(self._trainer, self.last_sync, -1)
+        self._training = True
+
+    def end(self) -> None:
+        """A run has ended: from now on processes may generate a different number of times, each by itself."""
+        setattr(self._trainer, self.last_sync, -1)
+        self._training = False
+        if self._dropped:
+            self.sync_weights()
+            self._send_to_sleep()
 
     def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to.
@@ -124,6 +143,8 @@ class _EngineBackend:
         with self._timed():
             params = self._params(prompts, n)
             given = with_images(self._trainer.processing_class, prompts, images)
+            if self._dropped:
+                self.sync_weights()
             if self.engine.is_sleeping:
                 self.engine.wake_up()
             try:
@@ -141,7 +162,10 @@ class _EngineBackend:
         return batch
 
     def _send_to_sleep(self) -> None:
-        self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
+        """While a run goes on, what an update moves anyway does not wait in host memory for it."""
+        stats = self.engine.stats()
+        self._dropped = self._training and 2 * stats.last_update_bytes > stats.mirror_bytes > 0
+        self.engine.sleep(3 if self._dropped else 1, tags=between_rollouts(stats.mirror_bytes))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -308,21 +332,17 @@ _REFUSED = {
 }
 
 
-class _SyncAtBothEnds(TrainerCallback):  # type: ignore[misc]
-    """Makes TRL sync at the first generation of a run, and at the first one after it.
+class _BothEnds(TrainerCallback):  # type: ignore[misc]
+    """Tells a backend where a run begins and ends."""
 
-    TRL takes weights for new when the step number differs from that of the last sync. A second run counts from 0 again,
-    and ``load_best_model_at_end`` changes the weights without a step.
-    """
-
-    def __init__(self, trainer: Any, last_sync: str) -> None:
-        self._trainer = trainer
-        self._last_sync = last_sync
+    def __init__(self, backend: _EngineBackend) -> None:
+        self._backend = backend
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        setattr(self._trainer, self._last_sync, -1)
+        self._backend.begin()
 
-    on_train_end = on_train_begin
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._backend.end()
 
 
 def check_version() -> None:

@@ -89,6 +89,7 @@ class ModelBinding:
         self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
         self._casts: Casts = {}
+        self._refill = False  # the memory of weights that was given back
         self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
@@ -258,10 +259,15 @@ class ModelBinding:
             self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
+        """Give the memory of the engine's own weights back: to host memory, unless drop, what ``take_again`` could not fill."""
+        self._refill = not drop and self.source.at_hand
+        self._give_back_weights(drop=drop or self._refill)
+        self.adapters.give_back(drop=drop)
+
+    def _give_back_weights(self, *, drop: bool) -> None:
         if self._rounded is not None:
             self._rounded.give_back(drop=drop)
         self.source.give_back(drop=drop)
-        self.adapters.give_back(drop=drop)
 
     def take_again(self) -> None:
         """Have the weights' memory again, which was given back. Adapters in it may lie elsewhere, and are the same."""
@@ -270,6 +276,13 @@ class ModelBinding:
         self.adapters.lie_elsewhere()
         if self._rounded is not None:
             self._rounded.take_again()
+        if self._refill:
+            self._in_order()
+            try:
+                self.source.fill()
+            except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
+                self._give_back_weights(drop=True)
+                raise
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.

@@ -335,10 +335,11 @@ class RolloutEngine:
         """Give memory back to the trainer. What sleeps already: nothing happens.
 
         level: 1 gives back the KV cache, and attention's workspace and patterns' tables where no graph needs them; 2 also
-        graphs (with these) and weights of the engine's own, kept in host memory (weights that are the trainer's stay),
-        and copies of adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew:
-        ``update_weights`` for paused requests, shards and weights from elsewhere, any other for the rest. tags: instead
-        of a level, any of "kv_cache", "weights", "graphs". Paused requests compute their KV again after waking.
+        graphs (with these) and weights of the engine's own (weights that are the trainer's stay), of which those that
+        waking cannot make anew from the model, of shards or from elsewhere, are kept in host memory, and copies of
+        adapters that lie elsewhere; 3 drops those weights, which the next call takes from the model anew:
+        ``update_weights`` for paused requests, shards and weights from elsewhere, any other for the rest. tags: any of
+        "kv_cache", "weights", "graphs", in place of those of the level. Paused requests compute their KV again after waking.
         """
         chosen = tags_of(level, tags)
         with self._loop.gate("sleep"):

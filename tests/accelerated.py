@@ -125,6 +125,12 @@ def is_asleep(engine: Any) -> bool:
     return bool(engine.is_sleeping and not (engine.stats().mirror_bytes and engine._binding.resident))
 
 
+def is_kept(engine: Any) -> bool:
+    """With a copy of the mirror in host memory."""
+    mirror = getattr(engine._binding.source, "mirror", None)
+    return mirror is not None and mirror._host is not None
+
+
 def trl(
     rank: int,
     how: str,
@@ -158,6 +164,7 @@ def trl(
     engine = attach(trainer)
     sample, backward = engine.generate_batch, trainer.accelerator.backward
     asleep: list[bool] = []
+    kept: list[bool] = []
     differences: list[float] = []
     prompts: list[list[int]] = []
 
@@ -170,16 +177,23 @@ def trl(
 
     def look(*arguments: Any, **fields: Any) -> None:
         asleep.append(is_asleep(engine))
+        kept.append(is_kept(engine))
         backward(*arguments, **fields)
 
     engine.generate_batch, trainer.accelerator.backward = keep, look  # type: ignore[method-assign]
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
+    kept.append(is_kept(engine))
+    version = engine.weight_version
+    engine.generate_batch = sample  # type: ignore[method-assign]
+    for _ in range(rank):  # nor in this one
+        trainer.vllm_generation.sample([[3, 4, 5]], None, 1)
     after = list(whole(trainer.model_wrapped).parameters())
     found = {
         "source": engine._binding.source.kind,
-        "version": engine.weight_version,
+        "version": version,
         "asleep": asleep,
+        "kept": kept,
         "worst": max([*differences, *logged(trainer, "sampling/sampling_logp_difference/max")]),
         "moved": max((a - b).abs().max().item() for a, b in zip(after, before, strict=True)),
         "prompts": prompts,
@@ -188,6 +202,9 @@ def trl(
     return found
 
 
-def assert_trained(found: dict[str, Any], source: str = "mirror") -> None:
-    assert (found["source"], found["version"], found["asleep"]) == (source, 3, [True] * 3)
+def assert_trained(found: dict[str, Any], source: str = "mirror", *, kept: bool = False) -> None:
+    """kept: whether copies of weights that sleep are, though the next update comes before anything runs on them."""
+    version = found["version"] - (source == "mirror" and not kept)  # taken once more when training has ended
+    assert (found["source"], version, found["asleep"]) == (source, 3, [True] * 3)
+    assert found["kept"][1:] == [kept, kept, source == "mirror"]
     assert found["worst"] < LOGPROB_TOLERANCE < found["moved"] / 100

@@ -8,11 +8,13 @@ from functools import cache
 import pytest
 import torch
 from families import make_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from stoker.engine.virtual_memory import PlainBuffer
-from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, UnsupportedModelError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.weight_sync.mirror import Mirror
 
 
 @cache
@@ -140,14 +142,23 @@ def test_dropped_weights_that_come_from_elsewhere():
         assert engine.verify_weights().ok
 
 
-@pytest.mark.parametrize(("what", "operation"), [("weights", "copy_"), ("kv_cache", "zero_")])
-def test_a_wake_that_is_interrupted_can_be_tried_again(monkeypatch, what, operation):
-    """Memory that was taken, and not filled yet, counts as asleep."""
+@pytest.mark.parametrize(
+    ("what", "elsewhere", "owner", "operation"),
+    [
+        ("weights", False, torch, "_foreach_copy_"),
+        ("weights", True, torch.Tensor, "copy_"),
+        ("kv_cache", False, torch.Tensor, "zero_"),
+    ],
+)
+def test_a_wake_that_is_interrupted_can_be_tried_again(monkeypatch, what, elsewhere, owner, operation):
+    """Memory that was taken, and not filled yet, counts as asleep. elsewhere: the weights came from there."""
     with in_double(make_model("llama")) as engine:
+        if elsewhere:
+            engine.update_weights(make_model("llama", seed=1).state_dict())
         expected = first_tokens(engine)
         engine.sleep(level=2)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, operation, _strike)
+            patch.setattr(owner, operation, _strike)
             with pytest.raises(KeyboardInterrupt):
                 engine.wake_up(what)
         with pytest.raises(EngineStateError, match=r"the engine is asleep \(weights, kv_cache\)"):
@@ -188,6 +199,55 @@ def test_weights_that_find_no_memory_keep_their_numbers_and_what_was_woken_befor
 
 def _strike(*_, **__):
     raise KeyboardInterrupt
+
+
+def test_a_mirror_of_weights_that_are_at_hand_is_filled_anew(monkeypatch):
+    """And not kept in host memory meanwhile. Whoever wakes it meets no old weights, and no new ones under an old version."""
+    model, other = make_model("llama"), make_model("llama", seed=1)
+    prompt, params = [1, 2, 3] * 20, SamplingParams(temperature=0, max_tokens=8)
+    with in_double(other) as engine:
+        (expected,) = engine.generate_batch([prompt], params)[0].completions
+    monkeypatch.setattr(Mirror, "offload", lambda _: pytest.fail("a copy is kept"))
+    with in_double(model) as engine:
+        (before,) = engine.generate_batch([prompt], params)[0].completions
+        handle = engine.submit(prompt, params)
+        engine.pause()
+        for tags in (["weights"], ["weights", "kv_cache"]):
+            engine.sleep(tags=tags)
+            engine.wake_up()
+        assert engine.verify_weights().ok
+        engine.resume()
+        assert handle.result().completions[0].token_ids == before.token_ids and engine.weight_version == 0
+        engine.sleep(tags="weights")  # so that the KV cache is there, and what it knows of the old weights
+        engine.wake_up()
+        assert engine.generate_batch([prompt], params)[0].cached_tokens > 0 == engine.weight_version
+        engine.sleep(tags="weights")
+        model.load_state_dict(other.state_dict())
+        engine.wake_up()
+        (output,) = engine.generate_batch([prompt], params)
+        assert output.completions[0].token_ids == expected.token_ids
+        assert output.cached_tokens == 0 and engine.weight_version == 1
+        assert engine.update_weights() == 2 and engine.stats().last_update_bytes == 0
+
+
+def test_a_mirror_of_weights_that_cannot_be_had_again_is_kept():
+    """Neither are weights from elsewhere those of the model, nor may the model be asked for what does not fit any more."""
+    model = make_model("llama")
+    with in_double(model) as engine:
+        engine.update_weights(make_model("llama", seed=1).state_dict())
+        expected = first_tokens(engine)
+        with engine.sleeping(level=2):
+            assert engine._binding.source.mirror.data.untyped_storage().nbytes() == 0
+        assert first_tokens(engine) == expected
+        engine.update_weights()
+        engine.sleep(level=2)
+        head, model.lm_head.weight = model.lm_head.weight, nn.Parameter(torch.zeros(3, 3))
+        engine.wake_up()
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match=r"another shape than the engine was built for.*lm_head"):
+                first_tokens(engine)
+        model.lm_head.weight = head
+        assert len(first_tokens(engine)) == 8
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])

@@ -200,6 +200,13 @@ class AliasedSource:
     def take_again(self) -> None:
         pass
 
+    @property
+    def at_hand(self) -> bool:
+        return True
+
+    def fill(self) -> None:
+        pass
+
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""
         rehomed, self._rehomed, self._bound, self._scaled = self._rehomed, [], [], []

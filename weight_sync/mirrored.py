@@ -15,7 +15,7 @@ from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
-from stoker.weight_sync.shards import Held, Shards, read
+from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
 
 
@@ -177,6 +177,17 @@ class MirroredSource:
     def take_again(self) -> None:
         assert self.mirror is not None
         self.mirror.restore()
+
+    @property
+    def at_hand(self) -> bool:
+        return not self._from_elsewhere and not is_sharded(self.model)
+
+    def fill(self) -> None:
+        mirror, held = self.mirror, self._read()
+        assert mirror is not None
+        if not held.shards and self._refusal(held, mirror) is None:  # or the next pull tells
+            self.write({name: tensor for name, tensor in held.full.items() if name in mirror.tensors})
+            mirror.complete = True
 
     def release(self) -> None:
         """The trainer was never touched."""

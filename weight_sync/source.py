@@ -18,7 +18,8 @@ A ``WeightSource`` stands between a live model and the shell that the engine run
 4. ``catch_up()`` before every rollout: the same for changes nobody announced, from what this rank can see by itself;
    True where there were any. It never communicates: a sharded source always says False.
 5. ``give_back()`` and ``take_again()``: memory of the source's own, kept in host memory or dropped meanwhile. It lies where it
-   lay then, where it has ``stable_addresses``.
+   lay then, where it has ``stable_addresses``. Where the trainer's weights are ``at_hand``, nothing needs to be kept: ``fill()``
+   then makes all anew of them, without another rank, and leaves it to ``catch_up`` to tell whether they have changed.
 6. ``release()``: leave the trainer as it was.
 """
 
@@ -82,6 +83,9 @@ class WeightSource(Protocol):
     def stable_addresses(self) -> bool: ...
     def give_back(self, *, drop: bool) -> None: ...
     def take_again(self) -> None: ...
+    @property
+    def at_hand(self) -> bool: ...
+    def fill(self) -> None: ...
     def release(self) -> None: ...
 
 
