@@ -29,7 +29,12 @@ _MOST_PADDING = 1.5  # groups are padded to the largest; beyond this much they a
 _LEAST_BYTES = 4 * 2**20  # of a layer's keys and values: below it they are read so fast that finding groups costs more
 # So much, of all layers together, is gathered once a decode window, and each step adds its own; the rest at each step.
 _HOLD_BYTES = 2**30
-_attend_with_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+# Torch's attention multiplies one small matrix after the other, which with several threads takes it a microsecond or two
+# each. Up to so many keys, by whether there are several, products of all at once are faster.
+_FEW_KEYS = {False: 64, True: 256}
+# There are to be so many matrices, by whether they are more than vectors.
+_LEAST_MATRICES = {False: 64, True: 8}
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +163,39 @@ def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Te
     return (slots[:, None] * heads + torch.arange(heads, device="cpu")[:, None]).flatten()
 
 
+def _in_products(query: Tensor, key: Tensor) -> bool:
+    """Whether that is the faster way; in 16 bits it would round the scores."""
+    rows, heads, queries, _ = query.shape
+    enough = rows * heads >= _LEAST_MATRICES[queries > 1]
+    return enough and query.dtype == torch.float32 and key.shape[2] <= _FEW_KEYS[torch.get_num_threads() > 1]
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """[B * H, Q, L]. query: [B, H, Q, D]; key: [B, H, L, D]; bias: [B, 1, 1, L]."""
+    rows, heads, queries, dim = query.shape
+    bias = bias.expand(rows, heads, 1, -1).reshape(rows * heads, 1, -1)
+    return torch.baddbmm(bias, query.reshape(-1, queries, dim), key.flatten(0, 1).mT, alpha=scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    if bias is None or not _in_products(query, key):
+        return attention_plan.attend(query, key, value, bias, scale)
+    probs = _scores(query, key, bias, scale).softmax(-1)
+    return torch.bmm(probs, value.flatten(0, 1)).view(*query.shape[:3], -1)
+
+
+def _attend_with_lse(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The same, and the log-sum-exp of each query's scores, [B, H, Q]."""
+    if not _in_products(query, key):
+        out, lse = _flash_attention(query, key, value, attn_mask=bias, scale=scale)
+        return out, lse
+    scores = _scores(query, key, bias, scale)
+    largest = scores.amax(-1, keepdim=True)
+    total = scores.sub_(largest).exp_().sum(-1, keepdim=True)
+    out = torch.bmm(scores, value.flatten(0, 1)).div_(total)
+    return out.view(*query.shape[:3], -1), total.log_().add_(largest).view(query.shape[:3])
+
+
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
     plain: AttentionPlan
@@ -212,7 +250,7 @@ def plan_attention(
     decode = all(n == 1 for n in query_lens) and sum(key_lens) * token_bytes >= _LEAST_BYTES
     looked_for = decode and shared and not deterministic
     found = _find_shared(key_lens, block_tables, block_size, num_steps) if looked_for else None
-    return CpuPlan(replace(plain, gather=held.gather), found, held)
+    return CpuPlan(replace(plain, gather=held.gather, attend=_attend), found, held)
 
 
 def _find_shared(key_lens: Sequence[int], block_tables: Tensor, block_size: int, num_steps: int) -> _Shared | None:
@@ -300,7 +338,7 @@ def paged_attention(
     size = together.shape[1]
     together = together.transpose(1, 2).reshape(shared.groups, kv_heads, size * per_key, dim)
     bias = plan.plain.once(("prefix", query.dtype), lambda: shared.prefix_bias.to(query.dtype))
-    prefix_out, prefix_lse = _attend_with_lse(together, prefix_key, prefix_value, attn_mask=bias, scale=scale)
+    prefix_out, prefix_lse = _flash_attention(together, prefix_key, prefix_value, attn_mask=bias, scale=scale)
     prefix_out = prefix_out.reshape(shared.groups, kv_heads, size, per_key, dim).transpose(1, 2)
     prefix_lse = prefix_lse.reshape(shared.groups, kv_heads, size, per_key).transpose(1, 2)
 
@@ -311,7 +349,7 @@ def paged_attention(
             (torch.arange(key.shape[2], device="cpu") > last)[:, None, None], attention.NEG_INF
         ),
     )
-    out, lse = _attend_with_lse(alone, key, value, attn_mask=bias, scale=scale)
+    out, lse = _attend_with_lse(alone, key, value, bias, scale)
     weight = torch.sigmoid(prefix_lse.flatten(0, 1).index_select(0, shared.place) - lse)[..., None].to(out.dtype)
     merged: Tensor = torch.lerp(out, prefix_out.flatten(0, 1).index_select(0, shared.place), weight)
     return merged.reshape(rows, heads, dim)

@@ -7,10 +7,17 @@ Keys and values live in blocks, ``[num_blocks, block_size, heads, dim]``. What i
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from stoker.kernels.reference.attention_plan import PLAIN, AttentionPlan, Chunk, Decode, Visibility
+from stoker.kernels.reference.attention_plan import (
+    PLAIN,
+    Attend,
+    AttentionPlan,
+    Chunk,
+    Decode,
+    Visibility,
+    attend,
+)
 from stoker.kernels.reference.fp8 import FP8, FP8_MAX
 from stoker.kernels.reference.norm_rotary import QKNorm, latent_heads, qk_norm_rotary
 
@@ -113,7 +120,7 @@ def paged_attention(
 
         bias = plan.once((number, visibility, query.dtype), decode_bias)
         sink = None if sinks is None else sinks.view(1, kv_heads, group, 1)
-        return _attend(q, key, value, bias, scale, softcap, sink).reshape(rows, heads, -1)
+        return _attend(q, key, value, bias, scale, softcap, sink, plan.attend).reshape(rows, heads, -1)
 
     if plan.decodes and plan.decodes[0].rows is None:  # it is the only piece of the plan
         return decoded(0, plan.decodes[0])
@@ -161,10 +168,11 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    plain: Attend = attend,
 ) -> Tensor:
-    """query: [B, H, Q, Dk]; key: [B, H, L, Dk]; value: [B, H, L, Dv]; no bias means causal."""
+    """As ``plain``, which does it where there is neither softcap nor sinks."""
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=scale)
+        return plain(query, key, value, bias, scale)
     scores = (query @ key.transpose(-1, -2)).float() * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

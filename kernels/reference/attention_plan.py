@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _T = TypeVar("_T")
@@ -133,6 +134,15 @@ class Gather(Protocol):
         anything finite where a row has none."""
 
 
+# Of query [B, H, Q, Dk], key [B, H, L, Dk], value [B, H, L, Dv], a bias of the scores, and their scale; [B, H, Q, Dv].
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """No bias means causal."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, is_causal=bias is None, scale=scale)
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     """What every layer of a step does alike. ``seq_lens`` advances in place between the steps of a decode window."""
@@ -143,6 +153,7 @@ class AttentionPlan:
     block_size: int
     gather: Gather
     local_spans: bool = False
+    attend: Attend = attend  # for the rows of ``decodes``, whose bias is [B, 1, 1, L]
     _masks: dict[object, Any] = field(default_factory=dict)
 
     def next_step(self) -> None:
