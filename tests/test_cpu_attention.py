@@ -51,6 +51,18 @@ def plans(key_lens, tables, seq_lens, block_size, steps):
     return [ops.plan_attention(ones, key_lens, tables, seq_lens, **arguments) for ops in (CPU, REFERENCE)]
 
 
+def take(ways: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Attend in products, or not, or by torch's own attention, whatever is faster; returns what was asked."""
+    least, most = {"products": (0, 1 << 20), "torch": (1 << 20, 0)}[ways]
+    monkeypatch.setattr(cpu_attention, "_LEAST_MATRICES", {False: least, True: least})
+    monkeypatch.setattr(cpu_attention, "_FEW_KEYS", {False: most, True: most})
+    asked: list[bool] = []
+    ask = cpu_attention._in_products
+    monkeypatch.setattr(cpu_attention, "_in_products", lambda *tensors: asked.append(ask(*tensors)) or asked[-1])
+    return asked
+
+
+@pytest.mark.parametrize("ways", ["products", "torch"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(
     "groups",
@@ -63,8 +75,9 @@ def plans(key_lens, tables, seq_lens, block_size, steps):
 )
 @pytest.mark.parametrize("padded", [0, 3])
 @pytest.mark.parametrize("hold_bytes", [0, 2**30])
-def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes, monkeypatch):
+def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes, ways, monkeypatch):
     monkeypatch.setattr(cpu_attention, "_HOLD_BYTES", hold_bytes)
+    asked = take(ways, monkeypatch)
     key_lens, tables, seq_lens, (key, value), steps = make_step(block_size, groups, padded)
     mine, reference = plans(key_lens, tables, seq_lens, block_size, steps)
     if block_size == 16:
@@ -81,6 +94,35 @@ def test_shared_beginnings_change_nothing(block_size, groups, padded, hold_bytes
         torch.testing.assert_close(found[: len(key_lens)], expected[: len(key_lens)], rtol=1e-5, atol=1e-6)
         assert found.isfinite().all()
     assert bool(mine.held.parts) == (hold_bytes > 0 and (mine.shared is not None or bool(mine.plain.decodes)))
+    assert asked and set(asked) == {ways == "products"}
+
+
+@pytest.mark.parametrize("ways", ["products", "torch"])
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+@pytest.mark.parametrize("padded_rows", [0, 2])
+def test_rows_alone_by_products_and_by_torch(
+    shape: Shape, padded_rows: int, ways: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through a decode window, with and without windows, softcaps and sinks, which go the way of the reference."""
+    asked = take(ways, monkeypatch)
+    history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
+    rows = Rows(shape, history, new, num_steps=4, padded_rows=padded_rows)
+    plan = rows.plan(ops=CPU)
+    for step in range(4):
+        if step:
+            rows.seq_lens.add_(1)
+            plan.next_step()
+            for row, n in enumerate(rows.lengths):
+                rows.write(row, n + step - 1, n + step)
+        for feature in FEATURES:
+            rows.check(plan, step, padded_rows, CPU, **options_of(feature, shape))
+    assert asked and set(asked) == {ways == "products"}
+
+
+def test_in_16_bits_scores_are_not_rounded() -> None:
+    query, key = torch.randn(64, 2, 4, 16), torch.randn(64, 2, 32, 16)
+    assert cpu_attention._in_products(query, key)
+    assert not cpu_attention._in_products(query.bfloat16(), key.bfloat16())
 
 
 @pytest.mark.parametrize(
