@@ -16,19 +16,19 @@ from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
 
 
 def is_linear(module: Any) -> bool:
-    return type(module) in (nn.Linear, QuantisedLinear)
+    return type(module) in (nn.Linear, QuantisedLinear, Conv1D)
 
 
 def is_router(module: Any) -> bool:
     """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
     weight = getattr(module, "weight", None)
-    other = isinstance(module, nn.Linear | QuantisedLinear | nn.Embedding | Conv1D)
+    other = is_linear(module) or isinstance(module, nn.Linear | nn.Embedding)
     return not other and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def shape_of(module: Any) -> tuple[int, int]:
     """Outputs and inputs of what has A and B."""
-    if is_linear(module):
+    if isinstance(module, nn.Linear | QuantisedLinear):
         return module.out_features, module.in_features
     rows, columns = module.weight.shape
     return (columns, rows) if isinstance(module, nn.Embedding | Conv1D) else (rows, columns)

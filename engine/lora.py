@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of, states_of
 from stoker.engine.experts import adapt_experts, expert_tables, projection_of, with_biases
@@ -378,8 +379,9 @@ def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
     """Of the adapted rows of a weight, fp32 [N]. rounded: what is multiplied by in its place."""
     if isinstance(module, QuantisedLinear):
         return module.adapted_norms(weights.scale, weights.b, weights.a)
-    weight = module.weight if rounded is None else rounded
-    base = weight.T if isinstance(module, nn.Embedding) else weight
+    base = module.weight if rounded is None else rounded
+    if rounded is None and isinstance(module, nn.Embedding | Conv1D):  # which hold it column by column
+        base = base.T
     squares = torch.zeros(base.shape[0], device=base.device)
     for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
         squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)

@@ -280,14 +280,21 @@ def test_the_model_is_as_it_was() -> None:
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-OPTIONS: list[dict[str, Any]] = [{"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}, {"r": 4, "use_dora": True}]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "saved head": {"modules_to_save": ["lm_head"]},
+    "dora": {"use_dora": True},
+    "by column": {"family": "gpt2", "use_dora": True, "target_modules": ["c_attn", "c_proj", "c_fc"]},
+}
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float64"])
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "saved head", "dora"])
-def test_adapters_over_a_rounded_base(options: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "auto") for kind in OPTIONS), *((kind, "float64") for kind in OPTIONS if kind != "by column")],
+)
+def test_adapters_over_a_rounded_base(kind: str, dtype: str) -> None:
     """Mixed with the base in one batch. The norms of DoRA are those of the rounded weights."""
-    model = peft_model("llama", **options)
+    model = peft_model(**{"r": 4} | OPTIONS[kind])
     with in_fp8(model, dtype=dtype) as engine:
         batch = engine.generate_batch([PROMPT] * 2, PARAMS, adapter=["default", None])
         other = rounded_base(model, names_of(engine))

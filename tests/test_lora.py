@@ -60,6 +60,12 @@ from stoker.rollout import (
         ("glm4_moe", {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["shared_experts"]}),
         ("mistral", {"target_modules": ["lm_head", "k_proj"]}),
         ("gpt_oss", {"target_modules": ["q_proj", "o_proj"]}),
+        # Whose weights lie column by column.
+        ("gpt2", {"target_modules": ["c_attn"]}),
+        ("gpt2", {"target_modules": ["c_attn", "c_fc", "c_proj"], "use_rslora": True, "lora_bias": True}),
+        ("gpt2", {"target_modules": ["c_attn", "c_fc", "c_proj"], "use_dora": True, "bias": "lora_only"}),
+        ("gpt2", {"target_modules": ["c_proj", "wte"], "rank_pattern": {"mlp.c_proj": 9}, "bias": "all"}),
+        ("gpt2", {"target_modules": ["c_fc"], "use_dora": True, "modules_to_save": ["ln_1", "wte"]}),
     ],
 )
 def test_like_peft(family: str, options: dict[str, Any]) -> None:
@@ -67,6 +73,15 @@ def test_like_peft(family: str, options: dict[str, Any]) -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_like_peft(engine, model, ["default", None, "default", None])
         assert tokens(engine) == expected_tokens(model) != expected_tokens(model, None)
+
+
+def test_layers_that_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "fuse_layers", lambda *_: (0, False))
+    for family, targets in (("llama", "all-linear"), ("gpt2", ["c_attn", "c_fc", "c_proj"])):
+        model = peft_model(family, target_modules=targets, use_dora=True)
+        with RolloutEngine(model, config=CONFIG) as engine:
+            assert engine.stats().fused_layers == 0
+            assert_like_peft(engine, model, ["default", None, "default", None])
 
 
 def test_several_adapters_in_one_batch() -> None:
