@@ -328,3 +328,31 @@ def test_layers_that_run_different_adapters_are_refused() -> None:
             tokens(engine)
         layer.enable_adapters(True)
         assert tokens(engine) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"use_dora": True, "target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["autocast", "default dtype"])
+def test_what_is_derived_of_an_adapter_does_not_depend_on_the_callers_settings(
+    family: str, options: dict[str, Any], how: str
+) -> None:
+    model = peft_model(family, **options)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        expected = engine.score(PROMPTS)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16 if how == "default dtype" else before)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
+            RolloutEngine(model, config=CONFIG) as engine,
+        ):
+            found = engine.score(PROMPTS)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(found, expected, strict=True))
