@@ -382,7 +382,7 @@ def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
     base = module.weight if rounded is None else rounded
     if rounded is None and isinstance(module, nn.Embedding | Conv1D):  # which hold it column by column
         base = base.T
-    squares = torch.zeros(base.shape[0], device=base.device)
+    squares = torch.zeros(base.shape[0], device=base.device, dtype=torch.float32)
     for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
         squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)
     return squares.sqrt()

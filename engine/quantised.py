@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
 
         The layer applied to unit vectors gives the columns, whatever the format is.
         """
-        squares = torch.zeros(self.out_features, device=a.device)
+        squares = torch.zeros(self.out_features, device=a.device, dtype=torch.float32)
         for first in range(0, self.in_features, _COLUMNS):
             count = min(_COLUMNS, self.in_features - first)
             units = torch.zeros(count, self.in_features, device=a.device, dtype=a.dtype)

@@ -239,7 +239,8 @@ def _matmul(
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(tokens, c.block_m) * triton.cdiv(full_width, c.block_n)
     parallel = c.segments > 1 and tiles < _FILLED
-    partial = torch.empty(c.segments, tokens, full_width, device=x.device) if parallel else out
+    sums = c.segments, tokens, full_width
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device) if parallel else out
     settings = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
     settings |= {"SCALED": row_scales is not None} | launch.options(x.device)
     bias_or_x, residual_or_x, scales_or_x = (x if t is None else t for t in (bias, residual, row_scales))

@@ -169,7 +169,8 @@ def streamed(
     split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), tiles_of(full_width)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    partial = torch.empty(tiles * splits * block_m * (_COLUMNS + 1), device=x.device) if splits > 1 else out
+    sums = tiles * splits * block_m * (_COLUMNS + 1)
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
     norm_weight, eps, offset, *_ = norm or (x, 0.0, False)
     _streamed_kernel[tiles, splits](
         x,

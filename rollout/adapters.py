@@ -167,12 +167,15 @@ class Adapters:
             if packed is None or self._binding.source.wider:
                 packed = pack(self._as_run(weights), runtime_for(device))
             here = slab.fill(packed)
-        shell.lora.put(slot, here)
+        with torch.autocast(device.type, enabled=False):  # the caller's is not for what a slot derives
+            shell.lora.put(slot, here)
         self._placed[slot] = shell, weights, here
 
     def over_images(self, adapter: Adapter) -> ImageAdapter:
         """What it does where only images go through."""
-        return image_adapter(self._binding.shell, adapter.name, self._as_run(self._weights[adapter.name]))
+        shell = self._binding.shell
+        with torch.autocast(shell.device.type, enabled=False):
+            return image_adapter(shell, adapter.name, self._as_run(self._weights[adapter.name]))
 
     def give_back(self) -> None:
         """Free the copies on the device. Adapters keep their slots; those of the trainer's stay where they lie.

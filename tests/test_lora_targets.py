@@ -48,6 +48,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"trainable_token_indices": {"embed_tokens": [7, 3]}}),
     ("mistral", {"trainable_token_indices": {"embed_tokens": [7, 3], "lm_head": [60]}}),
     ("qwen3", {"trainable_token_indices": [5, 3, 90], "use_dora": True}),
+    ("mistral", {"modules_to_save": ["norm"], "target_modules": ["v_proj"]}),  # and whatever else ends so
+    ("mistral", {"trainable_token_indices": {"tokens": [7, 3]}}),
     ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     ("mixtral", {"target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True}),
     ("gpt_oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[:1]}),
@@ -328,3 +330,31 @@ def test_layers_that_run_different_adapters_are_refused() -> None:
             tokens(engine)
         layer.enable_adapters(True)
         assert tokens(engine) == before
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"use_dora": True, "target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", ["autocast", "default dtype"])
+def test_what_is_derived_of_an_adapter_does_not_depend_on_the_callers_settings(
+    family: str, options: dict[str, Any], how: str
+) -> None:
+    model = peft_model(family, **options)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        expected = engine.score(PROMPTS)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16 if how == "default dtype" else before)
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
+            RolloutEngine(model, config=CONFIG) as engine,
+        ):
+            found = engine.score(PROMPTS)
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a.logprobs, b.logprobs) for a, b in zip(found, expected, strict=True))

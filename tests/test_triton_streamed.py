@@ -70,6 +70,20 @@ def test_more_splits_are_other_sums_and_the_same_splits_the_same_bits() -> None:
     assert torch.equal(once, again) and not torch.equal(once, other)
 
 
+def test_partial_sums_are_in_fp32_whatever_the_default_is() -> None:
+    arguments = make_linear(9, 130, 800, "", torch.float32)
+
+    def products() -> list[Tensor]:
+        return [streamed_as_asked(arguments, 5), DETERMINISTIC.linear(**arguments)]
+
+    expected, before = products(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float16)
+        assert all(map(torch.equal, products(), expected))
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.gpu
 def test_the_last_program_adds_up_in_order_whoever_it_is() -> None:
     arguments = make_linear(64, 2048, 8192, "r", torch.bfloat16)

@@ -174,18 +174,18 @@ def _token_indices(path: str, config: Any) -> tuple[int, ...]:
     indices = config.trainable_token_indices or {}
     if not isinstance(indices, Mapping):
         return tuple(indices)
-    return next((tuple(ids) for module, ids in indices.items() if _is_named(path, [module])), ())
+    return next((tuple(ids) for module, ids in indices.items() if path.endswith(module)), ())
 
 
 def _saved(name: str, modules: Iterable[str] | None) -> tuple[str, str] | None:
-    """The module of those that a tensor is of, and what it is called there."""
+    """The module of those that a tensor is of, and what it is called there. "norm" is "input_layernorm" too, as in PEFT."""
     parts = _COPY.sub("", name, count=1).split(".")
     splits = ((".".join(parts[:n]), ".".join(parts[n:])) for n in range(1, len(parts)))
-    return next(((path, leaf) for path, leaf in splits if _is_named(path, modules)), None)
+    return next(((path, leaf) for path, leaf in splits if path.endswith(tuple(modules or ()))), None)
 
 
-def _is_named(path: str, names: Iterable[str] | None) -> bool:
-    return any(path == name or path.endswith(f".{name}") for name in names or ())
+def _is_named(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
