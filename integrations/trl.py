@@ -162,10 +162,10 @@ class _EngineBackend:
         return batch
 
     def _send_to_sleep(self) -> None:
-        """While a run goes on, what an update moves anyway does not wait in host memory for it."""
-        stats = self.engine.stats()
-        self._dropped = self._training and 2 * stats.last_update_bytes > stats.mirror_bytes > 0
-        self.engine.sleep(3 if self._dropped else 1, tags=between_rollouts(stats.mirror_bytes))
+        """While a run trains all of a model, its weights do not wait in host memory for the update that moves them all."""
+        nbytes = self.engine.stats().mirror_bytes
+        self._dropped = self._training and nbytes > 0 and all(p.requires_grad for p in self._model.parameters())
+        self.engine.sleep(3 if self._dropped else 1, tags=between_rollouts(nbytes))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

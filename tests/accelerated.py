@@ -203,8 +203,9 @@ def trl(
 
 
 def assert_trained(found: dict[str, Any], source: str = "mirror", *, kept: bool = False) -> None:
-    """kept: whether copies of weights that sleep are, though the next update comes before anything runs on them."""
-    version = found["version"] - (source == "mirror" and not kept)  # taken once more when training has ended
+    """kept: whether a mirror that sleeps is, though the next update comes before anything runs on it."""
+    copies = source == "mirror"
+    version = found["version"] - (copies and not kept)  # taken once more when training has ended
     assert (found["source"], version, found["asleep"]) == (source, 3, [True] * 3)
-    assert found["kept"][1:] == [kept, kept, source == "mirror"]
+    assert found["kept"] == [copies and kept] * 3 + [copies]
     assert found["worst"] < LOGPROB_TOLERANCE < found["moved"] / 100
