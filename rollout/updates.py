@@ -113,10 +113,10 @@ class WeightUpdates:
         def take(changed: bool) -> None:
             if changed:
                 self._take(self.version if self._told else self.version + 1, recompute=recompute)
-            elif self._told:
-                self._core.images.renew()  # which another thread may have had read, before what the update did not see
+            elif self._told:  # before what the update did not see, another thread may have had these read
+                self._core.images.renew()
+                self._binding.shell.lora.stacks.forget()
             self._behind = self._told = False
-            self._binding.shell.lora.stacks.forget()
 
         self._between_steps("look at its weights", look, take)
         self._binding.check_ready()

@@ -27,6 +27,7 @@ from peft import get_peft_model
 from safetensors.torch import load_file
 
 from stoker.kernels.ops import REFERENCE
+from stoker.kernels.reference import lora_stacks
 from stoker.rollout import (
     LIVE,
     EngineConfig,
@@ -124,7 +125,7 @@ def test_the_model_is_looked_at_as_often_for_many_prompts_as_for_one(monkeypatch
     assert len(set(counts)) == 1
 
 
-def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_adapters_end_with_an_update_and_with_no_other_call() -> None:
     """While others run, and though nobody looked at the numbers since."""
     model = two_adapters()
     model.add_adapter("third", lora(r=2))
@@ -132,9 +133,6 @@ def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: 
     with RolloutEngine(model, config=config) as engine:
         handles = [engine.submit(PROMPTS[0], GREEDY, adapter=a) for a in ("default", "other", "third")]
         stacks = engine._binding.shell.lora.stacks
-        seen: list[Any] = []
-        finish = engine._loop._finish
-        monkeypatch.setattr(engine._loop, "_finish", lambda *a: seen.append(stacks._slots) or finish(*a))
         for _ in range(2):
             engine.core.step()
         assert stacks._slots
@@ -144,10 +142,29 @@ def test_copies_of_adapters_end_with_an_update_and_with_a_new_call(monkeypatch: 
         engine.resume()
         for _ in range(2):
             engine.core.step()
-        assert stacks._slots
+        version = stacks.version
         engine.score([PROMPTS[1]], adapter=None)
-        assert seen == [()]
+        assert stacks._slots and stacks.version == version
         assert all(len(h.result().completions[0].token_ids) == 9 for h in handles)
+
+
+def test_copies_of_adapters_are_made_once_for_all_rollouts_between_two_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = two_adapters()
+    written: list[Any] = []
+    write = lora_stacks._write
+    monkeypatch.setattr(lora_stacks, "_write", lambda *given: written.append(given) or write(*given))
+    counts = []
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for seed, change in enumerate((None, None, "announced", None, "silent", None), start=5):
+            if change:
+                shake(model, seed=seed)
+            if change == "announced":
+                engine.update_weights()
+            assert_like_peft(engine, model, ["default", "other", "default", None], PROMPTS)
+            counts.append(len(written))
+            written.clear()
+    assert [bool(count) for count in counts] == [True, False, True, False, True, False]
+    assert len({*counts}) == 2
 
 
 def test_one_prompt_with_each_adapter_is_no_group() -> None:
