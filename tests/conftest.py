@@ -1,4 +1,4 @@
-"""Settings every test runs under, made before triton and transformers are first imported: both read them only then."""
+"""Settings every test runs under, made before torch, triton and transformers are first imported: they read them only then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+
+# Models this small are several times slower when their operations are split over threads, and where there are as many
+# processes of tests as processors, those that a test starts are slower by more.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-torch.set_num_threads(1)  # models this small are several times slower when their operations are split over threads
 
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels run in triton's interpreter, on the CPU

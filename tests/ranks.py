@@ -61,7 +61,6 @@ def run(
 def _main(
     function: Callable[..., Any], rank: int, world_size: int, store: str, arguments: Any, timeout: float, results: Any
 ) -> None:
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         dist.init_process_group(

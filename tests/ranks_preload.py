@@ -8,9 +8,8 @@ import accelerated  # noqa: F401
 import families  # noqa: F401
 import peft  # noqa: F401
 import sharded_faults  # noqa: F401
-import torch
 import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
+import torch.distributed.tensor.parallel  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
@@ -22,5 +21,4 @@ with contextlib.suppress(ImportError):
 with contextlib.suppress(ImportError):
     from trl import GRPOTrainer  # noqa: F401
 
-torch.set_num_threads(1)
 gc.freeze()  # DeepSpeed collects garbage often, and there is none in all this

@@ -236,8 +236,6 @@ def test_unseeded_calls_differ_and_every_engine_repeats_them():
 
 
 _UNSEEDED = """
-import torch
-torch.set_num_threads(1)
 from families import make_model
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 

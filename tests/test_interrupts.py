@@ -174,8 +174,6 @@ def test_an_error_in_the_middle_of_a_batch_is_passed_on(monkeypatch):
 
 _CTRL_C = """
 import random, signal
-import torch
-torch.set_num_threads(1)
 from families import make_model
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 config = EngineConfig(kv_cache_memory=300_000, block_size=4, max_num_batched_tokens=64)

@@ -136,7 +136,6 @@ def test_nothing_holds_what_sleep_gives_back(family: str) -> None:
 _SLEEP = """
 import gc, json, os, sys, time
 import torch
-torch.set_num_threads(1)
 from families import make_model
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -194,8 +193,6 @@ print(json.dumps(out))
 
 _MAPPED = """
 import json, sys
-import torch
-torch.set_num_threads(1)
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 import transformers.models.llama.modeling_llama
 
@@ -215,10 +212,7 @@ print(json.dumps({
 
 
 def in_another_process(code: str, *arguments: str) -> dict:
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=300
     )

@@ -300,8 +300,6 @@ def test_asleep_within_a_block(monkeypatch):
 
 _CYCLES = """
 import gc, os
-import torch
-torch.set_num_threads(1)
 from families import make_model
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -331,8 +329,5 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_update_wake_and_rollout_leave_nothing_behind():
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
     subprocess.run([sys.executable, "-P", "-c", _CYCLES], check=True, env=env, timeout=300)

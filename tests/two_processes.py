@@ -24,7 +24,6 @@ def run_in_two_processes(function: Callable[[str], Any], folder: str) -> list[An
     code = function.__code__  # type: ignore[attr-defined]
     command = [sys.executable, "-P", __file__, code.co_filename, function.__name__, folder]
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     processes = []
     try:
         for rank in ("0", "1"):
@@ -40,7 +39,6 @@ def run_in_two_processes(function: Callable[[str], Any], folder: str) -> list[An
 
 
 def _main(file: str, function: str, folder: str) -> None:
-    torch.set_num_threads(1)
     sys.path.insert(0, str(Path(file).parent))
     answer = getattr(importlib.import_module(Path(file).stem), function)(folder)
     torch.save(answer, Path(folder, f"{os.environ['RANK']}.pt"))
