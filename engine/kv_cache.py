@@ -4,7 +4,8 @@ Layers with a window may have blocks of their own, as few as the window needs. F
 many layers as there are of the rarer kind: a block of these is one page, and a block of the others as many pages as they
 fill, side by side. So both kinds take from the same memory, whatever the lengths of sequences ("Efficient Memory Management
 for Large Language Model Serving with PagedAttention", Kwon et al. 2023, has one kind of block). Where a layer of one kind keeps
-a multiple of what one of the other does, as Gemma 4's, so many of these take its place.
+a multiple of what one of the other does, as Gemma 4's, so many of these take its place. Where all layers have a window, a page
+is of one of them, and a block of those that see all keys, of which there are none, names the tokens: nothing is in its page.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class LayerShape:
 
 
 def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: int) -> BlockLayout:
-    """Blocks of their own for layers with a window, where there are others, either kind's are all alike, what one keeps is a
-    multiple of what another does, and the longest sequence takes less."""
+    """Blocks of their own for layers with a window, where either kind's are all alike, what one keeps is a multiple of what
+    another does, and the longest sequence takes less."""
     kinds = _kinds(shapes)
     beside = _beside(*({(shapes[i].sizes, shapes[i].dtype) for i in kind} for kind in kinds))
     for shape in shapes:  # who attends to the keys of another has to find them
@@ -78,7 +79,7 @@ def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: i
     if beside is None:
         return BlockLayout()
     whole, windowed = (-(-len(kind) // number) for kind, number in zip(kinds, beside, strict=True))
-    few, many = sorted((whole, windowed))
+    few, many = sorted((max(1, whole), windowed))
     span = -(-many // few)
     windows = tuple({shapes[i].visibility for i in kinds[1]})
     layout = BlockLayout(span if windowed == few else 1, 1 if windowed == few else span, windows, beside)
@@ -95,6 +96,8 @@ def _kinds(shapes: Sequence[LayerShape]) -> tuple[list[int], list[int]]:
 
 def _beside(*kinds: set[tuple[tuple[int, int], torch.dtype]]) -> tuple[int, int] | None:
     """``BlockLayout.beside``, None where a place for the layers of one kind is none for those of the other."""
+    if list(map(len, kinds)) == [0, 1]:
+        return 1, 1
     if any(len(kind) != 1 for kind in kinds):
         return None
     (whole, dtype), (windowed, other) = (next(iter(kind)) for kind in kinds)
@@ -110,7 +113,7 @@ def _page(shapes: Sequence[LayerShape], layout: BlockLayout) -> list[dict[int, i
     if not layout.window_pages:
         return [{i: 0} for i in sorted(whole + windowed)]
     kinds = list(zip((whole, windowed), layout.beside, strict=True))
-    parts: list[dict[int, int]] = [{} for _ in range(min(-(-len(kind) // beside) for kind, beside in kinds))]
+    parts: list[dict[int, int]] = [{} for _ in range(max(1, min(-(-len(kind) // beside) for kind, beside in kinds)))]
     for kind, beside in kinds:
         for number, layer in enumerate(kind):
             page, part = divmod(number // beside, len(parts))

@@ -25,7 +25,6 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
-from stoker.kernels.reference.attention_plan import PLAIN
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.loading import checkpoint
@@ -119,9 +118,7 @@ class ModelBinding:
         self.shapes = self._as_kept(shapes)
 
     def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
-        """In the cache's dtype; where all layers see alike, how much is of no matter to it."""
-        if len({shape.visibility for shape in shapes if shape.heads}) == 1:
-            shapes = [replace(shape, visibility=PLAIN) for shape in shapes]
+        """In the cache's dtype."""
         return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
 
     def fuse(self) -> None:

@@ -102,7 +102,7 @@ def test_a_class_that_derives_from_the_one_before_takes_its_place() -> None:
         model.model.layers[2].mlp.up_proj = copy.copy(up)
         assert engine.update_weights() == 3
         model.model.norm = Other(model.model.norm)  # which is of no interest any more
-        wrapper._orig_mod = other = make_model("mistral", seed=4)
+        wrapper._orig_mod = other = make_model("mistral", seed=4, sliding_window=None)
         assert engine.update_weights() == 4
         (completion,) = engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=4))[0].completions
         expected = oracle.logprobs(other, [5, 4, 3], completion.token_ids)

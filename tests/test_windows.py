@@ -27,7 +27,7 @@ FULL, SLIDING = (
 )
 WIDE = LayerShape(heads=4, key_dim=8, value_dim=8, visibility=WINDOW)
 FULL_WIDE = LayerShape(heads=1, key_dim=32, value_dim=32)
-FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2", "gemma4", "gemma4+experts"]
+FAMILIES = ["gemma3", "gpt_oss", "llama4", "cohere2", "gemma4", "gemma4+experts", "mistral", "starcoder2"]
 # Of Gemma 4, where a layer that sees all keys keeps as much as two with a window (as E2B), and one of these as two of it (31B).
 _FIELDS: dict[str, dict[str, Any]] = {
     "gemma4": {"global_head_dim": 32},
@@ -117,10 +117,11 @@ def test_nothing_is_read_that_was_given_up(family: str, blocks: int | None) -> N
     check_on_poisoned_memory(family, blocks)
 
 
-def test_a_long_sequence_holds_what_its_windows_see() -> None:
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_a_long_sequence_holds_what_its_windows_see(family: str) -> None:
     """200 tokens, of which layers with a window hold 12 and what a block and a plan make of it."""
     most = 0
-    with engine_of("gemma3", block_size=4, max_model_len=200, decode_window=4, max_num_batched_tokens=16) as engine:
+    with engine_of(family, block_size=4, max_model_len=200, decode_window=4, max_num_batched_tokens=16) as engine:
         scheduler = engine.core.scheduler
         plan: Callable[[], Any] = scheduler.plan
 
@@ -136,17 +137,18 @@ def test_a_long_sequence_holds_what_its_windows_see() -> None:
     assert 4 <= most <= 8  # ceil((12 + 16) / 4) and one in part
 
 
-def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken() -> None:
+@pytest.mark.parametrize(("family", "blocks"), [("gemma3", 24), ("mistral", 18)])
+def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken(family: str, blocks: int) -> None:
     """Alone, in memory that other sequences have left in pieces."""
-    with engine_of("gemma3", 24, max_num_batched_tokens=16) as engine:
+    with engine_of(family, blocks, max_num_batched_tokens=16) as engine:
         others = [prompt(seed, 9) for seed in range(12)]
         params = SamplingParams(max_tokens=11, ignore_eos=True)
         engine.generate_batch(others, params).raise_for_errors()
         room = engine._kv.most_tokens(16)
-        assert 24 * 4 < room < 256, "more than blocks of all layers would hold"
+        assert blocks * 4 < room < 256, "more than blocks of all layers would hold"
         longest = SamplingParams(max_tokens=room - 50, ignore_eos=True, temperature=0)
         prompts = [*others, prompt(5, 50)]
-        check("gemma3", prompts, engine.generate_batch(prompts, [*[params] * 12, longest]))
+        check(family, prompts, engine.generate_batch(prompts, [*[params] * 12, longest]))
         with pytest.raises(InvalidRequestError, match=f"the KV cache holds {room}"):
             engine.generate_batch([prompt(5, 51)], longest)
 
@@ -158,7 +160,9 @@ def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken() -> Non
         ([SLIDING] * 22 + [FULL] * 4, (1, 6)),
         ([FULL] * 5 + [SLIDING], (5, 1)),
         ([FULL] * 3, (1, 0)),
-        ([SLIDING] * 3, (1, 0)),
+        ([SLIDING] * 3, (1, 3)),
+        ([SLIDING], (1, 0)),
+        ([SLIDING, WIDE], (1, 0)),
         ([FULL, LayerShape(heads=1, key_dim=16, value_dim=16, visibility=WINDOW)], (1, 1)),
         ([WIDE] * 2 + [FULL] * 3, (1, 1)),
         ([WIDE] * 7 + [FULL] * 3, (1, 4)),
