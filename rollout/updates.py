@@ -113,9 +113,11 @@ class WeightUpdates:
         def take(changed: bool) -> None:
             if changed:
                 self._take(self.version if self._told else self.version + 1, recompute=recompute)
-            elif self._told:  # before what the update did not see, another thread may have had these read
+            elif (
+                self._told
+            ):  # what was copied at the update, or for another thread since, may be older than the weights
                 self._core.images.renew()
-                self._binding.shell.lora.stacks.forget()
+                self._adapters.refresh()
             self._behind = self._told = False
 
         self._between_steps("look at its weights", look, take)

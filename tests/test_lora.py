@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,14 @@ def test_several_adapters_in_one_batch() -> None:
         assert_like_peft(engine, model, ["other", None, "default", "other", "default", "other", None], prompts)
 
 
-def test_what_many_adapters_become_is_seen_at_once() -> None:
-    """Whether announced, or not, or more changed after it was announced: the CPU's copies of them are never old."""
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_what_many_adapters_become_is_seen_at_once(dtype: str) -> None:
+    """Whether announced, or not, or more changed after it was announced: copies of them are never old."""
     model = two_adapters()
     model.add_adapter("third", lora(r=2))
     shake(model, seed=3)
     choices = ["third", "other", "default", "third", "default", "other"]
-    with RolloutEngine(model, config=CONFIG) as engine:
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
         for change in range(5):
             assert_like_peft(engine, model, choices, [*PROMPTS, *PROMPTS[:2]])
             shake(model, seed=4 + change)
