@@ -113,9 +113,7 @@ class WeightUpdates:
         def take(changed: bool) -> None:
             if changed:
                 self._take(self.version if self._told else self.version + 1, recompute=recompute)
-            elif (
-                self._told
-            ):  # what was copied at the update, or for another thread since, may be older than the weights
+            elif self._told:  # what was made at the update, or for another thread since, may be older than the weights
                 self._core.images.renew()
                 self._adapters.refresh()
             self._behind = self._told = False
