@@ -241,6 +241,7 @@ class SharedMemoryTransfer(_Conversation):
                 raise WeightTransferError(f"{self._other} refuses: {refusal}")
             return manifest.only(wanted)
         self._other = "the sender"
+        self._skip_given_up()
         manifest = self._expect("begin")
         assert manifest is not None
         self._id = manifest.transfer_id
@@ -281,6 +282,12 @@ class SharedMemoryTransfer(_Conversation):
             self._taken()
             self._expect("end")
             self._send("ended", None)
+
+    def _skip_given_up(self) -> None:
+        """Forget transfers the sender gave up before anyone took them: taken late, each would make the next late."""
+        while self.connection.poll(0):
+            message = self._next("begin")
+            self._ahead = message if message[0] == "begin" else None
 
     def _tell(self, error: str) -> None:
         with suppress(WeightTransferError):  # there may be nobody left to be told
