@@ -105,6 +105,12 @@ def _load_split(logits_ptr, stride, vocab, split, row, BLOCKS: tl.constexpr, BLO
     return logits.to(tl.float32)
 
 
+@triton.jit
+def _largest(values):
+    """Of [N], with its place: the first of equals. NaN is as little as there is: left in, it is Triton's version that decides."""
+    return tl.max(tl.where(values == values, values, float("-inf")), 0, return_indices=True)
+
+
 @triton.jit(do_not_specialize_on_alignment=["noise_ptr", *_WORK])
 def _sample_splits(
     logits_ptr, stride, vocab, inverse_ptr, noise_ptr, noise_stride, masses_ptr, best_ptr, best_id_ptr, top_ptr,
@@ -120,22 +126,22 @@ def _sample_splits(
     if RANDOM:
         blocks = split * BLOCKS + tl.arange(0, BLOCKS)
         noise = tl.load(noise_ptr + row * noise_stride + BLOCK + blocks, mask=blocks * BLOCK < vocab, other=0.0)
-        best, where = tl.max(mass + noise, 0, return_indices=True)
+        best, where = _largest(mass + noise)
         tl.store(best_ptr + at, best)
         tl.store(best_id_ptr + at, split * BLOCKS + where)
     if GREEDY:
-        top, where = tl.max(tl.reshape(logits, [BLOCKS * BLOCK]), 0, return_indices=True)
+        top, where = _largest(tl.reshape(logits, [BLOCKS * BLOCK]))
         tl.store(top_ptr + at, top)
         tl.store(top_id_ptr + at, split * BLOCKS * BLOCK + where)
 
 
 @triton.jit
 def _best_of(values_ptr, ids_ptr, splits, row, SPLITS: tl.constexpr):
-    """The id of the largest value of a row's splits, the first of equals; some split's id where NaN is among them."""
+    """The id of the largest value of a row's splits, the first of equals."""
     lanes = tl.arange(0, SPLITS)
     values = tl.load(values_ptr + row * splits + lanes, mask=lanes < splits, other=float("-inf"))
     ids = tl.load(ids_ptr + row * splits + lanes, mask=lanes < splits, other=0)
-    _, best = tl.max(values, 0, return_indices=True)
+    _, best = _largest(values)
     return tl.sum(tl.where(lanes == best, ids, 0), 0)
 
 
@@ -162,13 +168,12 @@ def _sample_rows(
         inside = first + lanes < vocab
         logits = tl.load(logits_ptr + row * stride + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
         noise = tl.load(noise_ptr + row * noise_stride + lanes)
-        _, where = tl.max(logits * inverse + noise, 0, return_indices=True)
+        _, where = _largest(logits * inverse + noise)
         token = first + where
         if GREEDY:
             token = tl.where(tl.load(greedy_ptr + row), _best_of(top_ptr, top_id_ptr, splits, row, SPLITS), token)
     else:
         token = _best_of(top_ptr, top_id_ptr, splits, row, SPLITS)
-    token = tl.minimum(token, vocab - 1)  # among NaN the largest may be a lane beyond the vocabulary
     tl.store(tokens_ptr + row, token.to(tl.int64))
     chosen = tl.load(logits_ptr + row * stride + token).to(tl.float32) * inverse
     tl.store(logprobs_ptr + row, chosen - normaliser)
