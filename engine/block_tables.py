@@ -125,7 +125,8 @@ class BlockTables:
     def _give_up_unseen(self, request: Request, *, keep_prompt: bool) -> None:
         """Of its window's blocks, those that nothing sees which is still to be computed.
 
-        keep_prompt: nor what its prompt's end sees, as long as samples of the same prompt wait, which begin there.
+        keep_prompt: nor what the last block of its prompt sees, as long as samples of the same prompt wait, which begin
+        there.
         """
         if not self.windowed:
             return
@@ -133,7 +134,7 @@ class BlockTables:
         if first <= request.unseen_blocks:
             return
         if keep_prompt and any(other.status is Status.WAITING for other in request.group):
-            first = min(first, self.first_seen(request.num_prompt - 1))
+            first = min(first, self.first_seen((request.num_prompt - 1) // self.block_size * self.block_size))
         for index in range(request.unseen_blocks, first):
             self.pool.free((request.window_ids[index],))
             request.window_ids[index] = 0

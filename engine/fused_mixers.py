@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.engine.layer_structure import head_dim_of, norm_of
@@ -36,7 +37,7 @@ Mixer = Callable[[Tensor, Any, Any], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Norms of queries and keys, rotary embedding, attention, and a gate for each number of it."""
+    """Norms of queries and keys, rotary embedding, attention, and a gate of each head of it, or of each number."""
 
     ops: Ops
     layer: int
@@ -44,6 +45,7 @@ class Attention:
     heads: int
     kv_heads: int  # none: keys and values are those of another layer
     gated: bool  # the projection has a gate behind each query head
+    gate_width: int  # of a gate behind all of them
     head_norm: QKNorm | None  # of each query and key head
     whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
     options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
@@ -52,18 +54,23 @@ class Attention:
     rotary: bool = True
     interleaved: bool = False
     tempered: bool = False  # queries have a factor of their position
+    gate_act: Callable[[Tensor], Tensor] = torch.sigmoid
 
     def __call__(self, qkv: Tensor, tables: tuple[Tensor, ...] | None, context: Any) -> Tensor:
-        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where ``gated``, and narrower where the keys' projection is the
-        values' too.
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim], wider where there is a gate, and narrower where the keys' projection is
+        the values' too.
 
         Returns [T, heads * value dim].
         """
+        gate = None
+        if self.gate_width:
+            qkv, gate = torch.split(qkv, [qkv.shape[1] - self.gate_width, self.gate_width], dim=1)
+            gate = gate.view(qkv.shape[0], self.heads, -1)
         if self.whole_norms is not None:
             qkv = self._normed(qkv, *self.whole_norms)
         if self.clipping is not None:
             qkv = qkv.clamp_(-self.clipping.clip_qkv, self.clipping.clip_qkv)
-        by_head, gate = qkv.view(qkv.shape[0], -1, self.head_dim), None
+        by_head = qkv.view(qkv.shape[0], -1, self.head_dim)
         if self.gated:
             query, rest = torch.split(by_head, [2 * self.heads, 2 * self.kv_heads], dim=1)
             by_head, gate = torch.cat((query[:, ::2], rest), dim=1), query[:, 1::2]
@@ -80,7 +87,7 @@ class Attention:
             grouped=self.grouped,
             **self.options,
         )
-        return out.flatten(1) if gate is None else (out * gate.sigmoid()).flatten(1)
+        return out.flatten(1) if gate is None else (out * self.gate_act(gate)).flatten(1)
 
     def _normed(self, qkv: Tensor, query_norm: Norm, key_norm: Norm) -> Tensor:
         widths = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
@@ -269,7 +276,7 @@ def mixers_of(
     head_norm = whole_norms = None
     if (dim := head_dim_of(module)) is None:
         return
-    heads = out_width // dim
+    heads, gate_width = out_width // dim, widths.pop() if len(widths) == 4 else 0
     names = next((n for n in _HEAD_NORMS if isinstance(getattr(module, n[0], None), nn.Module)), ())
     found = [norm_of(getattr(module, name), dim, inputs[0].weight) for name in names if hasattr(module, name)]
     norms = [norm for norm in found if norm is not None]
@@ -299,6 +306,7 @@ def mixers_of(
         heads=heads,
         kv_heads=kv_heads,
         gated=gated,
+        gate_width=gate_width,
         head_norm=head_norm,
         whole_norms=whole_norms,
         options=options,
@@ -306,8 +314,14 @@ def mixers_of(
     )
     rotations = (*(((True, False), (True, True)) if tables else ()), (False, False))
     orders = (False, True)[: 2 if len(widths) == 1 else 1]
-    for (rotary, interleaved), tempered, grouped in itertools.product(rotations, factors, orders):
-        yield replace(attention, rotary=rotary, interleaved=interleaved, tempered=tempered, grouped=grouped)
+    acts = (torch.sigmoid, _softplus)[: 2 if gate_width else 1]
+    for (rotary, interleaved), tempered, grouped, act in itertools.product(rotations, factors, orders, acts):
+        how = {"rotary": rotary, "interleaved": interleaved, "tempered": tempered, "grouped": grouped, "gate_act": act}
+        yield replace(attention, **how)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return F.softplus(x.float()).to(x.dtype)
 
 
 def _latent(

@@ -74,7 +74,7 @@ def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: i
     beside = _beside(*({(shapes[i].sizes, shapes[i].dtype) for i in kind} for kind in kinds))
     for shape in shapes:  # who attends to the keys of another has to find them
         other = None if shape.same_as is None else shapes[shape.same_as]
-        if shape.states or (other is not None and other.visibility != shape.visibility):
+        if other is not None and other.visibility != shape.visibility:
             beside = None
     if beside is None:
         return BlockLayout()

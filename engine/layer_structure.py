@@ -30,7 +30,11 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
         "post_feedforward_layernorm",
     ),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM-4
+    ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),  # AFMoE
+    ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),  # HyperCLOVA X
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
     ("operator_norm", None, "ffn_norm", None),  # LFM2
+    ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),  # LFM3
     ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("input_layernorm", None, None, None),  # attention and MLP side by side: Cohere, Phi
@@ -49,6 +53,8 @@ _SCALE = "layer_scalar"
 # What mixes tokens: the linears that read its input, and the one that makes its output.
 _MIXERS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
     "self_attn": (
+        (("q_proj", "k_proj", "v_proj", "g_proj"), "o_proj"),  # the last: a gate of what attention gives
+        (("q_proj", "k_proj", "v_proj", "gate_proj"), "o_proj"),
         (("q_proj", "k_proj", "v_proj"), "o_proj"),
         (("q_proj", "k_proj", "v_proj"), "out_proj"),
         (("q_proj", "k_proj", "v_proj"), "dense"),

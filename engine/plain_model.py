@@ -78,7 +78,7 @@ class PlainModel:
         self.embed_positions: Any = getattr(body, _POSITION_EMBEDDINGS, None)
         self.layers = list(zip(_layers(shell), rotary.kinds, strict=True))
         self.rotary = rotary
-        self.kinds = set() if rotary.module is None else {kind for _, kind in self.layers}
+        self.kinds = rotary.tabled
         has_inputs = hasattr(body, "per_layer_model_projection")
         self.per_layer = PerLayerInputs(shell, ops) if has_inputs else None
         self.ids: Tensor | None = None  # which token each one is taken for, where that is not itself

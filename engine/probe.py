@@ -87,7 +87,7 @@ class Recorder:
         group = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(group, dim=1) for t in (key, value))
         weights = torch.einsum("thd,shd->hts", query, key).mul(options["scale"]).softmax(-1)
-        return torch.einsum("hts,shd->thd", weights, value)
+        return torch.einsum("hts,shd->thd", weights, value).contiguous()  # as a step's
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         state = x.new_zeros(1, weight.shape[1] - 1, x.shape[1])

@@ -12,6 +12,7 @@ from stoker.engine.model import ModelShell
 from stoker.engine.probe import POSITIONS
 
 _NAMES = ("rotary_emb", "pos_emb")
+_NONE = "none"  # of a layer's kinds
 
 
 class Rotary:
@@ -25,16 +26,16 @@ class Rotary:
         """Raises an exception of any kind where positions alone do not give them."""
         found = (getattr(shell.text, name, None) for name in _NAMES)
         self.module: Any = next((module for module in found if module is not None), None)
-        # Of each layer, which of them it takes; None where there is but one, or none.
+        # Of each layer, which of them it takes; None where they all take the same.
         self.kinds: list[str | None] = [None] * shell.num_layers
         if self.module is not None and "layer_type" in inspect.signature(self.module.forward).parameters:
-            self.kinds = list(shell.config.layer_types)
+            known = getattr(self.module, "layer_types", shell.config.layer_types)  # some layers may have none (LFM3)
+            self.kinds = [kind if kind in known else _NONE for kind in shell.config.layer_types]
+        self.tabled = set() if self.module is None else {kind for kind in self.kinds if kind != _NONE}
         self._factor = _factor_of(shell.config)
         self._longest = shell.max_model_len
         like = shell.module.get_input_embeddings().weight[None, :1]
-        self._strides = {
-            kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in dict.fromkeys(self.kinds)
-        }
+        self._strides = {kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in self.tabled}
 
     def probed(self, device: torch.device) -> Tensor:
         """Positions for a probe, as far apart as sequences are long: a factor may be 1 up to the ten thousandth."""
@@ -42,7 +43,7 @@ class Rotary:
 
     def given(self, x: Tensor, positions: Tensor, kind: str | None) -> Any:
         """What the model gives its layers; None where it gives nothing. x: of their dtype; positions: int64 [T], or [3, T]."""
-        if self.module is None:
+        if kind not in self.tabled:
             return None
         positions = positions.view(-1, 1, positions.shape[-1])
         # Of time, height and width, which are one for text.

@@ -298,7 +298,8 @@ class Scheduler:
             computed, from_cache = len(blocks) * self.block_size, other is None
         computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
         if self.states.enabled:
-            computed = self.states.known(request.block_keys[: computed // self.block_size]) * self.block_size
+            known = (n * self.block_size for n in self.states.known(request.block_keys[: computed // self.block_size]))
+            computed = next((end for end in known if self.tables.seen_upto(window_blocks, end) == end), 0)
         part, last = computed % self.block_size, computed // self.block_size
         if part and any(computed > self._unwritten.get(ids[last], computed) for ids in (blocks, window_blocks) if ids):
             computed -= part  # a copy would come before what the plan writes

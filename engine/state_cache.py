@@ -8,7 +8,7 @@ ends of full blocks, by the keys of the prefix cache.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -61,9 +61,9 @@ class StateCache:
             return 0
         return (num_prompt - 1) // self.block_size * self.block_size
 
-    def known(self, keys: Sequence[bytes]) -> int:
-        """After how many of a sequence's first blocks its state is kept, at most. keys: of its blocks, in order."""
-        return next((n for n in range(len(keys), 0, -1) if keys[n - 1] in self._row_of), 0)
+    def known(self, keys: Sequence[bytes]) -> Iterator[int]:
+        """After how many of a sequence's first blocks its state is kept, most first. keys: of its blocks, in order."""
+        return (n for n in range(len(keys), 0, -1) if keys[n - 1] in self._row_of)
 
     def begin(self, slot: int, keys: Sequence[bytes]) -> None:
         """Have a slot begin with the state after these blocks, which is known; with none of them, anew."""

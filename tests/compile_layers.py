@@ -253,7 +253,8 @@ def launch_recurrent() -> None:
     for longest in (1, 100):
         rows = StateRows(*(torch.arange(n) for n in (64, 65)), longest)
         before, after, x = zeros(64, 3 * 2048).chunk(3, dim=1)
-        causal_conv.causal_conv(x, zeros(2048, 3), None, zeros(4, 2, 2048), rows, gates=(before, after))
+        for taps in (3, 7):
+            causal_conv.causal_conv(x, zeros(2048, taps), None, zeros(4, taps - 1, 2048), rows, gates=(before, after))
         for channels in (8192, 200):
             for bias in (None, zeros(channels)):
                 x, kept = zeros(64, 2 * channels)[:, :channels], zeros(4, 3, channels)

@@ -76,12 +76,13 @@ def small(kind: str) -> PreTrainedModel | None:
 
 
 @torch.no_grad()
-def error(model: PreTrainedModel) -> float:
-    """The largest difference of a log-probability that the engine gives, sampled or scored, from the model's own."""
+def error(model: PreTrainedModel) -> tuple[float, bool]:
+    """The largest difference of a log-probability that the engine gives, sampled or scored, from the model's own; whether
+    all layers are fused."""
     with RolloutEngine(model, config=CONFIG) as engine:
         batch = engine.generate_batch(PROMPTS, SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
         sequences = [output.prompt_token_ids + output.completions[0].token_ids for output in batch]
-        scores = engine.score(sequences)
+        scores, stats = engine.score(sequences), engine.stats()
     worst = 0.0
     for output, ids, score in zip(batch, sequences, scores, strict=True):
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
@@ -89,21 +90,23 @@ def error(model: PreTrainedModel) -> float:
         sampled = torch.tensor(output.completions[0].logprobs)
         worst = max(worst, (score.logprobs - expected).abs().max().item())
         worst = max(worst, (sampled - expected[-len(sampled) :]).abs().max().item())
-    return worst
+    return worst, stats.fused_layers == stats.num_layers
 
 
 def test_every_architecture_is_right_or_refused() -> None:
-    found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": []}
+    found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": [], "fused": []}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model := small(kind)) is None:
             continue
         try:
-            off = error(model)
+            off, fused = error(model)
         except UnsupportedModelError:
             found["refused"].append(kind)
         except Exception as unknown:
             found["wrong"].append(f"{kind}: {unknown!r}")
         else:
             found["right" if off <= 1e-4 else "wrong"].append(kind if off <= 1e-4 else f"{kind}: {off}")
+            found["fused"] += [kind] * fused
     assert not found["wrong"]
-    assert len(found["right"]) >= 60, found
+    assert len(found["right"]) >= 60 and len(found["fused"]) >= 50, found
+    assert {"laguna", "hyperclovax", "vaultgemma"} <= {*found["fused"]}, found

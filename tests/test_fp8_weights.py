@@ -30,7 +30,7 @@ from stoker.kernels.ops import REFERENCE, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
-HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe"}
+HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe", "lfm3"}
 # Of their weights, those that no fused layer multiplies by; of Llama 4 the experts, which run over every token elsewhere.
 KEPT = ["embed", "per_layer_model", "lm_head", "router", ".gate.", "_bias", "conv", "shared_expert", "wte", "wpe"]
 

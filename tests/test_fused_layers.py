@@ -27,6 +27,8 @@ OWN_MLP = {
     "olmoe": [0, 1, 2],
     "gpt_oss": [0, 1, 2],
     "glm4_moe": [1, 2],
+    "afmoe": [1, 2, 3],
+    "laguna": [1, 2],
     "deepseek_v2": [1, 2],
     "deepseek_v3": [1, 2],
     "llama4": [1, 2],

@@ -34,7 +34,18 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "family",
-    [*FAMILIES, "qwen3_5", "bamba", "falcon_h1", "nemotron_h", "lfm2", "qwen3_5_moe", "lfm2_moe", "granitemoehybrid"],
+    [
+        *FAMILIES,
+        "qwen3_5",
+        "bamba",
+        "falcon_h1",
+        "nemotron_h",
+        "lfm2",
+        "lfm3",
+        "qwen3_5_moe",
+        "lfm2_moe",
+        "granitemoehybrid",
+    ],
 )
 def test_greedy_tokens_in_fp32_are_those_of_the_cpu_oracle(family: str) -> None:
     model = make_model(family)

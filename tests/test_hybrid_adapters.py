@@ -36,6 +36,8 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]}),
     ("lfm2", {"target_modules": ["in_proj", "q_proj", "w1", "w2"], "use_dora": True}),
     ("lfm2_moe", {"target_modules": ["in_proj"], "target_parameters": ["feed_forward.experts.gate_up_proj"]}),
+    ("lfm3", {"target_modules": "all-linear"}),
+    ("lfm3", {"target_modules": ["g_proj", "v_proj", "w2"], "use_dora": True}),
     ("granitemoehybrid", {"target_modules": ["in_proj", "out_proj"]}),
     ("falcon_h1", {"target_modules": ["in_proj", "v_proj", "down_proj"]}),
     ("falcon_h1", {"target_modules": ["in_proj", "gate_proj", "o_proj"], "lora_bias": True}),

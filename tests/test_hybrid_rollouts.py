@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stoker.engine.virtual_memory import PlainBuffer
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutOutput, SamplingParams
 
-FAMILIES = ["qwen3_5", "lfm2", "granitemoehybrid"]
+FAMILIES = ["qwen3_5", "lfm2", "lfm3", "granitemoehybrid"]
 BLOCK = CONFIG.block_size
 NARROW = replace(CONFIG, max_num_seqs=3, decode_window=3)
 

@@ -20,6 +20,12 @@ from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
 
+# A window's blocks of their own beside states, and gates of heads.
+THREE_OF_LFM3 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "sliding_window": 3,
+}
 # One that hands out its keys and values, and one that takes them.
 TWO_OF_GEMMA4 = {"num_hidden_layers": 2, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2}
 
@@ -78,6 +84,7 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
     ("family", "sizes"),
     [
         *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1}), ("nemotron_h", {})),
+        ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),
         ("qwen3_5_moe", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
     ],
@@ -155,6 +162,7 @@ def test_deterministic_bits_survive_preemption() -> None:
         ("gpt_neox", {"num_hidden_layers": 1}),
         ("gemma4", TWO_OF_GEMMA4),
         *(("qwen3_5", {}), ("lfm2", {}), ("bamba", {}), ("falcon_h1", {"num_hidden_layers": 1})),
+        ("lfm3", THREE_OF_LFM3),
         ("glm4_moe", {"num_hidden_layers": 2}),
         ("llama4", {"num_hidden_layers": 1, "no_rope_layers": [1], "moe_layers": [0]}),
         ("gemma4+experts", {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
