@@ -18,7 +18,12 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 
 # Of queries, keys and values, as far as there are any.
-_HEAD_NORMS = (("q_norm", "k_norm", "v_norm"), ("q_layernorm", "k_layernorm"), ("qk_norm", "qk_norm"))
+_HEAD_NORMS = (
+    ("q_norm", "k_norm", "v_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("qk_norm", "qk_norm"),
+)
 _OF_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "kv_a_layernorm", "q_a_layernorm")
 _OF_MAMBA2 = (
     "A_log",
@@ -315,9 +320,12 @@ def mixers_of(
     rotations = (*(((True, False), (True, True)) if tables else ()), (False, False))
     orders = (False, True)[: 2 if len(widths) == 1 else 1]
     acts = (torch.sigmoid, _softplus)[: 2 if gate_width else 1]
-    for (rotary, interleaved), tempered, grouped, act in itertools.product(rotations, factors, orders, acts):
-        how = {"rotary": rotary, "interleaved": interleaved, "tempered": tempered, "grouped": grouped, "gate_act": act}
-        yield replace(attention, **how)
+    norms_of = (head_norm,) if head_norm is None else (head_norm, head_norm._replace(last=True))
+    for (rotary, interleaved), tempered, grouped, act, norm in itertools.product(
+        rotations, factors, orders, acts, norms_of
+    ):
+        how = {"rotary": rotary, "interleaved": interleaved, "tempered": tempered, "grouped": grouped}
+        yield replace(attention, **how, gate_act=act, head_norm=norm)
 
 
 def _softplus(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ _NORM_NAMES: tuple[tuple[str | None, ...], ...] = (
     ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),  # AFMoE
     ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),  # HyperCLOVA X
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),  # LFM3
     ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba, Falcon-H1
@@ -108,7 +109,7 @@ class Branch:
     inner: tuple[str, ...] = ()  # linears between these and the output, each of its own input
     out: str = ""  # the linear that makes its output
     act: Activation | None = None  # of an MLP with a gate
-    plain_act: Callable[[Tensor], Tensor] | None = None  # of one without
+    plain_act: Callable[[Tensor], Tensor] | None = None  # of one without; it may be the layer's own module
     scale: float = 1.0  # of what it adds
     in_scale: float = 1.0  # of its input, after the norm
     gate_scale: float = 1.0  # of an MLP's gate, before the activation
@@ -234,10 +235,10 @@ def mlp_of(layer: nn.Module, name: str) -> Branch:
     gated = None if act is None else _through_linears(module, replace(scaled, act=act), _GATED)
     if gated is not None:
         return gated
-    plain = _activation_of(module, _PLAIN_ACTIVATIONS)
-    if plain is None or any(hasattr(module, gate) for gate in ("gate_proj", "gate_up_proj")):
+    plain = _PLAIN_ACTIVATIONS.get(_activation_of(module, _PLAIN_ACTIVATIONS) or "", getattr(module, "act_fn", None))
+    if not callable(plain) or any(hasattr(module, gate) for gate in ("gate_proj", "gate_up_proj")):
         return own
-    return _through_linears(module, replace(scaled, plain_act=_PLAIN_ACTIVATIONS[plain]), _UNGATED) or own
+    return _through_linears(module, replace(scaled, plain_act=plain), _UNGATED) or own
 
 
 def _multiplier(module: Any, name: str) -> float:

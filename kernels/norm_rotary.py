@@ -212,6 +212,7 @@ def _qk_norm_rotary_write_kernel(
     GROUPED: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
     VALUE_NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One token and ``HEADS`` of its heads: queries come first, then keys, then values, where these are others."""
@@ -247,6 +248,7 @@ def _qk_norm_rotary_write_kernel(
             norm_factor(query_weight_ptr, at, inside & is_query, OFFSET),
             norm_factor(key_weight_ptr, at, inside & is_key, OFFSET),
         )
+    if NORM and not NORM_LAST:
         wide = _times_factor(wide * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
     if ROTARY:
         # The other half of a pair, which another thread holds, is read and normalised again: it is in cache.
@@ -260,16 +262,20 @@ def _qk_norm_rotary_write_kernel(
             other_at = tl.where(low, at + rotated // 2, at - rotated // 2)
             angle_at = at
         other = tl.load(row_ptr + other_at, mask=both & turns, other=0.0).to(tl.float32)
-        if NORM:
-            factor = tl.where(
+        if NORM and not NORM_LAST:
+            other_factor = tl.where(
                 is_query,
                 norm_factor(query_weight_ptr, other_at, turns & is_query, OFFSET),
                 norm_factor(key_weight_ptr, other_at, turns & is_key, OFFSET),
             )
-            other = _times_factor(other * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
+            other = _times_factor(other * inverse, other_factor, dtype, OFFSET).to(dtype).to(tl.float32)
         cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
         wide = wide * cos + tl.where(low, -other, other) * sin
+    if NORM and NORM_LAST:
+        wide = wide.to(dtype).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
+        wide = _times_factor(wide * inverse, factor, dtype, OFFSET)
 
     if FACTOR:
         wide = tl.where(is_query, wide * tl.load(factor_ptr + token * factor_stride), wide)
@@ -302,7 +308,7 @@ def qk_norm_rotary_write(
     assert qkv.stride(2) == 1
     assert all(c.stride(3) == 1 and c.stride(0) == c.shape[1] * c.stride(1) for c in caches)
     query = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
-    query_weight, key_weight, eps, offset, of_values = norm or (qkv, qkv, 0.0, False, False)
+    query_weight, key_weight, eps, offset, of_values, last = norm or (qkv, qkv, 0.0, False, False, False)
     cos, sin = cos_sin or (qkv, qkv)
     assert cos.stride(-1) == sin.stride(-1) == 1
     padded = triton.next_power_of_2(dim)
@@ -339,6 +345,7 @@ def qk_norm_rotary_write(
         GROUPED=grouped,
         KEYS_ARE_VALUES=projected == heads + kv_heads,
         VALUE_NORM=of_values,
+        NORM_LAST=last,
         num_warps=4,
         **launch.options(qkv.device),
     )

@@ -52,15 +52,16 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     norm = Norm(zeros(dim), 1e-6, offset=True)
     norm_rotary.rms_norm(zeros(8, dim), *norm, residual=zeros(8, dim))
     norm_rotary.act_mul(zeros(8, 2 * hidden), "gelu_tanh")
-    norm_rotary.qk_norm_rotary_write(
-        zeros(8, heads + 2 * kv_heads, head_dim),
-        heads,
-        kv_heads,
-        QKNorm(zeros(head_dim), zeros(head_dim), 1e-6, offset=True),
-        (torch.zeros(8, head_dim), torch.zeros(8, head_dim)),
-        *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
-        torch.zeros(8, dtype=torch.long),
-    )
+    for last in (False, True):
+        norm_rotary.qk_norm_rotary_write(
+            zeros(8, heads + 2 * kv_heads, head_dim),
+            heads,
+            kv_heads,
+            QKNorm(zeros(head_dim), zeros(head_dim), 1e-6, offset=not last, last=last),
+            (torch.zeros(8, head_dim), torch.zeros(8, head_dim)),
+            *(zeros(4, 16, kv_heads, head_dim) for _ in range(2)),
+            torch.zeros(8, dtype=torch.long),
+        )
     for tokens in (1, 4):
         linear.linear(zeros(tokens, dim), zeros(2 * hidden, dim), norm=norm, gated="gelu_tanh")
     arrived = torch.zeros(256, dtype=torch.int32)

@@ -213,6 +213,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "route_scale": 1.7,
     },
+    "apertus": {"rope_parameters": _rope()},
+    "hunyuan_v1_dense": {"head_dim": 16, "attention_bias": True},
     "laguna": {
         "num_attention_heads_per_layer": [4, 6, 4],
         "head_dim": 16,

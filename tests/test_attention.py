@@ -356,9 +356,11 @@ def test_neighbours_rotate_where_pairs_are_interleaved(rotated: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [16, 6, 0])
-@pytest.mark.parametrize("kind", [None, LlamaRMSNorm, Gemma2RMSNorm])
-def test_query_and_key_are_normalised_then_rotated(kind: Any, rotated: int, dtype: torch.dtype) -> None:
-    """As Qwen3 and Gemma 3 do; with only some dimensions rotated, as GPT-NeoX does."""
+@pytest.mark.parametrize(
+    ("kind", "last"), [(None, False), (LlamaRMSNorm, False), (LlamaRMSNorm, True), (Gemma2RMSNorm, False)]
+)
+def test_query_and_key_are_normalised_and_rotated(kind: Any, last: bool, rotated: int, dtype: torch.dtype) -> None:
+    """As Qwen3 and Gemma 3 do, or Hunyuan, the norm last; with only some dimensions rotated, as GPT-NeoX does."""
     qkv = torch.randn(7, 4 + 2 + 2, 16, dtype=dtype) * 2
     before = qkv.clone()
     q, k, value = (t.transpose(0, 1)[None] for t in qkv.split([4, 2, 2], dim=1))
@@ -367,12 +369,15 @@ def test_query_and_key_are_normalised_then_rotated(kind: Any, rotated: int, dtyp
         modules = [kind(16, eps=1e-5).to(dtype) for _ in range(2)]
         for module in modules:
             module.weight.data = torch.randn(16).to(dtype)
-        norm = QKNorm(modules[0].weight, modules[1].weight, 1e-5, offset=kind is Gemma2RMSNorm)
+        norm = QKNorm(modules[0].weight, modules[1].weight, 1e-5, offset=kind is Gemma2RMSNorm, last=last)
+    if norm is not None and not last:
         q, k = (module(t) for module, t in zip(modules, (q, k), strict=True))
     if rotated:
         angle = torch.arange(7)[:, None] * 0.3 ** torch.arange(rotated // 2)
         cos_sin = tuple(f(torch.cat((angle, angle), -1)).to(dtype) for f in (torch.cos, torch.sin))
         q, k = partial_rotary(q, k, *(t[None] for t in cos_sin))
+    if last:
+        q, k = (module(t) for module, t in zip(modules, (q, k), strict=True))
     with torch.no_grad():
         out = qk_norm_rotary(qkv, 4, 2, norm, cos_sin)
     for x, wanted in zip(out, (q, k, value), strict=True):

@@ -110,19 +110,20 @@ HEADS = [
 
 
 @dtypes
+@pytest.mark.parametrize("last", [False, True], ids=["", "norm-last"])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["", "interleaved"])
 @pytest.mark.parametrize("offset", [False, True], ids=["", "offset"])
 @pytest.mark.parametrize("shape", HEADS, ids=str)
 def test_qk_norm_rotary_write(
-    shape: tuple[int, int, int, int, bool], offset: bool, interleaved: bool, dtype: torch.dtype
+    shape: tuple[int, int, int, int, bool], offset: bool, interleaved: bool, last: bool, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim, rotated, normed = shape
-    if (offset and not normed) or (interleaved and not rotated):
+    if ((offset or last) and not normed) or ((interleaved or last) and not rotated):
         pytest.skip("another case is the same")
     tokens, block = 5, 4
     wide = randn(tokens, 2, heads + 2 * kv_heads, dim, dtype=dtype)
     qkv = wide[:, 1]  # its tokens lie apart
-    norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS, offset) if normed else None
+    norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS, offset, last=last) if normed else None
     angles = randn(tokens, rotated, scale=3.0)  # unlike in both halves, so that a mixed-up one shows
     table_dtype = torch.float32 if offset else dtype  # some families keep their angles in fp32
     cos_sin = (angles.cos().to(table_dtype), angles.sin().to(table_dtype)) if rotated else None
@@ -131,13 +132,15 @@ def test_qk_norm_rotary_write(
     query = TRITON.qk_norm_rotary_write(qkv, heads, kv_heads, norm, cos_sin, *caches, slots, interleaved=interleaved)
 
     q, k, v = qkv.double().split([heads, kv_heads, kv_heads], dim=1)
-    if norm is not None:
+    if norm is not None and not last:
         q, k = (expected_norm(t, w, offset=offset) for t, w in ((q, norm.query), (k, norm.key)))
     if cos_sin is not None:
         cos, sin = (t.double() for t in cos_sin)
         rotate = interleaved_rotary if interleaved else apply_rotary_pos_emb
         q, k = (t.transpose(0, 1)[None] for t in (q, k))
         q, k = (t[0].transpose(0, 1) for t in rotate(q, k, cos[None], sin[None]))
+    if norm is not None and last:
+        q, k = (expected_norm(t, w, offset=offset) for t, w in ((q, norm.query), (k, norm.key)))
     assert_close(query, q, dtype)
     if dtype != torch.float32 and not rotated:
         wanted, _, _ = qk_norm_rotary(qkv, heads, kv_heads, norm, None)

@@ -40,6 +40,7 @@ class QKNorm(NamedTuple):
     eps: float
     offset: bool = False
     values: bool = False  # whether value heads have one too, by a factor of 1 (Gemma 4)
+    last: bool = False  # after the rotation, and not before it (Hunyuan)
 
 
 def _inverse_rms(x: Tensor, wide: Tensor, eps: float) -> Tensor:
@@ -128,22 +129,29 @@ def qk_norm_rotary(
         groups = qkv.view(qkv.shape[0], kv_heads, -1, qkv.shape[2])
         qkv = torch.cat([groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]], dim=1)
     both, value = qkv[:, : heads + kv_heads], qkv[:, qkv.shape[1] - kv_heads :]
-    if norm is not None:
-        wide = both.float()
-        normed = wide * _inverse_rms(both, wide, norm.eps)
-        if norm.values:
-            wide = value.float()
-            value = (wide * _inverse_rms(value, wide, norm.eps)).to(qkv.dtype)
-        both = normed if norm.offset else normed.to(both.dtype)
-        for part, weight in ((both[:, :heads], norm.query), (both[:, heads:], norm.key)):
-            part.mul_(1.0 + weight.float() if norm.offset else weight)
-        both = both.to(qkv.dtype)
+    if norm is not None and norm.values:
+        wide = value.float()
+        value = (wide * _inverse_rms(value, wide, norm.eps)).to(qkv.dtype)
+    if norm is not None and not norm.last:
+        both = _normed_heads(both, heads, norm)
     if cos_sin is not None:
         both = rotary(both, *cos_sin, interleaved)
+    if norm is not None and norm.last:
+        both = _normed_heads(both, heads, norm)
     query = both[:, :heads]
     if factor is not None:
         query = (query * factor[:, :, None]).to(qkv.dtype)
     return query, both[:, heads:], value
+
+
+def _normed_heads(both: Tensor, heads: int, norm: QKNorm) -> Tensor:
+    """Of query and key heads, [T, heads + kv_heads, D]."""
+    wide = both.float()
+    normed = wide * _inverse_rms(both, wide, norm.eps)
+    out = normed if norm.offset else normed.to(both.dtype)
+    for part, weight in ((out[:, :heads], norm.query), (out[:, heads:], norm.key)):
+        part.mul_(1.0 + weight.float() if norm.offset else weight)
+    return out.to(both.dtype)
 
 
 def latent_heads(
