@@ -226,6 +226,15 @@ def test_a_receiver_that_is_gone() -> None:
             sent.result(5)
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_sender_that_is_gone_before_it_began(end: int) -> None:
+    """Of which this process may hold the other end."""
+    ends = over_a_pipe()
+    ends[end].connection.close()
+    with pytest.raises(WeightTransferError, match=r"the sender is gone.*keeps the weights"):
+        take(ends[0], {"a": torch.zeros(40)})
+
+
 class Kept:
     """A way of a user's own: one end after the other, and what is sent lies between."""
 

@@ -285,7 +285,7 @@ class SharedMemoryTransfer(_Conversation):
 
     def _skip_given_up(self) -> None:
         """Forget transfers the sender gave up before anyone took them: taken late, each would make the next late."""
-        while self.connection.poll(0):
+        while self._poll(0):
             message = self._next("begin")
             self._ahead = message if message[0] == "begin" else None
 
@@ -308,15 +308,21 @@ class SharedMemoryTransfer(_Conversation):
             raise self._gone(error) from error
 
     def _next(self, kind: str) -> tuple[str, int, Any]:
+        if not self._poll(self.timeout):
+            raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {OLD_STAYS}")
         try:
-            if not self.connection.poll(self.timeout):
-                raise WeightTransferError(f"no {kind!r} from {self._other} in {self.timeout} s. {OLD_STAYS}")
             with uninterrupted():
                 self._ahead = self.connection.recv()  # and not lost where an interrupt comes now
         except (OSError, EOFError) as error:
             raise self._gone(error) from error
         assert self._ahead is not None
         return self._ahead
+
+    def _poll(self, seconds: float) -> bool:
+        try:
+            return self.connection.poll(seconds)
+        except (OSError, EOFError) as error:
+            raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> WeightTransferError:
         return WeightTransferError(f"{self._other} is gone ({error!r}). {OLD_STAYS}")
