@@ -369,7 +369,17 @@ _IMAGE_MODEL_TYPES = {
 
 
 # How many layers of a family's model have experts that go through transformers' interface.
-ROUTED = {"qwen3_moe": 2, "mixtral": 3, "olmoe": 3, "gpt_oss": 3, "deepseek_v2": 2, "deepseek_v3": 2, "glm4_moe": 2}
+ROUTED = {
+    "qwen3_moe": 2,
+    "mixtral": 3,
+    "olmoe": 3,
+    "gpt_oss": 3,
+    "deepseek_v2": 2,
+    "deepseek_v3": 2,
+    "glm4_moe": 2,
+    "afmoe": 3,
+    "laguna": 2,
+}
 
 
 def make_config(family: str, **overrides: Any) -> PreTrainedConfig:
