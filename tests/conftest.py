@@ -88,6 +88,13 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _factories_are_known() -> None:
+    """torch notes at the first ``with torch.device`` which functions make tensors: not while a test has one replaced."""
+    with torch.device("meta"):
+        torch.empty(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _interpreted_quickly() -> None:
     if not HAS_CUDA:
         from quick_interpreter import make_quick
