@@ -9,7 +9,8 @@ are on the operation where the whole block is (``routing``), and run as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +53,20 @@ def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, 
 def is_taken_over(module: Any) -> bool:
     """Whether experts may run on the engine's operation."""
     return hasattr(module, _STATE)
+
+
+@contextmanager
+def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
+    """Within, the experts among modules that were taken over run on other operations."""
+    states: list[_State] = [getattr(module, _STATE) for module in modules if is_taken_over(module)]
+    before = [state.ops for state in states]
+    for state in states:
+        state.ops = ops
+    try:
+        yield
+    finally:
+        for state, own in zip(states, before, strict=True):
+            state.ops = own
 
 
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:

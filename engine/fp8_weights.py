@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.experts import matrices, multiply_in_fp8
-from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.engine.fused_decoder import FusedDecoderLayer
 from stoker.engine.linears import Linears, matrix_of
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import UnsupportedModelError

@@ -242,7 +242,7 @@ def mlp_of(layer: nn.Module, name: str) -> Branch:
 
 
 def _multiplier(module: Any, name: str) -> float:
-    return float(getattr(module, f"{name}_multiplier", 1.0))
+    return float(getattr(module, f"{name}_multiplier", getattr(module, f"{name}_scale", 1.0)))
 
 
 def _through_linears(

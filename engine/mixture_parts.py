@@ -36,8 +36,8 @@ def parts_of(block: nn.Module) -> Parts | None:
     shared = [branch for branch in branches if branch.inputs and branch.gate_scale == branch.scale == 1.0]
     known = (*found, *gates, *(branch.path for branch in shared))
     rest = {n: t for n, t in tensors_of(block).items() if not n.startswith(tuple(f"{path}." for path in known))}
-    weights = [name for name, tensor in rest.items() if tensor.dim() == 2]
-    biases = [name for name, tensor in rest.items() if tensor.shape == (count,)]
+    weights = [name for name, tensor in rest.items() if tensor.dim() == 2 and len(tensor) > 1]
+    biases = [name for name, tensor in rest.items() if tensor.shape[-1:].numel() == tensor.numel() == count]
     if len(weights) != 1 or len(biases) > 3 or len(shared) > 1 or len(gates) > len(shared):
         return None
     depth = rest[weights[0]].shape[1]

@@ -82,6 +82,7 @@ class PlainModel:
         has_inputs = hasattr(body, "per_layer_model_projection")
         self.per_layer = PerLayerInputs(shell, ops) if has_inputs else None
         self.ids: Tensor | None = None  # which token each one is taken for, where that is not itself
+        self.norms_first = False  # embeddings, as the last norm does (NanoChat)
         self.kept: dict[str | None, tuple[Tensor, ...]] | None = None
         if all(self._bytes(kind) <= _KEPT_BYTES for kind in self.kinds):
             self.kept, self.of = self._tables(), self._frequencies()
@@ -153,6 +154,8 @@ class PlainModel:
             x = x * self.multiplier
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
+        if self.norms_first:
+            x = self.ops.rms_norm(x[0], *self.norm)[None]
         rotary: dict[str | None, tuple[Tensor, ...] | None]
         if self.kept is None or places.dim() > 1:
             rotary = {kind: self.rotary.at(x, places, kind) for kind in self.kinds}
@@ -187,7 +190,14 @@ class PlainModel:
         tokens = torch.arange(positions.numel()) % shell.vocab
         tokens[1 : 1 + len(placeholders)] = torch.tensor(placeholders, dtype=torch.long)
         arguments = (tokens.to(shell.device), positions, Recorder(shell.same_keys))
-        expected = shell.logits(shell.hidden(*arguments)).float()
+        calls: list[Any] = []
+        hook = self.last_norm.register_forward_pre_hook(lambda *called: calls.append(called))
+        try:
+            hidden = shell.hidden(*arguments)
+        finally:
+            hook.remove()
+        self.norms_first = len(calls) > 1
+        expected = shell.logits(hidden).float()
         tolerance = TOLERANCE.get(shell.module.dtype, 0.0) * expected.abs().max()
         ways: list[Tensor | None] = [None]
         if placeholders and (padding := shell.config.pad_token_id) is not None:

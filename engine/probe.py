@@ -19,6 +19,7 @@ POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 
 
 _LOW_BOUND = 0.3
+_DRAWN = 1_000_003  # numbers of noise; a prime, so that rows of more of them differ
 
 
 def has_tensors(activation: Any) -> bool:
@@ -62,6 +63,50 @@ def in_full_precision() -> Iterator[None]:
         if older is not None:
             torch.set_float32_matmul_precision(older)
         matmul.fp32_precision = before
+
+
+@contextmanager
+def on_noise(*modules: nn.Module | None) -> Iterator[None]:
+    """Within, the first module and all below it have noise for weights, and the others what they have: in fp32, on the CPU.
+
+    Noise is as large as weights are, and shows what a module computes whatever these are now.
+    """
+    of_module = [module for first in modules for module in (() if first is None else first.modules())]
+    noisy = set() if modules[0] is None else set(modules[0].modules())
+    registries: list[dict[str, Any]] = [own for m in of_module for own in (m._parameters, m._buffers)]
+    before = [dict(registry) for registry in registries]
+    generator, made = torch.Generator().manual_seed(0), dict[int, Tensor]()
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        try:
+            for module in of_module:
+                computed = module._non_persistent_buffers_set
+                own: list[dict[str, Any]] = [module._parameters, module._buffers]
+                for registry in own:
+                    for name, tensor in registry.items():
+                        if tensor is None:
+                            continue
+                        if id(tensor) not in made:
+                            weight = module in noisy and tensor.is_floating_point() and name not in computed
+                            made[id(tensor)] = _noise(tensor.shape, generator) if weight else _as_fp32(tensor)
+                        registry[name] = made[id(tensor)]
+            yield
+        finally:
+            for registry, tensors in zip(registries, before, strict=True):
+                registry.update(tensors)
+
+
+def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """fp32: about one for norms, as a linear's for others; of many experts, the same for each."""
+    each = shape if shape.numel() <= _DRAWN else shape[-2:]
+    noise = torch.randn(min(each.numel(), _DRAWN), generator=generator, device="cpu")
+    noise = noise * shape[-1] ** -0.5 if len(shape) > 1 else 1.0 + 0.3 * noise
+    if each.numel() > len(noise):
+        noise = noise.repeat(-(-each.numel() // len(noise)))[: each.numel()]
+    return noise.view(each).expand(shape)
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def _one_sequence(x: Tensor) -> StateRows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Rotary:
         self.tabled = set() if self.module is None else {kind for kind in self.kinds if kind != _NONE}
         self._factor = _factor_of(shell.config)
         self._longest = shell.max_model_len
+        self._backwards = _turns_backwards(shell.text)
         like = shell.module.get_input_embeddings().weight[None, :1]
         self._strides = {kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in self.tabled}
 
@@ -57,6 +59,8 @@ class Rotary:
         cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
         if (stride := self._strides[kind]) is not None:
             cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos[..., ::stride], sin[..., ::stride]))
+        if self._backwards:
+            sin = -sin
         if self._factor is None:
             return cos, sin
         offset, step, scale = self._factor
@@ -67,6 +71,12 @@ class Rotary:
     def at(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
         """``tables`` of positions. A model without rotary embeddings has none."""
         return self.tables(self.given(x, positions, kind), positions, kind)
+
+
+def _turns_backwards(text: Any) -> bool:
+    """Whether a model's own code rotates the other way (NanoChat)."""
+    rotate = getattr(sys.modules.get(type(text).__module__), "rotate_half", None)
+    return rotate is not None and torch.equal(rotate(torch.tensor([1.0, 2.0])), torch.tensor([2.0, -1.0]))
 
 
 def _factor_of(config: Any) -> tuple[int, float, float] | None:

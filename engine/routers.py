@@ -17,8 +17,10 @@ from stoker.engine.mixture_parts import Parts, tensors_of
 from stoker.kernels.reference.routing import Choice, route
 
 _EPSILONS = (1e-20, 1e-6)  # that sums of weights are kept off zero by
+_SMALL = 1e-3  # below it, a number may be the least that such a sum is taken for
 _ROWS = 12  # of each kind of logits
 _CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}  # relative, of weights
+_Names = tuple[str | None, str | None, str | None]
 # What ``route`` takes, but for the choice.
 _Router = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -35,7 +37,7 @@ class Way(NamedTuple):
     """What a router does, and names of the tensors that are biases of its logits, of what it ranks, and its weights' factors."""
 
     choice: Choice
-    names: tuple[str | None, str | None, str | None]
+    names: _Names
     entry: Entry | None
 
 
@@ -58,13 +60,19 @@ def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
         for choice, (bias, correction, gain) in itertools.product(ways, roles):
             if (choice.per_token, choice.wide_weights) != (first.per_token, first.wide_weights):
                 continue
+            names = bias, correction, gain
             routers = [
-                (x, g[parts.weight], g.get(bias or ""), g.get(correction or ""), g.get(gain or ""))
-                for x, (_, g) in zip(entered, tried, strict=True)
+                (x, given[parts.weight], *biases_of(given, names)) for x, (_, given) in zip(entered, tried, strict=True)
             ]
             if all(_same(router, choice, found) for router, found in zip(routers, seen, strict=True)):
-                return Way(choice, (bias, correction, gain), entry)
+                return Way(choice, names, entry)
     return None
+
+
+def biases_of(tensors: Mapping[str, Tensor], names: _Names) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As ``route`` takes them, [E] each: ERNIE's has two dimensions."""
+    bias, correction, gain = (None if name is None else tensors[name].view(-1) for name in names)
+    return bias, correction, gain
 
 
 def _entries(block: nn.Module, parts: Parts) -> Sequence[Entry | None]:
@@ -93,10 +101,12 @@ def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
     scales = [1.0, *sorted(n for n in numbers if isinstance(n, float) and n > 0 and n != 1.0)]
     kinds: list[dict[str, Any]] = [{"score": "softmax", "normalise": True}, {"score": "softmax"}, {"score": "chosen"}]
     kinds += [{"score": "sigmoid"}, *({"score": "sigmoid", "normalise": True, "eps": eps} for eps in _EPSILONS)]
-    kinds += [{"score": "chosen_sigmoid"}]
-    for (g, kept, best), scale, wide, kind in itertools.product(groups, scales, (False, True), kinds):
-        if kept * count // g >= first.per_token:
-            yield replace(first, scale=scale, wide=wide, groups=g, kept_groups=kept, best_of_group=best, **kind)
+    kinds += [{"score": "sigmoid", "normalise": True}, {"score": "chosen_sigmoid"}]
+    kinds += [{"score": "softmax", "normalise": True, "least": n} for n in sorted(numbers) if 0 < n < _SMALL]
+    widths: list[dict[str, Any]] = [{}, {"wide_scores": True}, {"wide_logits": True}]
+    for (g, kept, best), scale, width, kind in itertools.product(groups, scales, widths, kinds):
+        if kept * count // g >= first.per_token and (kind["score"] == "sigmoid" or width != {"wide_scores": True}):
+            yield replace(first, scale=scale, groups=g, kept_groups=kept, best_of_group=best, **width, **kind)
 
 
 def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
@@ -114,20 +124,22 @@ def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tupl
     # Low: scores near zero, with which an epsilon shows. Far: probabilities that are zero, of logits that differ. High: a
     # sigmoid that is one for all.
     logits = torch.cat([near, low, far.where(far < -128.0, 0.0), -far])
-    biases = {name: shuffled()[0] / count + 0.5 for name in parts.biases}
+    biases = {name: shuffled()[0] / count for name in parts.biases}
     # A product with other factors than one has more digits than half precision: whether it is rounded shows.
     of_others = 1 + torch.randint(128, (count,), generator=generator, device="cpu") / 128
-    for factors in (torch.ones(count, device="cpu"), of_others):
+    ones = torch.ones(count, device="cpu")
+    # Last, corrections beyond any score: of the chosen experts the scores may all be zero.
+    for factors, spread in ((ones, 1.0), (of_others, 1.0), (ones, 3.0)):
         rows = logits.new_zeros(len(logits), weight.shape[1])
         rows[:, :count], rows[:, -1] = logits, 1.0
         matrix = logits.new_zeros(weight.shape)
         matrix[:, :count] = factors.diag()
-        values = biases | {parts.weight: matrix}
+        values = {name: spread * bias + 0.5 for name, bias in biases.items()} | {parts.weight: matrix}
         if entry is not None:
             values[parts.scale or ""] = matrix.new_full((weight.shape[1],), 1 / entry.factor)
         yield (
             rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).down_proj.dtype),  # type: ignore[arg-type]
-            {name: value.to(tensors[name]) for name, value in values.items()},
+            {name: value.view(tensors[name].shape).to(tensors[name]) for name, value in values.items()},
         )
 
 

@@ -18,7 +18,7 @@ from stoker.engine.layer_structure import Branch
 from stoker.engine.lora import LoraLayers
 from stoker.engine.mixture_parts import Pair, Parts, blocks_of, parts_of, tensors_of
 from stoker.engine.probe import POSITIONS, TOLERANCE
-from stoker.engine.routers import Way, way_of
+from stoker.engine.routers import Way, biases_of, way_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
@@ -43,7 +43,7 @@ class Mixture:
         self.experts = block.get_submodule(parts.experts)
         tensors = tensors_of(block)
         self.weight = tensors[parts.weight]
-        self.biases = tuple(None if name is None else tensors[name] for name in way.names)
+        self.biases = biases_of(tensors, way.names)
         self.norm: Norm | None = None
         self.factor: Tensor | None = None
         if (entry := way.entry) is not None and parts.scale is not None:

@@ -78,8 +78,8 @@ def _of_the_best_groups(ranked, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: 
 @triton.jit(do_not_specialize=["tokens", "split_stride"])
 def _route_kernel(
     logits_ptr, like_ptr, bias_ptr, correction_ptr, gain_ptr, ids_ptr, weights_ptr, order_ptr, starts_ptr, tokens,
-    row_stride, split_stride, eps, scale, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SCORE: tl.constexpr, WIDE: tl.constexpr,
-    NORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, BIAS: tl.constexpr,
+    row_stride, split_stride, eps, least, scale, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, SCORE: tl.constexpr,
+    WIDE_LOGITS: tl.constexpr, WIDE_SCORES: tl.constexpr, NORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BEST: tl.constexpr, BIAS: tl.constexpr,
     CORRECTION: tl.constexpr, GAIN: tl.constexpr, SPLITS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
     PAIRS: tl.constexpr, GROUP_BLOCK: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +87,7 @@ def _route_kernel(
     await_turn(DEPENDENT)
     dtype = like_ptr.dtype.element_ty
     EACH: tl.constexpr = EXPERTS // GROUPS
+    ROUNDED: tl.constexpr = SCORE != "softmax" and not (WIDE_SCORES if SCORE == "sigmoid" else WIDE_LOGITS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, GROUP_BLOCK * SIZE)
     expert = columns // SIZE * EACH + columns % SIZE
@@ -98,7 +99,7 @@ def _route_kernel(
         logits += tl.load(logits_ptr + split * split_stride + at, mask=real, other=0.0).to(tl.float32)
     if BIAS:
         logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)[None, :]
-    if not WIDE:
+    if not WIDE_LOGITS:
         logits = logits.to(dtype).to(tl.float32)
     scores = logits
     if SCORE == "softmax":
@@ -107,11 +108,13 @@ def _route_kernel(
         scores = scores / tl.sum(scores, axis=1)[:, None]
     if SCORE == "sigmoid":
         scores = tl.sigmoid(logits)
-        if not WIDE:
+        if not WIDE_SCORES:
             scores = scores.to(dtype).to(tl.float32)
     ranked = scores
     if CORRECTION:
         ranked += tl.load(correction_ptr + expert, mask=known, other=0.0).to(tl.float32)[None, :]
+        if ROUNDED and correction_ptr.dtype.element_ty == dtype:
+            ranked = ranked.to(dtype).to(tl.float32)
     # Whatever the numbers are, NaN too, experts of a token are different ones, and such as there are.
     ranked = tl.where(ranked == ranked, tl.minimum(tl.maximum(ranked, -_FAR), _FAR), _FAR)
     ranked = tl.where(known[None, :], ranked, float("-inf"))
@@ -136,7 +139,7 @@ def _route_kernel(
     if SCORE == "chosen_sigmoid":
         weights = tl.sigmoid(weights)
     if NORMALISE:
-        weights = weights / (tl.sum(weights, axis=1)[:, None] + eps)
+        weights = weights / tl.maximum(tl.sum(weights, axis=1)[:, None] + eps, least, propagate_nan=tl.PropagateNan.ALL)
     weights *= scale
     into = rows.to(tl.int64)[:, None] * PER_TOKEN + number
     written = (rows < tokens)[:, None] & (number < PER_TOKEN)
@@ -167,7 +170,7 @@ def route(
     tokens = x.shape[0]
     if tokens > _FEW:
         given = x, weight, bias
-        if choice.wide:
+        if choice.wide_logits:
             given = x.float(), weight.float(), None if bias is None else bias.float()
         return _choose(F.linear(*given)[None], x, None, correction, gain, choice, _TOGETHER)
     splits = _MOST_SPLITS * _ROWS // (triton.cdiv(tokens, _ROWS) * _ROWS)
@@ -226,8 +229,9 @@ def _choose(
     starts = torch.empty(experts + 1, dtype=torch.int32, device=device) if ordered else ids
     _route_kernel[(triton.cdiv(tokens, rows),)](
         logits, x, *(logits if t is None else t for t in (bias, correction, gain)), ids, weights, order, starts,
-        tokens, experts, tokens * experts, choice.eps, choice.scale, EXPERTS=experts,
-        PER_TOKEN=choice.per_token, SCORE=choice.score, WIDE=choice.wide, NORMALISE=choice.normalise,
+        tokens, experts, tokens * experts, choice.eps, choice.least, choice.scale, EXPERTS=experts,
+        PER_TOKEN=choice.per_token, SCORE=choice.score, WIDE_LOGITS=choice.wide_logits,
+        WIDE_SCORES=choice.wide_logits or choice.wide_scores, NORMALISE=choice.normalise,
         GROUPS=choice.groups, KEPT=choice.kept_groups, BEST=choice.best_of_group, BIAS=bias is not None,
         CORRECTION=correction is not None, GAIN=gain is not None, SPLITS=splits, ORDERED=ordered, ROWS=rows,
         PAIRS=triton.next_power_of_2(choice.per_token), GROUP_BLOCK=groups, SIZE=size,

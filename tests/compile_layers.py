@@ -166,7 +166,7 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
 def launch_routed() -> None:
     """Routers and sums of Qwen3-MoE, gpt-oss, DeepSeek-V2 and V3, Qwen3.5-MoE, Gemma 4 and Llama 4, in a decode step and a
     prompt, and experts of the last two and of Nemotron-H."""
-    in_groups = {"groups": 8, "wide": True, "wide_weights": True}
+    in_groups = {"groups": 8, "wide_logits": True, "wide_weights": True}
     qwen3 = Choice(per_token=8, score="softmax", normalise=True)
     v2 = Choice(per_token=6, score="softmax", scale=16.0, kept_groups=3, **in_groups)
     v3 = Choice(per_token=8, score="sigmoid", normalise=True, kept_groups=4, best_of_group=2, **in_groups)

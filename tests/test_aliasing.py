@@ -12,7 +12,7 @@ from small_training import CONFIG, PARAMS, PROMPT, assert_matches, assert_same, 
 from torch import nn
 from transformers import PreTrainedModel
 
-from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.engine.fused_decoder import FusedDecoderLayer
 from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.weight_sync.aliased import AliasedSource
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from stoker.engine import fused_layers
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -93,7 +95,18 @@ def error(model: PreTrainedModel) -> tuple[float, bool]:
     return worst, stats.fused_layers == stats.num_layers
 
 
-def test_every_architecture_is_right_or_refused() -> None:
+def taken_over(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How many layers are fused, and how many mixtures of experts are on the engine's operations with their routers."""
+    mixtures: list[int] = []
+    with monkeypatch.context() as patch:
+        take_over = fused_layers.take_over_mixtures
+        patch.setattr(fused_layers, "take_over_mixtures", lambda *args: mixtures.append(take_over(*args)))
+        with RolloutEngine(model, config=CONFIG) as engine:
+            return engine.stats().fused_layers, sum(mixtures)
+
+
+def test_every_architecture_is_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in half precision the same of it is taken over."""
     found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": [], "fused": []}
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         if (model := small(kind)) is None:
@@ -107,6 +120,10 @@ def test_every_architecture_is_right_or_refused() -> None:
         else:
             found["right" if off <= 1e-4 else "wrong"].append(kind if off <= 1e-4 else f"{kind}: {off}")
             found["fused"] += [kind] * fused
+            of_fp32 = taken_over(model, monkeypatch)
+            if (of_bf16 := taken_over(model.bfloat16(), monkeypatch)) != of_fp32:
+                found["wrong"].append(f"{kind}: {of_fp32} taken over in fp32, {of_bf16} in bf16")
     assert not found["wrong"]
     assert len(found["right"]) >= 60 and len(found["fused"]) >= 50, found
-    assert {"hunyuan_v1_moe", "hyperclovax", "vaultgemma"} <= {*found["fused"]}, found
+    wanted = {"hunyuan_v1_moe", "hyperclovax", "vaultgemma", "minicpm3", "nanochat"}
+    assert wanted <= {*found["fused"]}, found

@@ -23,7 +23,7 @@ from rounding import names_of, rounded, rounded_base
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stoker.engine import fused_layers
+from stoker.engine import fused_forms
 from stoker.engine.device import CpuRuntime
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMismatchError
 from stoker.kernels.ops import REFERENCE, ops_for
@@ -209,8 +209,8 @@ def test_a_mirror_takes_weights_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = fused_layers._fused
-    monkeypatch.setattr(fused_layers, "_fused", lambda *args: None if args[5].endswith(".1") else fused(*args))
+    agrees = fused_forms._Trial.agrees
+    monkeypatch.setattr(fused_forms._Trial, "agrees", lambda trial, form: form.index != 1 and agrees(trial, form))
     model = make_model("llama")
     with in_fp8(model, dtype="float64") as engine:
         assert engine.stats().fused_layers == 2

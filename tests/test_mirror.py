@@ -12,7 +12,7 @@ from mirrored import PARAMS, PROMPT, SMALL, assert_matches, copies, engine_on, s
 from test_checksum import checksum
 from torch import nn
 
-from stoker.engine.fused_layers import FusedDecoderLayer
+from stoker.engine.fused_decoder import FusedDecoderLayer
 from stoker.kernels import host_memory
 from stoker.rollout import (
     EngineConfig,

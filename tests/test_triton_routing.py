@@ -34,7 +34,9 @@ GPT_OSS = Choice(per_token=4, score="chosen")
 LLAMA4 = Choice(per_token=1, score="chosen_sigmoid")
 GEMMA4 = Choice(per_token=3, score="softmax", normalise=True, wide_weights=True)
 LFM2 = Choice(per_token=2, score="sigmoid", normalise=True, eps=1e-6)
-IN_GROUPS = {"wide": True, "wide_weights": True}
+IN_GROUPS = {"wide_logits": True, "wide_weights": True}
+AFMOE = Choice(per_token=2, score="sigmoid", normalise=True, scale=1.7, wide_scores=True, wide_weights=True)
+ERNIE = Choice(per_token=2, score="softmax", normalise=True, least=0.5, wide_logits=True)  # a sum is often less
 DEEPSEEK_V2 = Choice(per_token=3, score="softmax", scale=16.0, groups=5, kept_groups=2, **IN_GROUPS)
 DEEPSEEK_V3 = Choice(
     per_token=4,
@@ -67,6 +69,9 @@ CASES = [
     (70, 5, 48, True, False, False, replace(LLAMA4, per_token=2)),
     (6, 24, 80, False, False, True, GEMMA4),
     (70, 6, 48, False, True, True, LFM2),
+    (5, 8, 48, False, True, False, AFMOE),
+    (70, 24, 80, False, True, False, AFMOE),
+    (6, 24, 80, False, True, False, ERNIE),
 ]
 
 
@@ -89,9 +94,9 @@ def expected_route(
     """What every expert ranks by, less than anything for those of other groups, and weights of those that are chosen."""
     logits = x.double() @ weight.double().T
     logits = logits if bias is None else logits + bias.double()
-    logits = logits if choice.wide else logits.to(x.dtype).double()
+    logits = logits if choice.wide_logits else logits.to(x.dtype).double()
     every = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(choice.score, logits)
-    if choice.score == "sigmoid" and not choice.wide:
+    if choice.score == "sigmoid" and not (choice.wide_logits or choice.wide_scores):
         every = every.to(x.dtype).double()
     ranks = every if correction is None else every + correction.double()
     weights = torch.zeros_like(every)
@@ -107,7 +112,7 @@ def expected_route(
         if choice.score == "chosen_sigmoid":
             mine = mine.sigmoid()
         if choice.normalise:
-            mine = mine / (mine.sum() + choice.eps)
+            mine = mine / max(mine.sum() + choice.eps, choice.least)
         weights[row, chosen] = choice.scale * mine * (1.0 if gain is None else gain.double()[chosen])
     return ranks, weights
 
@@ -173,7 +178,7 @@ def test_what_is_rounded_to_the_same_number_ranks_the_same(
     x[:, 0], x[:, 1], weight[:, 0] = near, far, 1.0
     weight[3, 1] = 1.0
     for wide in (False, True):
-        choice = Choice(per_token=1, score=score, wide=wide)
+        choice = Choice(per_token=1, score=score, wide_logits=wide)
         ids, weights, _ = ops.route(x, weight, None, None, None, choice)
         assert set(ids.flatten().tolist()) == {3 if wide else 0}
         wanted = {"softmax": 0.25, "chosen": 1.0, "sigmoid": torch.tensor(near).sigmoid().item()}[score]

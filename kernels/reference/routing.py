@@ -25,12 +25,15 @@ class Choice:
     score: Literal["softmax", "sigmoid", "chosen", "chosen_sigmoid"]
     normalise: bool = False  # the weights by their sum, plus ``eps``
     eps: float = 0.0
+    least: float = 0.0  # that such a sum is taken for
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
     best_of_group: int = 1
-    wide: bool = False  # logits and scores are fp32, whatever the weights' dtype
-    wide_weights: bool = False  # so is what comes of it
+    # fp32, whatever the model's dtype: logits (and then scores), scores of logits that may not be, what comes of it.
+    wide_logits: bool = False
+    wide_scores: bool = False
+    wide_weights: bool = False
 
 
 class Routing(NamedTuple):
@@ -53,7 +56,7 @@ def route(
 
     Of experts that rank the same, whichever ``torch.topk`` takes.
     """
-    if choice.wide:
+    if choice.wide_logits:
         logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     else:
         logits = F.linear(x, weight, bias)
@@ -68,7 +71,7 @@ def choose(
     if choice.score == "softmax":
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
     elif choice.score == "sigmoid":
-        scores = logits.sigmoid()
+        scores = (logits.float() if choice.wide_scores else logits).sigmoid()
     ranked = scores if correction is None else scores + correction
     if choice.groups > 1:
         by_group = ranked.view(len(ranked), choice.groups, -1)
@@ -85,7 +88,8 @@ def choose(
         weights = weights.float().sigmoid()
     if choice.normalise:
         total = weights.sum(-1, keepdim=True)
-        weights = weights / (total + choice.eps if choice.eps else total)
+        total = total + choice.eps if choice.eps else total
+        weights = weights / (total.clamp(min=choice.least) if choice.least else total)
     if choice.scale != 1.0:
         weights = weights * choice.scale
     if gain is not None:
