@@ -126,7 +126,7 @@ def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tupl
     logits = torch.cat([near, low, far.where(far < -128.0, 0.0), -far])
     biases = {name: shuffled()[0] / count for name in parts.biases}
     # A product with other factors than one has more digits than half precision: whether it is rounded shows.
-    of_others = 1 + torch.randint(128, (count,), generator=generator, device="cpu") / 128
+    of_others = 1 + torch.randint(1024, (count,), generator=generator, device="cpu") / 1024
     ones = torch.ones(count, device="cpu")
     # Last, corrections beyond any score: of the chosen experts the scores may all be zero.
     for factors, spread in ((ones, 1.0), (of_others, 1.0), (ones, 3.0)):

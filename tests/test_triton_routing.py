@@ -186,6 +186,22 @@ def test_what_is_rounded_to_the_same_number_ranks_the_same(
 
 
 @all_ops
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_sums_of_half_precision_rank_the_same_where_they_are_rounded(tokens: int, ops: Ops) -> None:
+    """A correction that only fp32 has the digits for decides in a router with scores in fp32, and in no other."""
+    x, weight = (torch.zeros(n, 48, dtype=torch.float16, device=DEVICE) for n in (tokens, 4))
+    correction = torch.full((4,), 4.0, dtype=torch.float16, device=DEVICE)
+    x[:, 0], weight[2:, 0] = 1.0, torch.tensor([2.0**-7, 2.0**-6], dtype=torch.float16)  # 4.5020 and 4.5039
+    for wide in (False, True):
+        choice = Choice(per_token=2, score="sigmoid", wide_scores=wide)
+        ids = ops.route(x, weight, None, correction, None, choice).ids
+        if wide:
+            assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(2, 3)}
+        elif ops is not REFERENCE:  # which takes any
+            assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(0, 3)}
+
+
+@all_ops
 def test_a_sigmoid_of_the_chosen_ranks_by_what_it_is_of(ops: Ops) -> None:
     """Which comes to the same number for many."""
     x, weight = torch.full((2, 48), 1.0, device=DEVICE), torch.zeros(4, 48, device=DEVICE)
