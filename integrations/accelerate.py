@@ -96,7 +96,7 @@ class AcceleratedEngine:
         prompts, sampling_params, attention_mask, adapter, and what is raised: as there. The progress bar shows on the main
         process only. accelerate's trackers get the main process's ``rollout/seconds``, ``rollout/tokens_per_second``,
         ``rollout/mean_length`` (of completions, in tokens) and ``rollout/weight_version``; step: the step they are
-        logged under.
+        logged under. Without one, W&B has them in the entry that the loop logs next.
         """
         if self.engine.is_sleeping:
             self.engine.wake_up()
@@ -124,7 +124,8 @@ class AcceleratedEngine:
             "rollout/mean_length": sum(lengths) / max(1, len(lengths)),
             "rollout/weight_version": self.engine.weight_version,
         }
-        self._accelerator.log(metrics, step=step)
+        # W&B counts a step on at every entry that names none, and drops those of the loop that are then behind.
+        self._accelerator.log(metrics, step=step, log_kwargs={} if step is not None else {"wandb": {"commit": False}})
         return batch
 
     def _send_to_sleep(self) -> None:

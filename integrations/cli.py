@@ -186,7 +186,13 @@ def _serve(args: argparse.Namespace) -> int:
     with (
         load(args) as engine,
         serve(
-            engine, host=args.host, port=args.port, name=args.name or args.model, api_key=key, control=args.control
+            engine,
+            host=args.host,
+            port=args.port,
+            name=args.name or args.model,
+            api_key=key,
+            control=args.control,
+            adapter=args.adapter,
         ) as server,
     ):
         print(f"listening at {server.url}", flush=True)

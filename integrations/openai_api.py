@@ -12,7 +12,8 @@ from uuid import uuid4
 
 from stoker.integrations.text_stream import TextStream
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import LIVE, Completion, RolloutChunk, RolloutEngine, RolloutOutput, SamplingParams
+from stoker.rollout import Completion, RolloutChunk, RolloutEngine, RolloutOutput, SamplingParams
+from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.messages import shown
 from stoker.rollout.prompts import read_chat
 
@@ -22,7 +23,7 @@ _SAMPLING = (
 )  # fmt: skip
 # What changes no completion.
 _NO_MATTER = {
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 }  # fmt: skip
 # Fields of what is not done here, and the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -31,9 +32,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
 }
-_WITHOUT_LIMIT = 1 << 30  # of tokens: a completion ends at max_model_len
 _MOST_SAMPLES = 16384  # a request that asks for more would have the memory of all
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -62,8 +63,8 @@ class Call:
 # -- what is asked -----------------------------------------------------------------------------------------------------
 
 
-def read_call(body: Any, engine: RolloutEngine, model: str, *, chat: bool) -> Call:
-    """The call that a request's JSON makes. model: the name under which the engine is served.
+def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoice, *, chat: bool) -> Call:
+    """The call that a request's JSON makes. model: the name under which the engine is served, with ``adapter``.
 
     Raises ``InvalidRequestError`` for what cannot be, and for any field whose meaning would be dropped.
     """
@@ -94,7 +95,7 @@ def read_call(body: Any, engine: RolloutEngine, model: str, *, chat: bool) -> Ca
         model=asked,
         prompts=prompts,
         params=params,
-        adapter=LIVE if asked == model else asked,
+        adapter=adapter if asked == model else asked,
         chat=chat,
         stream=stream,
         usage=usage,
@@ -117,7 +118,13 @@ def _sampling(fields: dict[str, Any], chat: bool) -> tuple[SamplingParams, bool]
     if settings.get("top_k") == -1:  # vLLM's "off"
         settings["top_k"] = 0
     if chat:
-        settings.setdefault("max_tokens", fields.pop("max_completion_tokens", _WITHOUT_LIMIT))
+        limits = [settings.pop("max_tokens", None), fields.pop("max_completion_tokens", None)]
+        given = [limit for limit in limits if limit is not None]
+        if len(given) > 1 and given[0] != given[1]:
+            raise InvalidRequestError(
+                f"max_tokens={shown(given[0])}, max_completion_tokens={shown(given[1])}: give one of them"
+            )
+        settings["max_tokens"] = given[0] if given else None
         wanted = _flag(fields, "logprobs")
         settings["logprobs"] = fields.pop("top_logprobs", 0)
     else:

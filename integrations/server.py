@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -39,7 +40,8 @@ from stoker.kernels.errors import (
     UnsupportedModelError,
     WeightsMismatchError,
 )
-from stoker.rollout import RolloutEngine, RolloutHandle, RolloutOutput
+from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
+from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.messages import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
@@ -61,25 +63,36 @@ def serve(
     name: str = "policy",
     api_key: str | None = None,
     control: bool = False,
+    adapter: AdapterChoice = LIVE,
 ) -> Server:
     """Serve ``engine`` from threads of this process, until the server is closed; returns when it listens.
 
-    port: 0 is any free one. name: of the model, in requests; adapters have their own names. api_key: what requests have
-    to bring as a bearer token, where there is one. control: also serve what changes the engine (pause, resume, sleep,
+    port: 0 is any free one. name: of the model, in requests; adapters have their own names. adapter: what the model runs
+    with under that name, as in ``RolloutEngine.generate_batch``. api_key: what requests, but for ``/health``, have to bring
+    as a bearer token, where there is one. control: also serve what changes the engine (pause, resume, sleep,
     wake_up, update_weights, load and unload of adapters), which read files whose paths a request names.
 
-    Raises ``InvalidConfigError`` where it cannot listen there.
+    Raises ``InvalidConfigError`` where it cannot listen there, ``InvalidRequestError`` where there is no such adapter.
     """
-    return Server(engine, host, port, name, api_key, control)
+    return Server(engine, host, port, name, api_key, control, adapter)
 
 
 class Server:
     """A running server, as ``serve`` starts it; also a context manager. The engine stays its owner's."""
 
     def __init__(
-        self, engine: RolloutEngine, host: str, port: int, name: str, api_key: str | None, control: bool
+        self,
+        engine: RolloutEngine,
+        host: str,
+        port: int,
+        name: str,
+        api_key: str | None,
+        control: bool,
+        adapter: AdapterChoice,
     ) -> None:
-        self._engine = engine
+        if isinstance(adapter, str) and adapter not in engine.adapters:
+            raise InvalidRequestError(f"adapter={shown(adapter)}: there are {', '.join(engine.adapters) or 'none'}")
+        self._engine, self._adapter = engine, adapter
         self._name = name
         self._api_key = api_key
         self._steps = AsyncSteps(engine)
@@ -91,7 +104,7 @@ class Server:
         app = Starlette(
             routes=self._routes(control),
             lifespan=self._running,
-            exception_handlers={StokerError: self._refuse},
+            exception_handlers={StokerError: self._refuse, HTTPException: self._unknown},
         )
         # The process's logging is not the server's to set up.
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
@@ -144,6 +157,7 @@ class Server:
         asked: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._model),
             "/v1/completions": ("POST", partial(self._generate, chat=False)),
             "/v1/chat/completions": ("POST", partial(self._generate, chat=True)),
         }
@@ -162,11 +176,11 @@ class Server:
         return [Route(path, self._guarded(endpoint), methods=[method]) for path, (method, endpoint) in asked.items()]
 
     def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        key = None if self._api_key is None or endpoint == self._health else f"Bearer {self._api_key}".encode()
+
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "")
-            if self._api_key is not None and not hmac.compare_digest(
-                given.encode(), f"Bearer {self._api_key}".encode()
-            ):
+            given = request.headers.get("authorization", "").encode()
+            if key is not None and not hmac.compare_digest(given, key):
                 return _error(401, "the API key is missing or another: send it as 'Authorization: Bearer KEY'")
             if self._closing:
                 return _error(503, "the server is being closed")
@@ -178,15 +192,29 @@ class Server:
     async def _refuse(_: Request, error: Exception) -> Response:
         return _error(next(status for kind, status in _STATUS if isinstance(error, kind)), str(error))
 
+    @staticmethod
+    async def _unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
     async def _health(self, _: Request) -> Response:
         engine = self._engine
         state = {"is_sleeping": engine.is_sleeping, "is_paused": engine.is_paused}
         return JSONResponse({"weight_version": engine.weight_version, **state})
 
     async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._known()})
+
+    async def _model(self, request: Request) -> Response:
+        asked = request.path_params["name"]
+        model = next((model for model in self._known() if model["id"] == asked), None)
+        if model is None:
+            raise UnknownModelError(f"model={shown(asked)}: there are {', '.join(m['id'] for m in self._known())}")
+        return JSONResponse(model)
+
+    def _known(self) -> list[dict[str, Any]]:
         names = (self._name, *self._engine.adapters)
-        models = [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
-        return JSONResponse({"object": "list", "data": models})
+        return [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
 
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
         body = _read(await request.body() or b"{}")
@@ -228,7 +256,7 @@ class Server:
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
         """In a thread: templates and tokenizers take their time, and so does an engine that is being changed."""
-        call = read_call(body, self._engine, self._name, chat=chat)
+        call = read_call(body, self._engine, self._name, self._adapter, chat=chat)
         handles = []
         for row, prompt in enumerate(call.prompts):
             try:

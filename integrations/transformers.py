@@ -31,7 +31,8 @@ def generate_batch(
     configuration's. What sets up transformers' own engine (``continuous_batching_config``, ``persistent_manager``,
     ``warmup``, ``record_timestamps``) has no meaning here: leave it out. Of ``num_return_sequences`` completions of a
     prompt the last has the id of the prompt, those before it ``"req_0__child#0"`` and so on. As there, completions end at
-    the configuration's ``eos_token_id`` and at no other, and a request that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
+    the configuration's ``eos_token_id`` and at no other, a configuration without ``top_k`` does not truncate, and a request
+    that failed says so in its ``error``. Unlike there, ``logprobs`` are always set, those of
     ``SamplingParams.logprobs_mode="scaled"``; sampling needs no cast of the model, and what cannot be served is an
     ``InvalidRequestError`` before any work starts.
     """
@@ -41,8 +42,10 @@ def generate_batch(
         )
     if max_new_tokens is None and generation_config.max_new_tokens is None:
         raise InvalidRequestError("the generation config sets no max_new_tokens: set it, or pass max_new_tokens=")
-    limit = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}
-    params = SamplingParams.from_generation_config(generation_config, ignore_eos=True, **limit)
+    settings: dict[str, int] = {} if max_new_tokens is None else {"max_tokens": max_new_tokens}
+    if generation_config.top_k is None:
+        settings["top_k"] = 0  # ``generate`` would take 50
+    params = SamplingParams.from_generation_config(generation_config, ignore_eos=True, **settings)
     batch = engine.generate_batch(list(inputs), params, progress_bar=progress_bar)
     outputs = {}
     for row, output in enumerate(batch):

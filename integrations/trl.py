@@ -56,6 +56,8 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     for owner, name, value in backend.seam():
         backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
+    if hasattr(trainer, "_buffered_inputs"):  # completions made without the engine lack what is asked of its own
+        trainer._buffered_inputs = None
     trainer.add_callback(backend.callback)
     return backend.engine
 
@@ -143,10 +145,7 @@ class _EngineBackend:
         with self._timed():
             params = self._params(prompts, n)
             given = with_images(self._trainer.processing_class, prompts, images)
-            if self._dropped:
-                self.sync_weights()
-            if self.engine.is_sleeping:
-                self.engine.wake_up()
+            self._wake_up()
             try:
                 batch = self.engine.generate_batch(given, params)
             finally:
@@ -160,6 +159,24 @@ class _EngineBackend:
         if not self._turns_to_come:
             self._log_cost()
         return batch
+
+    def _wake_up(self) -> None:
+        if self._dropped:
+            self.sync_weights()
+        if self.engine.is_sleeping:
+            self.engine.wake_up()
+
+    def on_engine_awake(self, rollout: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the user's that asks the engine itself, or a server on it: between two of its calls the engine may
+        sleep."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._timed():
+                self._wake_up()
+            self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
+            return rollout(*args, **kwargs)
+
+        return run
 
     def _send_to_sleep(self) -> None:
         """While a run trains all of a model, its weights do not wait in host memory for the update that moves them all."""
@@ -206,13 +223,15 @@ class _EngineBackend:
     def _params(self, prompts: Sequence[list[int]], n: int) -> list[SamplingParams]:
         """Of each prompt. After a tool's answer, what TRL would cut off is not sampled, nor does it need KV blocks."""
         trainer, params = self._trainer, sampling_params(self._trainer)
-        limits = [params.max_tokens] * len(prompts)
+        longest = params.max_tokens
+        assert longest is not None  # ``from_generation_config`` gives one
+        limits = [longest] * len(prompts)
         with_tools = getattr(trainer, "tools", None) and getattr(trainer, "rollout_func", None) is None
         if self._turns_to_come and with_tools:
             if self._longest is None:
                 self._longest = max(map(len, prompts)) + trainer.max_completion_length
             else:
-                limits = [max(1, min(params.max_tokens, self._longest - len(prompt))) for prompt in prompts]
+                limits = [max(1, min(longest, self._longest - len(prompt))) for prompt in prompts]
         return [
             replace(params, n=n, max_tokens=limit, min_tokens=min(params.min_tokens, limit), seed=seed)
             for limit, seed in zip(limits, self._seeds(prompts), strict=True)
@@ -235,6 +254,8 @@ class _TokenListBackend(_EngineBackend):
         seam = [*super().seam(), (self._trainer, "vllm_mode", "colocate")]
         if hasattr(self._trainer, "_generate"):  # not every kind has turns
             seam.append((self._trainer, "_generate", self.all_turns(self._trainer._generate)))
+        if getattr(self._trainer, "rollout_func", None) is not None:
+            seam.append((self._trainer, "rollout_func", self.on_engine_awake(self._trainer.rollout_func)))
         return seam
 
     @property

@@ -113,11 +113,13 @@ class RequestMaker:
             self._constraint(params)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{name}: {error}") from error
-        longest = min(len(prompt) + params.max_tokens, self.max_model_len)
+        open_end = params.max_tokens is None
+        longest = min(len(prompt) + (params.max_tokens or 1), self.max_model_len)
         if longest > self.kv_tokens:
             raise InvalidRequestError(
                 f"{name} may grow to {longest} tokens and the KV cache holds {self.kv_tokens}: raise "
-                f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes) or lower max_tokens"
+                f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes) or "
+                f"{'shorten the prompt' if open_end else 'lower max_tokens'}"
             )
 
     def check_sequence(self, row: int, sequence: list[int], start: Any, of_rollout: bool) -> None:
@@ -262,7 +264,9 @@ class RequestMaker:
         if seed is None:
             name = f"{self.seed}:{next(self.prompts)}".encode()
             seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
-        max_tokens = min(p.max_tokens, self.max_model_len - len(prompt))
+        max_tokens = min(self.max_model_len, self.kv_tokens) - len(prompt)
+        if p.max_tokens is not None:
+            max_tokens = min(p.max_tokens, self.max_model_len - len(prompt))
         return SamplingSpec(
             temperature=p.temperature,
             top_p=p.top_p,

@@ -29,6 +29,7 @@ class SamplingParams:
     - repetition_penalty: over prompt and completion; 1 is off. presence_penalty, frequency_penalty: over the
       completion; 0 is off.
     - max_tokens, min_tokens: bounds on the completion, in tokens; before ``min_tokens`` no stop token can be sampled.
+      ``max_tokens=None`` is as many as ``max_model_len`` and the KV cache have room for.
     - stop: strings that end a completion (needs a tokenizer); ``text`` ends before the string, ``token_ids`` keep the
       token that completed it. They are looked for in ``text``, and one that names a special token ("<|im_end|>") where
       that is sampled. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
@@ -55,7 +56,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -71,7 +72,8 @@ class SamplingParams:
         self._stops()
         self._whole("n", 1)
         self._whole("top_k", 0, "0 is off")
-        self._whole("max_tokens", 1, "a large one ends at max_model_len")
+        if self.max_tokens is not None:
+            self._whole("max_tokens", 1, "None is as many as there is room for")
         self._whole("min_tokens", 0)
         self._whole("logprobs", 0, "0 is the sampled token's alone")
         self._real("temperature", 0.0, LARGEST)
@@ -82,7 +84,7 @@ class SamplingParams:
         self._real("repetition_penalty", SMALLEST, LARGEST)
         self._real("presence_penalty", -LARGEST, LARGEST)
         self._real("frequency_penalty", -LARGEST, LARGEST)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         if self.seed is not None:
             self._whole("seed")
@@ -172,7 +174,8 @@ class SamplingParams:
             )
         eos = get("eos_token_id")
         if eos is not None:
-            found["stop_token_ids"] = (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
+            ids = (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
+            found["stop_token_ids"] = tuple(t for t in ids if t != _NO_EOS)
         if not get("do_sample"):
             found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         elif get("top_k") is None:
@@ -184,6 +187,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+_NO_EOS = -1  # what transformers' generate_batch writes into a configuration that has none
 _GENERATION_FIELDS = {
     "num_return_sequences": "n",
     "temperature": "temperature",

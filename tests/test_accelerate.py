@@ -166,8 +166,9 @@ class Tracker(GeneralTracker):  # type: ignore[misc]
         super().__init__()
         self.seen: list[tuple[dict[str, Any], int | None]] = []
 
-    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
         self.seen.append((values, step))
+        self.more = more
 
 
 def test_trackers_get_what_a_rollout_was_like() -> None:
@@ -183,6 +184,18 @@ def test_trackers_get_what_a_rollout_was_like() -> None:
     tokens = sum(len(c.token_ids) for output in batch for c in output.completions)
     assert tokens == 18 and values["rollout/mean_length"] == 6 and values["rollout/weight_version"] == 0
     assert values["rollout/tokens_per_second"] * values["rollout/seconds"] == pytest.approx(tokens)
+
+
+def test_an_entry_without_a_step_leaves_the_loops_own_to_be_logged() -> None:
+    """W&B counts on at each entry that is committed, and drops what is logged for a step behind."""
+    tracker = Tracker()
+    tracker.name = "wandb"
+    accelerator, model, _ = prepared(log_with=tracker)
+    accelerator.init_trackers("run")
+    with AcceleratedEngine(accelerator, model) as engine:
+        for step, more in ((None, {"commit": False}), (3, {})):
+            engine.generate_batch(PROMPTS, PARAMS, step=step)
+            assert tracker.seen[-1][1] == step and tracker.more == more
 
 
 @pytest.mark.parametrize("main", [True, False])

@@ -94,10 +94,29 @@ CHOICES: dict[str, tuple[Choice, int, tuple[str, ...]]] = {
     "laguna": (Choice(per_token=2, score="sigmoid", normalise=True), 2, ("wide_scores",)),
     "gemma4+experts": (_MIXTRAL, 4, ("wide_weights",)),
 }
-WITH_SHARED = {"deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe", "llama4", "nemotron_h", "afmoe", "laguna"}
+WITH_SHARED = {
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "llama4",
+    "nemotron_h",
+    "afmoe",
+    "laguna",
+}
 GATED = {"qwen3_next", "qwen3_5_moe"}
 # Bias of the logits, correction of the ranks, or gain of the weights.
-BIASED = {"afmoe": 1, "laguna": 1, "gpt_oss": 0, "deepseek_v3": 1, "glm4_moe": 1, "lfm2_moe": 1, "nemotron_h": 1, "gemma4+experts": 2}
+BIASED = {
+    "afmoe": 1,
+    "laguna": 1,
+    "gpt_oss": 0,
+    "deepseek_v3": 1,
+    "glm4_moe": 1,
+    "lfm2_moe": 1,
+    "nemotron_h": 1,
+    "gemma4+experts": 2,
+}
 
 
 @pytest.fixture

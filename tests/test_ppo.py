@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import make_model as of_family
 from oracle import greedy
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
@@ -208,6 +209,20 @@ def test_no_eos_id_means_none(model: Any) -> None:
         outputs = generate_batch(engine, PROMPTS * 4, config).values()
     assert {len(output.generated_tokens) for output in outputs} == {40}
     assert any(EOS in output.generated_tokens[:-1] for output in outputs)
+
+
+def test_what_a_configuration_leaves_open_is_what_it_is_to_transformers() -> None:
+    """No truncation, where ``generate`` would take the 50 likeliest; no EOS id, for which the call writes -1 into it."""
+    model = of_family("llama", vocab_size=256)
+    config = GenerationConfig(max_new_tokens=60, do_sample=True, temperature=8.0)
+    small = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64, max_memory_percent=0.01)
+    theirs = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=small, warmup=False)
+    assert config.eos_token_id == -1
+    with RolloutEngine(model) as engine:
+        ours = generate_batch(engine, PROMPTS, config)
+    for outputs in (ours, theirs):
+        seen = {token for output in outputs.values() for token in output.generated_tokens}
+        assert all(len(output.generated_tokens) == 60 for output in outputs.values()) and len(seen) > 50
 
 
 def test_a_failed_request_says_so(model: Any) -> None:

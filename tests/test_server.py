@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from adapted import two_adapters
-from server_setup import CHAT, CONFIG, client_of, post, text_engine
+from server_setup import CHAT, CONFIG, client_of, openai, post, text_engine, text_model
 from small_engine import only, tokenizer
 from tokenizer_kinds import CORPUS, KINDS
 from tokenizer_kinds import tokenizer as tokenizer_of_kind
 
 from stoker.integrations.server import Server, serve
 from stoker.integrations.text_stream import TextStream
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
 
 # As transformers tells reasoning and calls of tools from content.
 RESPONSES = {
@@ -279,6 +279,37 @@ def test_adapters_by_name() -> None:
             assert answer.choices[0].token_ids == expected.token_ids and answer.choices[0].text == ""
         status, body = post(server, "/v1/completions", {"prompt": "abc"})
         assert status == 400 and "need a tokenizer" in body["error"]["message"]
+
+
+def test_the_model_with_an_adapter() -> None:
+    with RolloutEngine(two_adapters(), config=CONFIG) as engine:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        for adapter in ("other", None):
+            with serve(engine, port=0, adapter=adapter) as server:
+                answer = client_of(server).completions.create(
+                    model="policy", prompt=[5, 6, 7], temperature=0, max_tokens=8, extra_body={"return_token_ids": True}
+                )
+            expected = only(engine.generate_batch([[5, 6, 7]], params, adapter=adapter))
+            assert answer.choices[0].token_ids == expected.token_ids
+        with pytest.raises(InvalidRequestError, match="adapter='third': there are default, other"):
+            serve(engine, port=0, adapter="third")
+
+
+def test_models_by_name(client: Any) -> None:
+    assert client.models.retrieve("policy").id == "policy"
+
+
+def test_a_chat_without_a_limit_ends_where_the_cache_does() -> None:
+    config = EngineConfig(kv_cache_memory="64KiB", max_model_len=256, max_num_seqs=2)
+    with RolloutEngine(text_model(), config=config, tokenizer=tokenizer()) as engine, serve(engine, port=0) as server:
+        held = engine.stats().num_kv_blocks * engine.config.block_size
+        answer = client_of(server).chat.completions.create(
+            model="policy", messages=CHAT, extra_body={"ignore_eos": True}
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens > 0 and held - 16 < answer.usage.total_tokens <= held < 256
+        with pytest.raises(openai.BadRequestError, match="may grow to 256 tokens and the KV cache holds"):
+            client_of(server).chat.completions.create(model="policy", messages=CHAT, max_tokens=1000)
 
 
 def test_images_in_a_chat() -> None:

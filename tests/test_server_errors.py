@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +84,11 @@ def test_bad_requests(server: Server, client: Any, body: Any, status: int, messa
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs=3"),
         ({"messages": CHAT, "prompt": "a"}, "'prompt' is no field"),
+        ({"messages": CHAT, "parallel_tool_calls": False}, "parallel_tool_calls=False: the server does not do that"),
+        (
+            {"messages": CHAT, "max_tokens": 5, "max_completion_tokens": 4},
+            "max_tokens=5, max_completion_tokens=4: give one",
+        ),
     ],
 )
 def test_bad_chats(server: Server, body: Any, message: str) -> None:
@@ -108,6 +115,17 @@ def test_a_key(engine: RolloutEngine) -> None:
             status, body = post(server, "/v1/completions", {"prompt": "a"}, key)
             assert status == 401 and "API key" in body["error"]["message"]
         assert client_of(server, api_key="secret").completions.create(model="policy", prompt="a").choices
+        with urllib.request.urlopen(f"{server.url}/health", timeout=60) as answer:
+            assert not json.load(answer)["is_sleeping"]
+
+
+def test_what_is_not_served(server: Server, client: Any) -> None:
+    """In the form of OpenAI's errors."""
+    with pytest.raises(openai.NotFoundError, match="model='gpt': there are policy"):
+        client.models.retrieve("gpt")
+    for path, status in (("/v1/embeddings", 404), ("/v1/models", 405)):
+        code, found = post(server, path, {})
+        assert code == found["error"]["code"] == status and path in found["error"]["message"]
 
 
 def test_a_request_that_fails() -> None:

@@ -90,7 +90,8 @@ def test_new_weights_under_way(stream: bool) -> None:
         assert len(versions) == 240 and versions == sorted(versions) and set(versions) == {0, 1}
 
 
-def test_a_trl_trainer_whose_rollouts_come_over_http(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "sleeps"])
+def test_a_trl_trainer_whose_rollouts_come_over_http(tmp_path: Path, sleeps: bool) -> None:
     """The weights are the new ones at each, and the log-probabilities those of TRL's own forward."""
     trl_setup = pytest.importorskip("trl_setup")
     pytest.importorskip("trl")
@@ -114,10 +115,18 @@ def test_a_trl_trainer_whose_rollouts_come_over_http(tmp_path: Path) -> None:
             return dict(zip(("prompt_ids", "completion_ids", "logprobs"), map(list, columns), strict=True))
 
     makes = trl_setup.trainers(str(tmp_path))
-    trainer = next(makes)(more={"rollout_func": rollout_func})
-    with serve(attach(trainer), port=0) as server:
+    trainer = next(makes)(vllm_enable_sleep_mode=sleeps, more={"rollout_func": rollout_func})
+    asleep, backward = set[bool](), trainer.accelerator.backward
+
+    def noting(*args: Any, **options: Any) -> None:
+        asleep.add(engine.is_sleeping)
+        backward(*args, **options)
+
+    trainer.accelerator.backward = noting
+    with serve(engine := attach(trainer), port=0) as server:
         client = client_of(server)
         trainer.train()
+    assert asleep == {sleeps}
     differences = trl_setup.logged(trainer, "sampling/sampling_logp_difference/max")
     assert differences and max(differences) < trl_setup.LOGPROB_TOLERANCE
     assert {frozenset(v) for v in versions} == {frozenset({1}), frozenset({2}), frozenset({3})}

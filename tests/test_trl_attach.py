@@ -45,6 +45,18 @@ def refused(trainer: Any, error: type[StokerError], match: str) -> None:
     assert [p.data_ptr() for p in trainer.model.parameters()] == where
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_attaching_where_completions_are_left_of_a_run_without_the_engine(make_trainer: MakeTrainer, kind: str) -> None:
+    """Three steps on batches that are for two each: those of the last one do not come with what the engine's have."""
+    trainer = make_trainer(kind, num_iterations=2, max_steps=3)
+    trainer.train()
+    assert trainer._buffered_inputs is not None
+    attach(trainer)
+    trainer.train()
+    assert len(logged(trainer, "rollout/seconds")) == 2
+    detach(trainer)
+
+
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
