@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -76,7 +76,8 @@ def on_noise(*modules: nn.Module | None) -> Iterator[None]:
     registries: list[dict[str, Any]] = [own for m in of_module for own in (m._parameters, m._buffers)]
     before = [dict(registry) for registry in registries]
     generator, made = torch.Generator().manual_seed(0), dict[int, Tensor]()
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    there = torch.get_default_device().type == "cpu"
+    with nullcontext() if there else torch.device("cpu"), torch.autocast("cpu", enabled=False):
         try:
             for module in of_module:
                 computed = module._non_persistent_buffers_set

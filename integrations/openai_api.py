@@ -73,7 +73,7 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
     fields = {name: value for name, value in body.items() if value is not None and name not in _NO_MATTER}
     asked = fields.pop("model", model)
     if asked != model and asked not in engine.adapters:
-        raise UnknownModelError(f"model={shown(asked)}: there are {', '.join((model, *engine.adapters))}")
+        raise UnknownModelError(f"model={shown(asked)}: there are {', '.join((model, *sorted(engine.adapters)))}")
     tools = fields.pop("tools", None) if chat else None
     if fields.get("tool_choice") == "none":
         tools = None

@@ -91,7 +91,9 @@ class Server:
         adapter: AdapterChoice,
     ) -> None:
         if isinstance(adapter, str) and adapter not in engine.adapters:
-            raise InvalidRequestError(f"adapter={shown(adapter)}: there are {', '.join(engine.adapters) or 'none'}")
+            raise InvalidRequestError(
+                f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
+            )
         self._engine, self._adapter = engine, adapter
         self._name = name
         self._api_key = api_key
@@ -213,7 +215,7 @@ class Server:
         return JSONResponse(model)
 
     def _known(self) -> list[dict[str, Any]]:
-        names = (self._name, *self._engine.adapters)
+        names = (self._name, *sorted(self._engine.adapters))
         return [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
 
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:

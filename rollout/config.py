@@ -48,7 +48,8 @@ class EngineConfig:
       vocabulary, in the dtype, twice where the model's class scales or caps them. More than some hundreds gain no speed.
     - check_finite_weights: refuse an update whose weights hold NaN or Inf, naming the tensors; one more pass over them.
     - gather_memory: the most that gathering the weights of a sharded trainer takes on each rank besides the engine's copy,
-      as ``kv_cache_memory``: buckets of which two are under way, with the memory Gloo needs for them.
+      as ``kv_cache_memory``: buckets of which two are under way, with the memory Gloo needs for them. Those in fp8 take
+      one layer's besides.
     - max_loras: most adapters in use at one time. max_lora_rank: most rank one of them may have.
     - seed: where requests without a seed of their own draw theirs from.
 

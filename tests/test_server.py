@@ -269,7 +269,7 @@ def test_adapters_by_name() -> None:
     model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine, serve(engine, port=0, name="live") as server:
         client = client_of(server)
-        assert [m.id for m in client.models.list()] == ["live", *engine.adapters]
+        assert [m.id for m in client.models.list()] == ["live", *sorted(engine.adapters)]
         params = SamplingParams(temperature=0, max_tokens=8)
         for name, adapter in (("live", "default"), ("default", "default"), ("other", "other")):
             answer = client.completions.create(
