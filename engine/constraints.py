@@ -63,9 +63,14 @@ class Constraints:
             self._of_slot.pop(slot, None)
             if constraint is not None:
                 self._of_slot[slot] = ref(constraint)
-        for _, constraint, _, _ in requests:
-            if constraint is not None and constraint not in self._places:
-                self._place(constraint)
+        try:
+            for _, constraint, _, _ in requests:
+                if constraint is not None and constraint not in self._places:
+                    self._place(constraint)
+        except BaseException:  # no memory, say: whoever has a slot next is not to be taken for one of these
+            for slot, *_ in requests:
+                self._of_slot.pop(slot, None)
+            raise
         assert self.rows is not None
         base = np.zeros(self._num_slots + 1, dtype=np.int64)
         for slot, follows in self._of_slot.items():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stoker.engine.device import runtime_for
 from stoker.engine.experts import matrices, multiply_in_fp8
 from stoker.engine.fused_decoder import FusedDecoderLayer
 from stoker.engine.linears import Linears, matrix_of
@@ -132,12 +133,13 @@ class Fp8Weights:
         return dequantise_rows(values, scales, source.dtype)
 
     def _round(self, source: Tensor, values: Tensor, scales: Tensor) -> None:
-        if source.dim() == 3 and not source.is_contiguous():
-            for of_expert in zip(source, values, scales, strict=True):
-                self._ops.quantise_rows(*of_expert)
-        else:
-            depth = source.shape[-1]
-            self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
+        with runtime_for(source.device).chosen():
+            if source.dim() == 3 and not source.is_contiguous():
+                for of_expert in zip(source, values, scales, strict=True):
+                    self._ops.quantise_rows(*of_expert)
+            else:
+                depth = source.shape[-1]
+                self._ops.quantise_rows(source.view(-1, depth), values.view(-1, depth), scales.view(-1))
 
     def give_back(self, *, drop: bool) -> None:
         """Give the memory back, once nothing that was launched reads it. drop: keep nothing in host memory."""

@@ -379,9 +379,9 @@ class Scheduler:
             if request.status is Status.FINISHED:
                 continue
             queue: Any = self.running if request.status is Status.RUNNING else self.waiting
+            request.end("abort")  # first: what ends it after an exception in between must not free its blocks again
             if request in queue:  # it may never have got there
                 queue.remove(request)
-            request.end("abort")
             self._release(request)
 
     def abort_all(self, error: StokerError | None = None) -> None:

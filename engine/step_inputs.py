@@ -366,8 +366,13 @@ class StepInputs:
         for name, ids in (("stop_ids", spec.stop_ids), ("suppressed", spec.suppressed)):
             if len(ids) > self._ids[name].shape[1]:  # to a power of two: steps are captured anew for each width
                 more = 2 ** (len(ids) - 1).bit_length() - self._ids[name].shape[1]
-                self._ids[name] = np.pad(self._ids[name], ((0, 0), (0, more)), constant_values=self.vocab)
-                self._packed = self._new_packed()
+                narrow = self._ids[name]
+                self._ids[name] = np.pad(narrow, ((0, 0), (0, more)), constant_values=self.vocab)
+                try:
+                    self._packed = self._new_packed()
+                except BaseException:  # no memory, say: wider rows than are sent would be cut off
+                    self._ids[name] = narrow
+                    raise
             self._ids[name][slot] = self.vocab
             self._ids[name][slot, : len(ids)] = sorted(ids)
 

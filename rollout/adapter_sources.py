@@ -211,8 +211,11 @@ class AdapterSources:
         adapter = new.read() if isinstance(new, AdapterOfModel) else new
         if name in live_adapters(unwrap(self._model), source.adapters):
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
-        self._check(shell, name, adapter, self.weights | {name: adapter})
+        others = {known: weights for known, weights in self.weights.items() if known != name}
+        self._check(shell, name, adapter, others | {name: adapter})
         adapter.bases.clear()  # they are those of the model
+        elsewhere = not isinstance(new, AdapterOfModel) and not lies_on(adapter, source.device)
+        packed = pack(adapter, runtime_for(source.device)) if elsewhere else None
         sampled = self._numbers is not None
         if sampled:  # what changed until now would be forgotten below
             self.look(shell, source, announced=False)
@@ -220,9 +223,8 @@ class AdapterSources:
         if isinstance(new, AdapterOfModel):
             self._others[name] = new
         else:
-            if not lies_on(adapter, source.device):
-                self.packed[name] = pack(adapter, runtime_for(source.device))
-                adapter = self.packed[name].adapter
+            if packed is not None:
+                self.packed[name], adapter = packed, packed.adapter
             self._copies[name] = adapter
         self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
         self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say

@@ -72,7 +72,10 @@ class Adapters:
     @property
     def in_slots(self) -> dict[str, AdapterWeights]:
         """By name, what slots run."""
-        return {a.name: self._placed[a.slot][2] for a in self.slots if a.slot in self._placed}
+        placed = (
+            (a.name, self._placed[a.slot]) for a in self.slots if a.slot in self._placed
+        )  # not all are, in their turn
+        return {name: here for name, (_, weights, here) in placed if weights is self._weights.get(name)}
 
     def refresh(self) -> None:
         """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""
@@ -216,12 +219,13 @@ class Adapters:
         return weights.map(lambda t: t.to(wider.get(t.dtype, t.dtype))) if wider else weights
 
     def _forget(self, name: str) -> None:
-        adapter = self._known.pop(name)
+        adapter = self._known[name]  # until all else of it is gone: after an interrupt it is forgotten once more
         self._aliased.pop(name, None)
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)
             self._slabs.pop(adapter.slot, None)
+        del self._known[name]
 
     def resolve(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[Adapter | None]:
         """Each row's adapter. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""

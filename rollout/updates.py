@@ -149,6 +149,13 @@ class WeightUpdates:
             self._behind = behind
             raise
 
+    def end_without_adapter(self) -> None:
+        """End the requests whose adapter was deleted from the live model: the next look has found it gone."""
+        for request in self._core.under_way:
+            if not self._adapters.knows(request.adapter):
+                request.error = deleted(request)
+                self._core.abort([request])
+
     def _take(self, version: int, *, recompute: bool) -> int:
         """Bring all that depends on weights in step with them; returns the bytes of copies of them that were written."""
         core = self._core
@@ -158,10 +165,7 @@ class WeightUpdates:
         written = self._binding.derive()
         core.runner.bind(self._binding.shell)
         self._adapters.refresh()
-        for request in core.under_way:
-            if not self._adapters.knows(request.adapter):
-                request.error = deleted(request)
-                core.abort([request])
+        self.end_without_adapter()
         core.set_weight_version(version)
         self._behind = False
         return written

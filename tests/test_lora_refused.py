@@ -21,7 +21,7 @@ from families import make_model
 from peft import IA3Config, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 
-from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine, UnsupportedModelError
+from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine, SamplingParams, UnsupportedModelError
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 EMBEDDING = "base_model.model.model.embed_tokens"
@@ -171,3 +171,31 @@ def test_bad_choices() -> None:
                 with pytest.raises(InvalidRequestError, match=r"not known: there are 'default'"):
                     call(bad)
         assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
+def test_an_adapter_deleted_from_the_model_while_another_is_loaded() -> None:
+    """Its requests fail by name, and none goes on as the base or with what takes its slot."""
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        handle = engine.submit([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True), adapter="other")
+        engine.wait([handle], share=0, timeout=0)
+        state, config = state_dict(model), model.peft_config["default"]
+        model.delete_adapter("other")
+        engine.load_adapter("new", (state, config))
+        error = handle.result().error
+        assert error is not None and "adapter 'other' was deleted" in str(error)
+        engine.core.scheduler.check()
+        assert engine.generate_batch([[5, 6]], SamplingParams(max_tokens=3), adapter="new")[0].error is None
+
+
+def test_a_refused_load_keeps_the_adapter_of_that_name() -> None:
+    plain = make_model("llama")
+    model = peft_model()
+    state, config = state_dict(model), model.peft_config["default"]
+    with RolloutEngine(plain, config=CONFIG) as engine:
+        for name in ("a", "b"):
+            engine.load_adapter(name, (state, config))
+        with pytest.raises(UnsupportedModelError):
+            engine.load_adapter("a", ({name: tensor.half() for name, tensor in state.items()}, config))
+        for name in ("a", "b"):
+            assert engine.generate_batch([[5, 6]], SamplingParams(max_tokens=3), adapter=name)[0].error is None
