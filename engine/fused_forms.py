@@ -33,25 +33,22 @@ class FusedForms:
     """Of the layers of one shell."""
 
     def __init__(self, shell: ModelShell, rotary: Rotary, layers: Sequence[tuple[str, Any, Structure]]) -> None:
-        """layers: with their paths."""
+        """layers: with their paths. Blocks with experts have to run by their own code still."""
         self._shell, self._rotary, self._layers = shell, rotary, layers
         self._numbers: list[int | None] = []  # of each layer, which of its forms it is, if any
-
-    def look(self) -> None:
-        """See which they are. Blocks with experts have to run by their own code still."""
-        shared, known = dict[str, Any](), dict[str, int | None]()
-        with clipping_within_reach(self._shell.module):
-            for path, layer, structure in self._layers:
-                kind = path if self._shell.same_keys else self._kind_of(layer, structure)
+        shared, known = dict[str, Any](), dict[str, int | None]()  # shared: keys and values that layers take of others
+        with clipping_within_reach(shell.module):
+            for path, layer, structure in layers:
+                kind = path if shell.same_keys else self._kind_of(layer, structure)
                 if kind not in known:
-                    with on_noise(layer, self._rotary.module), run_on(layer.modules(), REFERENCE):
-                        trial = _Trial(self._shell, REFERENCE, {}, self._rotary, shared, path, layer, structure)
+                    with on_noise(layer, rotary.module), run_on(layer.modules(), REFERENCE):
+                        trial = _Trial(shell, REFERENCE, {}, rotary, shared, path, layer, structure)
                         known[kind] = next((n for n, form in enumerate(trial.forms()) if trial.agrees(form)), None)
                 self._numbers.append(known[kind])
 
     def found(self, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> Iterator[FusedDecoderLayer | None]:
         """Of each layer, with its weights; None where there is none that gives the same output on a few random tokens."""
-        shared = dict[str, Any]()  # keys and values that layers take of others
+        shared = dict[str, Any]()
         with clipping_within_reach(self._shell.module):
             for (path, layer, structure), number in zip(self._layers, self._numbers, strict=True):
                 if number is None:

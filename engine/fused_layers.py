@@ -64,12 +64,11 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
-        candidates, forms = list(_candidates(shell)), None
+        candidates, rotary, forms = list(_candidates(shell)), None, None
         with suppress(Exception):  # of any kind: positions alone do not give them
             rotary = Rotary(shell)
+        if rotary is not None:
             forms = FusedForms(shell, rotary, [(path, layer, structure) for path, _, _, layer, structure in candidates])
-        if forms is not None:
-            forms.look()
         take_over_mixtures(shell.module, ops, shell.lora, partial(mlp_form, shell, ops, fused))
         found = [] if forms is None else list(zip(candidates, forms.found(ops, fused), strict=True))
         done = {replacement.index for _, replacement in found if replacement is not None}
@@ -83,7 +82,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
         if len(layers) < shell.num_layers:
             kept = shell.num_layers - len(layers)
             _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
-        if len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
+        if rotary is None or len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
             return len(layers), False
         plain = PlainModel(shell, ops, rotary)
         if not plain.agrees():

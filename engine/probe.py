@@ -66,33 +66,33 @@ def in_full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def on_noise(*modules: nn.Module | None) -> Iterator[None]:
-    """Within, the first module and all below it have noise for weights, and the others what they have: in fp32, on the CPU.
+def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
+    """Within, a module and all below it have noise for weights, and the one beside it what it has: in fp32, on the CPU.
 
     Noise is as large as weights are, and shows what a module computes whatever these are now.
     """
-    of_module = [module for first in modules for module in (() if first is None else first.modules())]
-    noisy = set() if modules[0] is None else set(modules[0].modules())
-    registries: list[dict[str, Any]] = [own for m in of_module for own in (m._parameters, m._buffers)]
-    before = [dict(registry) for registry in registries]
+    parts: list[tuple[Any, bool]] = [(part, True) for part in module.modules()]
+    parts += [(part, False) for part in (() if beside is None else beside.modules())]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     generator, made = torch.Generator().manual_seed(0), dict[int, Tensor]()
-    there = torch.get_default_device().type == "cpu"
-    with nullcontext() if there else torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    by_default = torch.get_default_device().type == "cpu"  # a mode of torch's functions costs as much as they do here
+    with nullcontext() if by_default else torch.device("cpu"), torch.autocast("cpu", enabled=False):
         try:
-            for module in of_module:
-                computed = module._non_persistent_buffers_set
-                own: list[dict[str, Any]] = [module._parameters, module._buffers]
-                for registry in own:
+            for part, noisy in parts:
+                for registry in (part._parameters, part._buffers):
+                    before.append((registry, dict(registry)))
                     for name, tensor in registry.items():
                         if tensor is None:
                             continue
                         if id(tensor) not in made:
-                            weight = module in noisy and tensor.is_floating_point() and name not in computed
-                            made[id(tensor)] = _noise(tensor.shape, generator) if weight else _as_fp32(tensor)
+                            computed = not tensor.is_floating_point() or name in part._non_persistent_buffers_set
+                            made[id(tensor)] = (
+                                _noise(tensor.shape, generator) if noisy and not computed else _as_fp32(tensor)
+                            )
                         registry[name] = made[id(tensor)]
             yield
         finally:
-            for registry, tensors in zip(registries, before, strict=True):
+            for registry, tensors in before:
                 registry.update(tensors)
 
 

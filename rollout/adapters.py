@@ -72,10 +72,12 @@ class Adapters:
     @property
     def in_slots(self) -> dict[str, AdapterWeights]:
         """By name, what slots run."""
-        placed = (
-            (a.name, self._placed[a.slot]) for a in self.slots if a.slot in self._placed
-        )  # not all are, in their turn
-        return {name: here for name, (_, weights, here) in placed if weights is self._weights.get(name)}
+        found = {}
+        for adapter in self.slots:
+            _, weights, here = self._placed.get(adapter.slot, (None, None, None))
+            if here is not None and weights is self._weights.get(adapter.name):  # else its turn has just begun
+                found[adapter.name] = here
+        return found
 
     def refresh(self) -> None:
         """Take the live model's adapters as they are, and fill the slots of a shell that may be new. Nothing may be pending."""

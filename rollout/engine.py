@@ -312,13 +312,7 @@ class RolloutEngine:
         """
         if not isinstance(name, str) or not name:
             raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
-
-        def load() -> Exception | None:
-            error = self._adapters.load(name, source, self.core.under_way)
-            self._updates.end_without_adapter()
-            return error
-
-        self._change_adapters("load an adapter", load)
+        self._change_adapters("load an adapter", lambda: self._updates.load_adapter(name, source))
 
     def unload_adapter(self, name: str) -> None:
         """Forget the adapter loaded as ``name``.

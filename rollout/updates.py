@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stoker.engine.core import EngineCore
 from stoker.kernels.errors import InvalidRequestError, StokerError
@@ -149,8 +149,13 @@ class WeightUpdates:
             self._behind = behind
             raise
 
-    def end_without_adapter(self) -> None:
-        """End the requests whose adapter was deleted from the live model: the next look has found it gone."""
+    def load_adapter(self, name: str, source: Any) -> Exception | None:
+        """As ``Adapters.load``, between two steps; it looks at the live model, too, which may have fewer by now."""
+        error = self._adapters.load(name, source, self._core.under_way)
+        self._end_without_adapter()
+        return error
+
+    def _end_without_adapter(self) -> None:
         for request in self._core.under_way:
             if not self._adapters.knows(request.adapter):
                 request.error = deleted(request)
@@ -165,7 +170,7 @@ class WeightUpdates:
         written = self._binding.derive()
         core.runner.bind(self._binding.shell)
         self._adapters.refresh()
-        self.end_without_adapter()
+        self._end_without_adapter()
         core.set_weight_version(version)
         self._behind = False
         return written
