@@ -95,7 +95,7 @@ class ModelBinding:
         """Make the shell, and see what its layers store of a token. Ranks of a sharded trainer do so together."""
         self.max_model_len = max_model_len
         self.shell = self._new_shell(self.source)
-        self._in_order()
+        self.in_order()
         self.source.pull()
         try:
             shapes = self.shell.layer_shapes()
@@ -139,7 +139,6 @@ class ModelBinding:
         come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding
         then keeps the old shell, and goes on failing.
         """
-        self._in_order()
         same = self._looks_as_seen()
         if not same and self._has_moved():
             return self.rebind() + self.adapters.pull()
@@ -149,7 +148,6 @@ class ModelBinding:
 
     def rebind(self) -> int:
         """As ``refresh``, where the model has ``moved``."""
-        self._in_order()
         self.source.check()
         source = self._source()
         shell = self._new_shell(source)
@@ -181,7 +179,6 @@ class ModelBinding:
 
         Raises ``WeightsMovedError`` where it does: the model was sharded since the last update.
         """
-        self._in_order()
         same = self._is_as_seen()
         moved = not same and self._has_moved()
         if moved:
@@ -214,7 +211,6 @@ class ModelBinding:
 
     def load_adapter(self, name: str, source: Any) -> None:
         """As ``AdapterSources.load``."""
-        self._in_order()  # what it copies to the device is written before others read it
         self._seen = None
         self.adapters.load(name, source, self.shell, self.source)
 
@@ -268,13 +264,13 @@ class ModelBinding:
 
     def take_again(self) -> None:
         """Have the weights' memory again, which was given back. Adapters in it may lie elsewhere, and are the same."""
+        self.in_order()
         self.source.take_again()
         self.adapters.take_again()
         self.adapters.lie_elsewhere()
         if self._rounded is not None:
             self._rounded.take_again()
         if self._refill:
-            self._in_order()
             try:
                 self.source.fill()
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
@@ -291,7 +287,7 @@ class ModelBinding:
                 "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
                 "itself, and call update_weights() without an argument"
             )
-        self._in_order()
+        self.in_order()
         if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
             weights = checkpoint(type(self.shell.module), os.fspath(weights))
         source = self.source
@@ -312,7 +308,6 @@ class ModelBinding:
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"
             )
-        self._in_order()
         written = staged.commit(self.source.write)
         self.source.overwritten()
         return written
@@ -324,10 +319,11 @@ class ModelBinding:
                 "the weights are incomplete since an update failed or sleep(level=3) dropped them: call update_weights()"
             )
 
-    def _in_order(self) -> None:
+    def in_order(self) -> None:
         """What is launched from now on comes after all that was launched on these weights, or to write them.
 
-        Rollouts and updates may be under streams of their own: the trainer's steps are in that of the update before it.
+        Every turn at the engine begins with this: steps and updates may be under streams of their own, and the trainer's steps
+        are in that of the update after them.
         """
         stream: Any = torch.get_device_module(self.source.device).current_stream(self.source.device)
         if self._stream is not None and stream != self._stream:
@@ -336,6 +332,7 @@ class ModelBinding:
 
     def verify(self, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
         """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
+        self.in_order()
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}

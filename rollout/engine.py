@@ -58,7 +58,7 @@ class RolloutEngine:
         self._kv = setup.kv_cache(self.config, self._binding, self.runtime, self.max_model_len)
         self._adapters = Adapters(self._binding)
         self.core = setup.core(self.config, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
-        self._loop = Loop(self.core, self._adapters.runnable)
+        self._loop = Loop(self.core, self._adapters.runnable, self._binding.in_order)
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
         self._requests = setup.requests(

@@ -72,10 +72,15 @@ class _Signal:
 class Loop:
     """The core, and the right to touch it."""
 
-    def __init__(self, core: EngineCore, runnable: Callable[[Sequence[Request]], list[Request]]) -> None:
-        """runnable: those of some requests that can still start; it fails the others."""
+    def __init__(
+        self, core: EngineCore, runnable: Callable[[Sequence[Request]], list[Request]], in_order: Callable[[], None]
+    ) -> None:
+        """runnable: those of some requests that can still start; it fails the others.
+
+        in_order: have the device run what is launched now after all that was, under whatever streams.
+        """
         self.core = core
-        self._runnable = runnable
+        self._runnable, self._in_order = runnable, in_order
         self._gate = threading.RLock()
         self._turn = threading.Lock()
         self._owner: int | None = None  # the thread whose turn it is
@@ -130,6 +135,7 @@ class Loop:
 
     def _change(self, change: Callable[[], _T]) -> _T:
         self._make_sound()
+        self._in_order()
         self._unsound = True
         try:
             result = change()

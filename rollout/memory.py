@@ -12,6 +12,7 @@ from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
+from stoker.weight_sync.version import uninterrupted
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
@@ -46,6 +47,7 @@ class EngineMemory:
     """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
 
     That last one goes whenever no graph is left that remembers where it is, and what requests follow with the KV cache then.
+    Interrupts wait until it is done: in the middle of a driver's call nobody would know what it has mapped.
     """
 
     def __init__(self, core: EngineCore, kv: KVCache, binding: ModelBinding, adapters: Adapters) -> None:
@@ -58,6 +60,7 @@ class EngineMemory:
         states = {"weights": weights, "kv_cache": bool(self.kv.layers)}
         return [tag for tag, awake in states.items() if not awake]
 
+    @uninterrupted()
     def sleep(self, tags: Iterable[str], *, drop_weights: bool) -> None:
         """Give memory back, of nothing that is running. drop_weights: do not keep a mirror's numbers in host memory."""
         tags = set(tags)
@@ -84,6 +87,7 @@ class EngineMemory:
             self.binding.give_back(drop=drop_weights)
         self.kv.runtime.release_memory()  # last: also what the weights have left in torch's allocator
 
+    @uninterrupted()
     def wake(self, tags: Iterable[str]) -> None:
         """Take memory again. Raises ``EngineStateError`` where it is short; what was woken before that stays awake."""
         tags = set(tags)

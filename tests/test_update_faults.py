@@ -152,18 +152,35 @@ def test_an_adapter_that_is_loaded_hides_no_change_of_another(dtype: str) -> Non
         assert set(assert_matches(engine, model)) == {1}, "and is no change itself"
 
 
+class Stream:
+    def __init__(self) -> None:
+        self.waits: list[Stream] = []
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append(other)
+
+
+def test_steps_wait_for_the_stream_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handle that two threads step, each under a stream of its own, and what then reads the weights under a third."""
+    streams = [Stream(), Stream(), Stream()]
+    with RolloutEngine(small(), config=CONFIG) as engine:
+        handle = engine.submit(PROMPT, replace(PARAMS, max_tokens=40))
+        with monkeypatch.context() as patch:
+            for stream in (streams[0], streams[0], streams[1]):
+                patch.setattr(torch.cpu, "current_stream", lambda device=None, stream=stream: stream)
+                engine.wait([handle], timeout=0)
+            assert not handle.done
+            engine.pause()
+            patch.setattr(torch.cpu, "current_stream", lambda device=None: streams[2])
+            assert engine.verify_weights().ok
+        assert streams[1].waits == [streams[0]] and streams[2].waits == [streams[1]]
+
+
 @pytest.mark.parametrize("start", ["generate_batch", "score", "submit"])
 @pytest.mark.parametrize("way", WAYS)
 def test_whoever_runs_the_model_waits_for_the_stream_that_weights_were_written_on(
     way: str, start: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Stream:
-        def __init__(self) -> None:
-            self.waits: list[Stream] = []
-
-        def wait_stream(self, other: "Stream") -> None:
-            self.waits.append(other)
-
     trainers, rollouts, model = Stream(), Stream(), small()
     with RolloutEngine(model, config=replace(CONFIG, dtype=WAYS[way])) as engine:
         new = {n: 1.2 * p.detach() for n, p in model.named_parameters()} if way == "from elsewhere" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ class StrictDriver:
     fail_at: int = -1  # the call to fail, counted over reserve and map
     calls: int = 0
     stuck: int = -1  # an address that cannot be unmapped
+    interrupted: int = -1  # the call of map or unmap, counted over both, at whose end Ctrl-C comes
+    changes: int = 0
     running: bool = False  # whether kernels that were launched may still read the memory
     bytes_of: dict[int, Tensor] = field(default_factory=dict)
 
@@ -45,6 +48,11 @@ class StrictDriver:
         self.calls += 1
         if self.calls - 1 == self.fail_at:
             raise RuntimeError("out of memory")
+
+    def _changed(self) -> None:
+        self.changes += 1
+        if self.changes - 1 == self.interrupted:
+            signal.raise_signal(signal.SIGINT)
 
     def reserve(self, size: int) -> int:
         assert size > 0 and size % self.granularity == 0
@@ -66,12 +74,14 @@ class StrictDriver:
         self.mapped[address] = size
         base = max(a for a in self.ranges if a <= address)
         self.bytes_of[base][address - base : address - base + size] = 255  # garbage, and as a float NaN
+        self._changed()
 
     def unmap(self, address: int, size: int) -> None:
         if address == self.stuck:
             raise RuntimeError("cannot unmap")
         assert not self.running, "given back under a kernel that reads it"
         assert self.mapped.pop(address) == size, "not what was mapped there"
+        self._changed()
 
     def synchronize(self) -> None:
         self.running = False
@@ -170,6 +180,23 @@ def test_an_engine_sleeps_and_wakes_on_it(monkeypatch: pytest.MonkeyPatch) -> No
             engine.wake_up()
             assert [t.data_ptr() for pair in engine._kv.layers for t in pair] == places
             assert [o.completions[0].token_ids for o in engine.generate_batch(prompts, params)] == expected
+    gc.collect()
+    assert not driver.mapped
+
+
+def test_ctrl_c_between_the_driver_and_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[VirtualRuntime] = []
+    monkeypatch.setattr(engine_module, "runtime_for", lambda device: made.append(VirtualRuntime(device)) or made[-1])
+    params = SamplingParams(temperature=0, max_tokens=12)
+    with RolloutEngine(make_model("llama"), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        driver, (expected,) = made[0].driver, engine.generate_batch([[1, 2, 3]], params)
+        for asleep, action in ((True, engine.sleep), (False, engine.wake_up)) * 2:
+            driver.interrupted = driver.changes + 3
+            with pytest.raises(KeyboardInterrupt):
+                action()
+            assert engine.is_sleeping is asleep
+        (again,) = engine.generate_batch([[1, 2, 3]], params)
+        assert again.completions == expected.completions
     gc.collect()
     assert not driver.mapped
 
