@@ -209,7 +209,8 @@ class AdapterSources:
         parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
         new = read_adapter(name, given, parameters, source.device, self._gathering)
         adapter = new.read() if isinstance(new, AdapterOfModel) else new
-        if name in live_adapters(unwrap(self._model), source.adapters):
+        live = live_adapters(unwrap(self._model), source.adapters)
+        if name in live or (name in self.weights and not self.is_loaded(name)):  # or several that were active at once
             raise UnsupportedModelError(f"adapter {name!r} is on the live model already: choose another name")
         others = {known: weights for known, weights in self.weights.items() if known != name}
         self._check(shell, name, adapter, others | {name: adapter})
@@ -217,8 +218,8 @@ class AdapterSources:
         elsewhere = not isinstance(new, AdapterOfModel) and not lies_on(adapter, source.device)
         packed = pack(adapter, runtime_for(source.device)) if elsewhere else None
         sampled = self._numbers is not None
-        if sampled:  # what changed until now would be forgotten below
-            self.look(shell, source, announced=False)
+        # What is refused is refused here; and what changed until now would be forgotten below.
+        self.look(shell, source, announced=not sampled)
         self.unload(name)
         if isinstance(new, AdapterOfModel):
             self._others[name] = new

@@ -97,6 +97,12 @@ class Adapters:
             else:
                 self.place(adapter, changed=True)
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are others since ``refresh``, as where a change did not come to its end."""
+        there = self._binding.adapters.weights
+        return self._weights is not there or self._known.keys() != there.keys()
+
     def knows(self, adapter: Adapter | None) -> bool:
         """Whether it is still there, and no other one under its name."""
         return adapter is None or self._known.get(adapter.name) is adapter
@@ -221,7 +227,9 @@ class Adapters:
         return weights.map(lambda t: t.to(wider.get(t.dtype, t.dtype))) if wider else weights
 
     def _forget(self, name: str) -> None:
-        adapter = self._known[name]  # until all else of it is gone: after an interrupt it is forgotten once more
+        adapter = self._known.get(name)  # until all else of it is gone: after an interrupt it is forgotten once more
+        if adapter is None:
+            return
         self._aliased.pop(name, None)
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from stoker.engine.model import ModelShell, check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (
     EngineStateError,
+    StokerError,
     UnsupportedModelError,
     WeightsMovedError,
     WeightTransferError,
@@ -89,6 +91,7 @@ class ModelBinding:
         self._fused: dict[tuple[str, ...], Tensor] = {}
         self._casts: Casts = {}
         self._refill = False  # the memory of weights that was given back
+        self._changed = False  # while it was; nobody was told so far
         self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
@@ -139,6 +142,7 @@ class ModelBinding:
         come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding
         then keeps the old shell, and goes on failing.
         """
+        self._changed = False
         same = self._looks_as_seen()
         if not same and self._has_moved():
             return self.rebind() + self.adapters.pull()
@@ -187,8 +191,9 @@ class ModelBinding:
             self.rebind()
         self._look_at_adapters(announced=False, same=same)
         self._remember()
-        caught_up = self.source.catch_up()
-        return self.adapters.take_changed() or moved or caught_up
+        changed = self.source.catch_up() or self._changed
+        self._changed = False
+        return self.adapters.take_changed() or moved or changed
 
     def _is_as_seen(self) -> bool:
         """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
@@ -272,10 +277,17 @@ class ModelBinding:
             self._rounded.take_again()
         if self._refill:
             try:
-                self.source.fill()
+                self._changed |= self.source.fill()
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
                 self._give_back_weights(drop=True)
                 raise
+
+    def woken(self) -> None:
+        """Have ``notice`` tell if weights are others than at the last look: what waking has made of them is of those of now."""
+        if (self._rounded is not None or self.adapters.weights) and self.resident:
+            with suppress(StokerError):  # which the next look says again
+                self._changed |= isinstance(self.source, AliasedSource) and self.source.catch_up()
+                self._look_at_adapters(announced=False, same=self._is_as_seen())
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -308,7 +320,11 @@ class ModelBinding:
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"
             )
-        written = staged.commit(self.source.write)
+        try:
+            written = staged.commit(self.source.write)
+        except BaseException:
+            self.source.spoil()
+            raise
         self.source.overwritten()
         return written
 

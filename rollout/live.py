@@ -86,7 +86,7 @@ class Loop:
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
         self._turn_over = _Signal()
-        self._paused_by: int | None = None
+        self._paused_by: threading.Thread | None = None  # no ident, which the next thread may have
         self._resumed = _Signal()
         self._resumed.set()
         self._unsound = False  # a change of the core did not come to its end
@@ -183,11 +183,11 @@ class Loop:
     @property
     def is_paused_elsewhere(self) -> bool:
         """By another thread than this one."""
-        return self._paused_by not in (None, threading.get_ident())
+        return self._paused_by not in (None, threading.current_thread())
 
     def check_not_paused(self) -> None:
         """Raise ``EngineStateError`` where waiting would never end."""
-        if self._paused_by == threading.get_ident():
+        if self._paused_by is threading.current_thread():
             raise EngineStateError("this thread has paused the engine: call resume() first")
 
     def add(self, call: str, requests: Sequence[Request]) -> None:
@@ -250,7 +250,7 @@ class Loop:
                 self.core.abort_all()
             self.core.drain()
             self._resumed.clear()
-            self._paused_by = threading.get_ident()
+            self._paused_by = threading.current_thread()
 
         while True:
             if mode == "wait":
@@ -397,7 +397,7 @@ def wait(
     if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
         raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")
     check_timeout(timeout)
-    enough = share * len(all_handles)
+    enough = math.ceil(share * len(all_handles) - 1e-9)  # 0.07 * 100 is more than 7
     if share == 0:  # a share that has always finished; one step, or whoever asks in a loop would ask for ever
         enough, timeout = len(all_handles), 0.0
     if sum(h.done for h in all_handles) < enough:

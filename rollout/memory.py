@@ -20,7 +20,7 @@ _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
 
 def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
     """What to send to sleep. Raises ``InvalidRequestError`` for a level or a tag there is not."""
-    if level not in _LEVELS:
+    if level not in tuple(_LEVELS):  # which asks nothing of it
         raise InvalidRequestError(
             f"level={shown(level)}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
         )
@@ -36,7 +36,7 @@ def between_rollouts(mirror_bytes: int) -> list[str]:
 
 
 def check_tags(tags: str | Iterable[str]) -> list[str]:
-    wanted = [tags] if isinstance(tags, str) else list(tags)
+    wanted = list(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else [tags]
     unknown = [tag for tag in wanted if tag not in TAGS]
     if unknown:
         raise InvalidRequestError(f"tags={unknown}: there are {', '.join(TAGS)}")
@@ -95,6 +95,7 @@ class EngineMemory:
             if not self.binding.resident:
                 self._take("weights", self.binding.nbytes, self.binding.take_again)
             self._take("adapters", self.adapters.given_back, self.adapters.take_again)
+            self.binding.woken()
         if "kv_cache" in tags and "kv_cache" in self.asleep:
             self._take("KV cache", self.kv.wanted_bytes, self.kv.allocate)
 

@@ -108,7 +108,7 @@ class WeightUpdates:
 
         def look() -> bool:
             behind = self._behind
-            return self._look(self._binding.notice) or behind
+            return self._look(self._binding.notice) or behind or self._adapters.behind
 
         def take(changed: bool) -> None:
             if changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,7 +17,7 @@ import torch
 from families import make_model
 from torch import Tensor
 
-from stoker.kernels.errors import WeightTransferError
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.weight_sync.receiving import receive
 from stoker.weight_sync.staging import Casts, Staging, copy_each
@@ -257,7 +258,12 @@ def passed(tensors: Any, targets: dict[str, Tensor], casts: Casts | None = None,
     here, there = over_a_pipe()
     counted = Counted(here)
     with sending(there, tensors, 8) as sent:
-        _commit(receive(counted, targets, (), check_finite=finite, casts=casts))
+        try:
+            _commit(receive(counted, targets, (), check_finite=finite, casts=casts))
+        except WeightsMismatchError as refused:
+            with pytest.raises(WeightTransferError, match=re.escape(str(refused).partition(". ")[0])):
+                sent.result(5)
+            raise
         sent.result(5)
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
     assert counted.passed == sum(tensors[name].nbytes for name in counted.coming)

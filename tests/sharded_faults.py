@@ -74,6 +74,34 @@ def lose_a_rank(rank: int, how: str) -> str | None:
     return str(caught.value)
 
 
+def gathered_by_a_forward(rank: int) -> None:
+    """FSDP2 that leaves a whole model behind where no backward follows: that is no model to run on, nor to lay out anew."""
+    twin, model = small(), by_fsdp2(small(), reshard=False)
+    optimizers = sgd(twin), sgd(model)
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+    forward()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert isinstance(engine._binding.source, MirroredSource)
+        for step in range(1, 3):
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            assert engine.update_weights() == step
+            forward()
+            assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
+            forward()
+            engine.sleep(level=2)
+            engine.wake_up()
+            assert set(assert_matches(engine, twin)) == {step}
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(whole, twin.get_parameter(name), rtol=0, atol=1e-5)
+
+
 def refuse_on_one(rank: int) -> str:
     """One rank's part holds NaN: all refuse, nothing moves, and the next update is taken."""
     twin, model = small(), by_fsdp2(small())

@@ -38,6 +38,11 @@ def test_shards_in_host_memory_and_a_mirror_that_sleeps(world_size):
     ranks.run(sharded_faults.offloaded, world_size)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_leaves_the_whole_model_there(world_size):
+    ranks.run(sharded_faults.gathered_by_a_forward, world_size)
+
+
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")

@@ -263,6 +263,14 @@ def test_a_share_of_a_batch_and_then_its_tail() -> None:
         assert engine.wait([]) == ([], [])
 
 
+def test_a_share_is_counted_as_it_is_written() -> None:
+    """0.07 * 100 is more than 7 in floating point."""
+    with build(kv_cache_memory="8MiB", max_num_seqs=100) as engine:
+        handles = [engine.submit([5, 6, 7 + i], long(max_tokens=1 if i < 7 else 40)) for i in range(100)]
+        done, _ = engine.wait(handles, share=0.07)
+        assert done == handles[:7]
+
+
 def test_a_share_of_nothing_is_a_step() -> None:
     with build() as engine:
         left = [engine.submit(p, long(max_tokens=n)) for p, n in zip(PROMPTS, (2, 5, 9, 14), strict=True)]

@@ -170,6 +170,35 @@ def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
     assert results and not isinstance(results[0], BaseException), results or "it hangs"
 
 
+def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:
+    """Which may have its ident."""
+
+    def run(action: Any) -> int:
+        thread = threading.Thread(target=action)
+        thread.start()
+        ident = thread.ident
+        thread.join(timeout=60)
+        assert ident is not None
+        return ident
+
+    with build() as engine:
+        handle, seen = engine.submit(PROMPTS[0], long()), list[Any]()
+
+        def ask() -> None:
+            seen.append(engine._loop.is_paused_elsewhere)
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0)
+            seen.append("waited")
+
+        idents = []
+        for _ in range(20):
+            idents.append((run(engine.pause), run(ask)))
+            engine.resume()
+        assert any(one == other for one, other in idents), "or this shows nothing"
+        assert seen == [True, "waited"] * 20
+        handle.result()
+
+
 @pytest.mark.parametrize("call", ["submit", "generate_batch"])
 def test_weights_are_not_looked_at_while_a_pause_may_change_them(call: str) -> None:
     """Whoever paused is in the middle of an optimizer step; what is asked for meanwhile is of the weights after it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from adapted import (
 from families import make_model
 from peft import IA3Config, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from test_update_faults import InterruptAt
 
 from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine, SamplingParams, UnsupportedModelError
 
@@ -199,3 +201,51 @@ def test_a_refused_load_keeps_the_adapter_of_that_name() -> None:
             engine.load_adapter("a", ({name: tensor.half() for name, tensor in state.items()}, config))
         for name in ("a", "b"):
             assert engine.generate_batch([[5, 6]], SamplingParams(max_tokens=3), adapter=name)[0].error is None
+
+
+def test_a_load_is_refused_before_anything_is_changed() -> None:
+    """Under the name of several that were active at once, and while an adapter of the model is merged."""
+    model = two_adapters()
+    given = state_dict(peft_model(seed=5)), peft_model().peft_config["default"]
+    other = state_dict(peft_model(seed=6)), peft_model().peft_config["default"]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        model.base_model.set_adapter(["default", "other"])
+        both = tokens(engine)
+        with pytest.raises(UnsupportedModelError, match=r"'default\+other' is on the live model already"):
+            engine.load_adapter("default+other", given)
+        assert tokens(engine) == tokens(engine, adapter="default+other") == both
+        for updated in (False, True):
+            engine.load_adapter("ref", given)
+            expected = tokens(engine, adapter="ref")
+            if updated:
+                engine.update_weights()
+            model.merge_adapter(["default"])
+            for name in ("ref", "new"):
+                with pytest.raises(UnsupportedModelError, match="merged"):
+                    engine.load_adapter(name, other)
+            model.unmerge_adapter()
+            assert tokens(engine, adapter="ref") == expected
+            assert "new" not in engine.adapters
+            engine.load_adapter("ref", other)
+            assert tokens(engine, adapter="ref") != expected
+            engine.unload_adapter("ref")
+
+
+def test_a_load_that_is_interrupted_anywhere_leaves_adapters_that_run() -> None:
+    given = state_dict(peft_model(seed=5)), peft_model().peft_config["default"]
+    other = state_dict(peft_model(seed=6)), peft_model().peft_config["default"]
+    with RolloutEngine(peft_model(), config=CONFIG) as engine:
+        found = []
+        for source in (given, other):
+            engine.load_adapter("ref", source)
+            found.append(tokens(engine, adapter="ref"))
+        with InterruptAt() as all_of_it:
+            engine.load_adapter("ref", other)
+        for event in range(1, all_of_it.count - 2, all_of_it.count // 60):
+            engine.load_adapter("ref", given)
+            with suppress(KeyboardInterrupt), InterruptAt(event):
+                engine.load_adapter("ref", other)
+            tokens(engine)  # which looks at what there is
+            if "ref" in engine.adapters:
+                assert tokens(engine, adapter="ref") in found
+            engine.core.scheduler.check()

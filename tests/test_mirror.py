@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import make_model
 from mirrored import PARAMS, PROMPT, SMALL, assert_matches, copies, engine_on, step
+from peft import LoraConfig, get_peft_model
 from test_checksum import checksum
 from torch import nn
 
@@ -298,6 +299,56 @@ def test_weights_that_were_dropped_are_taken_from_the_model_anew(told):
         assert assert_matches(engine, model) == {1} and engine.verify_weights().ok
 
 
+@pytest.mark.parametrize("way", ["mirror", "fp8", "dora of a mirror", "copies of an adapter"])
+@pytest.mark.parametrize("level", [2, 3])
+def test_weights_that_are_others_while_it_wakes_and_the_old_ones_after(way, level):
+    """As those of an average that is evaluated meanwhile. What was made of them at waking is not what is to run."""
+    model = make_model("llama")
+    if "of a" in way:
+        config = LoraConfig(target_modules=["q_proj", "up_proj"], r=2, use_dora="dora" in way, init_lora_weights=False)
+        model = get_peft_model(model, config)
+    part = "lora" if way.startswith("copies") else ""
+    own = {n: p.detach().clone() for n, p in model.named_parameters() if part in n}
+    average = {n: p * (1 + 0.2 * torch.rand_like(p)) for n, p in own.items()}
+    fields = {"quantization": "fp8"} if way == "fp8" else {}
+    with engine_on(model, "auto" if way == "fp8" else "float64", **fields) as engine:
+        (before,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+        engine.sleep(level)
+        model.load_state_dict(average, strict=False)
+        engine.wake_up()
+        model.load_state_dict(own, strict=False)
+        (after,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+        assert after.token_ids == before.token_ids and after.logprobs == pytest.approx(before.logprobs, abs=1e-6)
+        assert engine.verify_weights().ok
+        engine.sleep(2)
+        engine.wake_up()
+        version = engine.weight_version
+        engine.generate_batch([PROMPT], PARAMS)
+        assert engine.weight_version == version, "nothing was changed"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_weights_from_elsewhere_that_break_off_while_they_are_written(dtype, monkeypatch):
+    """Nothing runs on a part of them and a part of the old ones."""
+    model, copy_all = make_model("llama"), torch._foreach_copy_
+    with engine_on(model, dtype) as engine:
+        assert assert_matches(engine, model) == {0}
+        old = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        def half(targets, sources, *rest):
+            copy_all(targets[::2], sources[::2], *rest)
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+            patch.setattr(torch, "_foreach_copy_", half)
+            engine.update_weights({name: 1.5 * p for name, p in old.items()})
+        if dtype == "auto":  # they are the trainer's own tensors
+            with pytest.raises(EngineStateError, match=r"incomplete since an update failed .* call update_weights\(\)"):
+                engine.generate_batch([PROMPT], PARAMS)
+            engine.update_weights(old)
+        assert max(assert_matches(engine, model)) > 0 and engine.verify_weights().ok
+
+
 # -- one step --------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +383,13 @@ def test_a_second_interrupt_does_not_wait():
     assert done == [1]
     with uninterrupted():
         pass
+
+
+def test_an_interrupt_is_not_lost_where_what_it_waits_for_fails():
+    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
 
 
 def test_two_engines_on_one_model_one_of_them_in_another_dtype():

@@ -270,11 +270,14 @@ def test_paused_requests_go_on_when_all_that_they_need_is_there_again(level):
 
 def test_levels_and_tags_there_are_not():
     with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
-        for level in (0, 4, None):
+        for level in (0, 4, None, [2], "2"):
             with pytest.raises(InvalidRequestError, match="give 1 .*, 2 .* or 3"):
                 engine.sleep(level)
         for call in (lambda: engine.sleep(tags=["kv"]), lambda: engine.wake_up("kv")):
             with pytest.raises(InvalidRequestError, match=r"tags=\['kv'\]: there are weights, kv_cache, graphs"):
+                call()
+        for call in (lambda: engine.sleep(tags=3), lambda: engine.wake_up(3)):
+            with pytest.raises(InvalidRequestError, match=r"tags=\[3\]: there are weights, kv_cache, graphs"):
                 call()
         engine.sleep(tags=["graphs", "weights"])
         assert not engine.is_sleeping, "the weights are the trainer's, and graphs wake by themselves"

@@ -34,7 +34,6 @@ class AliasedSource:
 
     kind = "aliased"
     nbytes = 0
-    complete = True
     adapters: Mapping[str, Tensor] = MappingProxyType({})  # none of them is sharded
     wider: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
 
@@ -45,6 +44,7 @@ class AliasedSource:
         self._bound: list[_Place] = []
         self._scaled: list[tuple[nn.Module, Any]] = []  # modules with quantised weights, and these
         self._sums: list[int] | None = None
+        self.complete = True
         sizes: dict[torch.dtype, int] = {}
         for parameter in self.module.parameters():
             # Quantised weights say nothing of what they are computed in.
@@ -151,6 +151,7 @@ class AliasedSource:
             if wrong:
                 raise WeightsMismatchError(f"{'; '.join(wrong)}: the model has to hold finite numbers")
         self._sums = None
+        self.complete = True
         return 0
 
     def catch_up(self) -> bool:
@@ -161,6 +162,10 @@ class AliasedSource:
     def overwritten(self) -> None:
         """The tensors have been written to on purpose."""
         self._sums = None
+        self.complete = True
+
+    def spoil(self) -> None:
+        self.complete = False
 
     def mismatches(self) -> tuple[int, list[str]]:
         """None: these are the trainer's tensors."""
@@ -204,8 +209,8 @@ class AliasedSource:
     def at_hand(self) -> bool:
         return True
 
-    def fill(self) -> None:
-        pass
+    def fill(self) -> bool:
+        return False
 
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from stoker.weight_sync.naming import engine_dtypes, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
+
+# Made for a mesh that is part of the world, by that world and their ranks: a process keeps those it has made.
+_GROUPS: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class MirroredSource:
@@ -52,7 +56,6 @@ class MirroredSource:
         self.model = model
         self._stable = stable
         self._gather_bytes = gather_bytes
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._wanted = dtype
         self._check_finite = check_finite
         held = self._read()
@@ -152,6 +155,10 @@ class MirroredSource:
         self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
+    def spoil(self) -> None:
+        assert self.mirror is not None
+        self.mirror.complete, self._seen = False, {}
+
     def catch_up(self) -> bool:
         held = self._read()
         return not held.shards and not self._from_elsewhere and self._pull(held) > 0
@@ -182,12 +189,12 @@ class MirroredSource:
     def at_hand(self) -> bool:
         return not self._from_elsewhere and not is_sharded(self.model)
 
-    def fill(self) -> None:
-        mirror, held = self.mirror, self._read()
-        assert mirror is not None
-        if not held.shards and self._refusal(held, mirror) is None:  # or the next pull tells
-            self.write({name: tensor for name, tensor in held.full.items() if name in mirror.tensors})
-            mirror.complete = True
+    def fill(self) -> bool:
+        before, held = self._seen, self._read()
+        if not held.shards:
+            with suppress(UnsupportedModelError, WeightsMismatchError):  # which the next pull says again
+                self._pull(held)
+        return before != self._seen
 
     def release(self) -> None:
         """The trainer was never touched."""
@@ -202,9 +209,10 @@ class MirroredSource:
         if sorted(ranks) == list(range(dist.get_world_size())):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return self._groups[ranks]
+        key = dist.group.WORLD, ranks
+        if key not in _GROUPS:
+            _GROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return _GROUPS[key]
 
     def _pull(self, held: Held) -> int:
         mirror = self.mirror

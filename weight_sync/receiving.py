@@ -31,10 +31,11 @@ def receive(
     that does not fit, ``WeightTransferError`` where they did not arrive.
     """
     staging = Staging(targets, optional, check_finite, {} if casts is None else casts, passing)
+    if isinstance(weights, WeightTransfer):
+        _from_transfer(weights, staging)
+        return staging
     if isinstance(weights, str | os.PathLike):
         _from_file(os.fspath(weights), staging)
-    elif isinstance(weights, WeightTransfer):
-        _from_transfer(weights, staging)
     elif isinstance(weights, Mapping):
         _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
         for name, tensor in weights.items():
@@ -86,6 +87,7 @@ def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
                 size = count * spec.dtype.itemsize
                 staging.write(spec.name, start, data[end : end + size].view(spec.dtype))
                 end += size
+        staging.finish()  # first: whoever sends is told that they were taken
         transfer.finish()
     except BaseException as error:
         transfer.finish(reason_of(error))

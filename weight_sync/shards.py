@@ -160,9 +160,13 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether this rank holds only parts of the parameters, so that reading them takes communication."""
-    tensors = tensors_of((*walk(model), *walk_adapters(model)))
-    return has_units(model) or any(is_shard(tensor) for _, tensor, _ in tensors)
+    """Whether this rank keeps only parts of the parameters, so that reading them takes communication.
+
+    What FSDP2 has gathered for a forward are no parameters to run on, though all of a model may be there until a backward.
+    """
+    modules = (*walk(model), *walk_adapters(model))
+    wrapped = any(is_unit(module) or isinstance(module, FSDPModule) for _, module in modules)
+    return wrapped or any(is_shard(tensor) for _, tensor, _ in tensors_of(modules))
 
 
 def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Held:

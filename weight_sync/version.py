@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt (Ctrl-C) waits until the block is done; a second one does not.
+    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not.
 
     Outside of the main thread, where no interrupt arrives, nothing is changed.
     """
@@ -31,5 +31,5 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if waiting:
-        previous(*waiting[0])
+        if waiting:
+            previous(*waiting[0])
