@@ -72,7 +72,7 @@ class GraphStep:
         self.runtime.release_graph_memory()
 
     def __call__(self, batch: Batch) -> Pending:
-        if not batch.decode or batch.scoring is not None or batch.has_images:
+        if not (batch.decode and batch.any_sampled) or batch.scoring is not None or batch.has_images:
             return self.eager(batch)
         adapters = None if batch.adapters is None else self.model.lora.layout
         if adapters is not None and adapters != self._layout:

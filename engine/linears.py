@@ -70,4 +70,6 @@ class Linears:
             out = self.ops.act_mul(out, gated)
         if residual is None or onto is not None:
             return out
-        return torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+        if scale != 1.0:  # and rounded, as by the operation: a row's bits are to be those without adapters
+            out = out * scale
+        return torch.add(residual, out, out=residual if in_place else None)

@@ -157,6 +157,8 @@ if __name__ == "__main__":
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite
     launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn)
     launch(8, 4, 256, 256, latent=False, visibility=Visibility(window=1024))  # Gemma 3 4B
+    launch(8, 1, 512, 512, latent=False)  # Gemma 4 E4B, where it sees everything
+    launch(32, 4, 512, 512, latent=False)  # Gemma 4 31B
     made = [build(*recorded) for recorded in launches]
     decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
     mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])

@@ -303,16 +303,21 @@ def test_nothing_runs_for_the_first_time_when_it_is_captured(window: int) -> Non
         if callable(getattr(STATIC, f.name))
     }
     with build(ops=replace(STATIC, **noted), runtime=Device, decode_window=window) as engine, operations:
-        for settings in ({}, {"logprobs": 2}):
+        for prompt, settings in (
+            # A step that samples nothing, for the prompt that another sample waits to share, and no window of the settings yet.
+            ([1, 2], {"n": 2, "max_tokens": 1}),
             # One token with the prompt, and a window of decode steps, after which it is captured.
-            engine.generate_batch([[1, 2, 3]], SamplingParams(max_tokens=1 + window, ignore_eos=True, **settings))
+            ([1, 2, 3], {"max_tokens": 1 + window, "min_p": 0.1}),
+            ([1, 2, 3], {"max_tokens": 1 + window, "logprobs": 2}),
+        ):
+            engine.generate_batch([prompt], SamplingParams(ignore_eos=True, **settings))  # type: ignore[arg-type]
             *_, graph = engine.core.runner._graphs.values()  # type: ignore[attr-defined]
             graph.step.zero_()
             operations.seen.clear()
             graph.replay()
             assert ("advance",) in operations.seen
             assert operations.seen <= captured[-1]
-    assert len(captured) == 2
+    assert len(captured) == 3
 
 
 def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:

@@ -96,6 +96,19 @@ def test_a_rollout_waits_for_the_stream_of_the_trainers_step(dtype: str) -> None
             torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=close)
 
 
+def test_steps_under_several_streams_come_one_after_the_other() -> None:
+    """The first of a request has hardly begun when the next is asked for, under another stream."""
+    model, other = make_model("llama").to(DEVICE), torch.cuda.Stream()
+    with RolloutEngine(model, config=config()) as engine:
+        (expected,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
+        for _ in range(3):
+            handle = engine.submit(PROMPT, PARAMS)
+            with torch.cuda.stream(other):
+                torch.cuda._sleep(200_000_000)
+                engine.wait([handle], timeout=0)
+            assert handle.result().completions[0].token_ids == expected.token_ids
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_weights_from_another_process_on_the_same_device(dies: bool) -> None:
     context = multiprocessing.get_context("spawn")  # an import that looks at CUDA makes it unusable after a fork

@@ -186,6 +186,17 @@ def test_others_are_deterministic_too(family: str, sizes: dict[str, Any]) -> Non
     assert [[c[0] for c in row] for row in together] == [[c.token_ids for c in o.completions] for o in expected]
 
 
+def test_deterministic_bits_do_not_depend_on_the_adapters_of_others() -> None:
+    """Also where what a layer adds to the residual is scaled."""
+    source = peft_model("granite")
+    several, settings = few(2)
+    with build("granite", ops=DETERMINISTIC) as engine:
+        engine.load_adapter("a", (state_dict(source), source.peft_config["default"]))
+        alone = bits(engine.generate_batch(several[1:], settings[1:2], adapter=None))
+        beside = bits(engine.generate_batch(several, settings, adapter=["a", *[None] * len(several[1:])]))
+    assert beside[1:] == alone
+
+
 def test_a_replayed_step_puts_its_own_tokens_in_the_order_of_their_adapters() -> None:
     """Not those of the step that was captured. Once a step, for all of its layers."""
     sources = {f"{seed}": peft_model(seed=seed, target_modules=["q_proj", "gate_proj"]) for seed in (1, 2)}
