@@ -6,7 +6,7 @@ request gets a slot, what it follows and how far it has come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, ref
 
@@ -39,6 +39,10 @@ class Constraint:
         return state
 
 
+def _nothing() -> None:
+    """What a slot follows whose state on the device is that of another."""
+
+
 class Constraints:
     """Where slots' constraints are on the device. Nothing is there before the first one.
 
@@ -50,7 +54,7 @@ class Constraints:
         self.rows: ConstraintRows | None = None
         self._runtime = runtime
         self._num_slots = num_slots
-        self._of_slot: dict[int, ref[Constraint]] = {}
+        self._of_slot: dict[int, Callable[[], Constraint | None]] = {}  # of those whose state here may not be ``FREE``
         self._places: WeakKeyDictionary[Constraint, int] = WeakKeyDictionary()
         self._end = 0  # of the last automaton
 
@@ -60,17 +64,22 @@ class Constraints:
         if not requests:
             return
         for slot, constraint, _, _ in requests:
-            self._of_slot.pop(slot, None)
-            if constraint is not None:
-                self._of_slot[slot] = ref(constraint)
+            self._of_slot[slot] = _nothing if constraint is None else ref(constraint)
         try:
-            for _, constraint, _, _ in requests:
-                if constraint is not None and constraint not in self._places:
-                    self._place(constraint)
+            self._start(requests)
         except BaseException:  # no memory, say: whoever has a slot next is not to be taken for one of these
-            for slot, *_ in requests:
-                self._of_slot.pop(slot, None)
+            self._of_slot.update(dict.fromkeys((slot for slot, *_ in requests), _nothing))
+            if self.rows is None:
+                self._of_slot.clear()
             raise
+        for slot, constraint, _, _ in requests:
+            if constraint is None:
+                del self._of_slot[slot]
+
+    def _start(self, requests: Sequence[tuple[int, Constraint | None, Sequence[int], int]]) -> None:
+        for _, constraint, _, _ in requests:
+            if constraint is not None and constraint not in self._places:
+                self._place(constraint)
         assert self.rows is not None
         base = np.zeros(self._num_slots + 1, dtype=np.int64)
         for slot, follows in self._of_slot.items():

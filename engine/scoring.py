@@ -102,10 +102,10 @@ class Scoring:
 
     def settle(self) -> None:
         """Copy what is borrowed. It has arrived."""
-        for lender, first, end in self.borrowed:
+        borrowed, self.borrowed = self.borrowed, []  # first: one that was preempted may have lent to its own lender
+        for lender, first, end in borrowed:
             lender.settle()
             self.scores.copy(lender.scores, first, end)
-        self.borrowed.clear()
 
     def borrow(self, lender: Scoring | None, upto: int, whole: bool = False) -> bool:
         """Have a lender's plans score the tokens up to ``upto``; False where they do not.

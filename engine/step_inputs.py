@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -25,6 +25,8 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.reference.window import Record
+
+_WIDE = 64  # ids of a list: to this many it costs nothing to send them for requests that have fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,11 @@ class StepInputs:
             row_of = np.repeat(np.arange(count), new)
             positions = np.arange(width) - np.repeat(new.cumsum() - new, new) + np.repeat(computed, new)
 
-        arrays, send = self._packed.open(rows, tokens, *self._widths)
+        widths = self._widths
+        if max(widths) > _WIDE:  # of one request, of which others may know nothing
+            longest = [max(map(len, lists)) for lists in zip(*map(_lists, requests), strict=True)]
+            widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
+        arrays, send = self._packed.open(rows, tokens, *widths)
 
         def put(name: str, values: NDArray[Any], padding: int = 0) -> None:
             arrays[name][: len(values)] = values
@@ -231,8 +237,8 @@ class StepInputs:
 
         for name, column in self._host.items():
             np.take(column, slots, out=arrays[name], mode="clip")  # no slot is out of bounds, and "raise" would buffer
-        for name, ids in self._ids.items():
-            np.take(ids, slots, axis=0, out=arrays[name], mode="clip")
+        for (name, ids), width in zip(self._ids.items(), widths, strict=True):
+            np.take(ids[:, :width], slots, axis=0, out=arrays[name], mode="clip")
         put("slot_index", slots)
         put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
         put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
@@ -363,9 +369,9 @@ class StepInputs:
         # A constraint has no stop id come too early, where another way is.
         host["first_stop"][slot] = 0 if spec.constraint is not None else request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
-        for name, ids in (("stop_ids", spec.stop_ids), ("suppressed", spec.suppressed)):
+        for name, ids in zip(self._ids, _lists(request), strict=True):
             if len(ids) > self._ids[name].shape[1]:  # to a power of two: steps are captured anew for each width
-                more = 2 ** (len(ids) - 1).bit_length() - self._ids[name].shape[1]
+                more = _power_of_two(len(ids)) - self._ids[name].shape[1]
                 narrow = self._ids[name]
                 self._ids[name] = np.pad(narrow, ((0, 0), (0, more)), constant_values=self.vocab)
                 try:
@@ -393,6 +399,15 @@ class StepInputs:
             top_logprobs=max(s.top_logprobs for s in specs),
             constraints=self.constraints.rows if any(s.constraint is not None for s in specs) else None,
         )
+
+
+def _lists(request: Request) -> tuple[Collection[int], Collection[int]]:
+    """As in ``_ids``."""
+    return request.spec.stop_ids, request.spec.suppressed
+
+
+def _power_of_two(count: int) -> int:
+    return int(2 ** (count - 1).bit_length())
 
 
 def _known(request: Request, start: int, count: int) -> list[int]:

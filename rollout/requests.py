@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.engine.constraints import Constraint
 from stoker.engine.images import ImageInputs
-from stoker.engine.request import Adapter, Request, SamplingSpec, Status
+from stoker.engine.request import Adapter, Request, SamplingSpec
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
@@ -108,6 +108,12 @@ class RequestMaker:
         if len(set(params.suppress_token_ids)) == self.vocab:
             raise InvalidRequestError(
                 f"{name}: suppress_token_ids has every id, so nothing can be sampled: leave some out"
+            )
+        ends = {*params.suppress_token_ids, *self._stop_ids(params)}
+        if params.min_tokens and params.regex is None and len(ends) == self.vocab:
+            raise InvalidRequestError(
+                f"{name}: suppress_token_ids has every id that does not end a completion, and min_tokens="
+                f"{params.min_tokens} wants one first: leave some out"
             )
         try:
             self._constraint(params)
@@ -223,7 +229,7 @@ class RequestMaker:
             )
             request.images = images
             if start == len(sequence):  # a completion that was aborted before its first token
-                request.status = Status.FINISHED
+                request.end()
             group.append(request)
             made.append(request)
         return made

@@ -202,7 +202,11 @@ def test_masks(engine, prompts, mask, message):
         (SamplingParams(suppress_token_ids=(VOCAB,)), r"^prompt 0: suppress_token_ids has an id outside 0 to 127"),
         (
             SamplingParams(suppress_token_ids=range(VOCAB)),
-            r"^prompt 0: suppress_token_ids has every id.*leave some out",
+            r"^prompt 0: suppress_token_ids has every id,? .*leave some out",
+        ),
+        (
+            SamplingParams(suppress_token_ids=range(9, VOCAB), stop_token_ids=range(9), min_tokens=1),
+            r"^prompt 0: suppress_token_ids has every id that does not end a completion, and min_tokens=1 wants one",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from constrained import (
 )
 from pretend_device import STATIC, PretendDevice
 
+from stoker.engine.constraints import Constraints
 from stoker.engine.device import CpuRuntime
 from stoker.rollout import RolloutEngine, SamplingParams
 
@@ -132,6 +133,22 @@ def test_a_pause_changes_nothing(how: str, make: Callable[..., Any]) -> None:
         engine.update_weights()
         engine.resume(recompute=how == "recompute")
         assert shown(handle.result().completions) == shown(wanted.completions)
+
+
+def test_where_a_pattern_found_no_memory_the_next_request_follows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what was in its slot before ended in the middle of a pattern."""
+    free = SamplingParams(seed=3, max_tokens=12)
+    follows = SamplingParams(regex="[0-9]{9}", seed=1, max_tokens=4)
+    with build(max_num_seqs=2) as engine:
+        (expected,) = engine.generate_batch([PROMPT], free)
+        for beside in (None, free):
+            engine.generate_batch([PROMPT] * 2, follows)
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(Constraints, "_place", lambda *_: (_ for _ in ()).throw(MemoryError))
+                other = replace(follows, regex="(yes|no){3}")
+                engine.generate_batch([PROMPT] * 2, [other, beside or other])
+            found, _ = engine.generate_batch([PROMPT] * 2, [free, follows])
+            assert found.completions[0].token_ids == expected.completions[0].token_ids
 
 
 def test_a_next_turn_begins_anew() -> None:

@@ -368,3 +368,24 @@ def test_deterministic_mode_is_refused_where_layers_run_their_own_matmuls(
     ):
         RolloutEngine(model, config=EngineConfig(deterministic=True, kv_cache_memory="32MiB"))
     assert all(p.untyped_storage().resizable() for p in model.parameters())
+
+
+def test_scores_that_two_requests_have_of_each_other() -> None:
+    """The first stops where its state is kept, the other goes on in its place, and both are to begin again."""
+    model = make_model("qwen3_5")
+    prompts = [[5 + i % 90 for i in range(length)] for length in (24, 60)]
+    params = SamplingParams(max_tokens=3, seed=1, prompt_logprobs=0)
+    config = replace(CONFIG, block_size=4, max_num_batched_tokens=64, max_model_len=128)
+    with RolloutEngine(model, config=config) as engine:
+        expected = [engine.generate_batch([p], params)[0].prompt_logprobs for p in prompts]
+        for steps in range(1, 5):
+            engine.update_weights()
+            handles = [engine.submit(p, params) for p in prompts]
+            for _ in range(steps):
+                engine.wait(handles, share=0)
+            engine.pause()
+            engine.resume(recompute=True)
+            for handle, wanted in zip(handles, expected, strict=True):
+                found = handle.result().prompt_logprobs
+                assert found is not None and wanted is not None
+                torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-4)

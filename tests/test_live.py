@@ -11,6 +11,8 @@ import torch
 from families import VOCAB
 from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
 
+from stoker.engine.request import Request
+from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
 
 
@@ -404,3 +406,44 @@ def test_what_engines_and_handles_show(dtype: str, kind: str) -> None:
         engine.sleep()
         assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, asleep, paused)"
     assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, closed)"
+
+
+def test_requests_that_ended_need_no_garbage_collector() -> None:
+    def kept() -> int:
+        return sum(isinstance(one, Request) for one in gc.get_objects())
+
+    with build() as engine:
+        gc.collect()
+        gc.disable()
+        try:
+            before = kept()
+            engine.generate_batch(PROMPTS * 2, long(n=2, prompt_logprobs=1))
+            engine.score(PROMPTS)
+            engine.submit(PROMPTS[0], long()).result()
+            engine.submit(PROMPTS[0], long()).abort()
+            engine.stats()  # ends what dropped handles held
+            assert kept() == before
+        finally:
+            gc.enable()
+
+
+def test_a_list_of_many_ids_is_sent_with_no_plan_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, widths = StepInputs._sampling, list[tuple[int, int]]()
+
+    def noted(self: StepInputs, plan: Any, tensors: Any) -> Any:
+        rows = sent(self, plan, tensors)
+        widths.append((rows.stop_ids.shape[1], rows.suppressed.shape[1]))
+        return rows
+
+    monkeypatch.setattr(StepInputs, "_sampling", noted)
+    many = long(suppress_token_ids=range(5, 125), stop_token_ids=range(3))
+    with build() as engine:
+        first = engine.generate_batch(PROMPTS, long())
+        assert {*widths} == {(1, 1)}
+        limited = engine.generate_batch(PROMPTS, many)
+        assert {t for o in limited for t in o.completions[0].token_ids} <= {*range(5), *range(125, 128)}
+        assert widths[-1] == (4, 128)
+        assert same(engine.generate_batch(PROMPTS, long()), first)
+        assert widths[-1] == (4, 64)
+        mixed = engine.generate_batch(PROMPTS, [many, *[long()] * 3])
+        assert same(mixed, [limited[0], *list(first)[1:]])

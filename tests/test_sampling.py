@@ -291,7 +291,10 @@ def test_a_stop_string_in_a_token_that_begins_another_character():
         pieces = (b" \xf0\x9f", b"\x98\x80", b"a", b"\xff")
 
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            decoded.append(len(ids))
             return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+    decoded: list[int] = []
 
     def said(stop: str, ids: list[int]) -> list[str | None]:
         check = StopStringChecker(Bytes(), [stop], {})
@@ -299,6 +302,10 @@ def test_a_stop_string_in_a_token_that_begins_another_character():
 
     assert said(" ", [2, 0, 1, 2, 0]) == [None, " ", None, None, " "]  # each once: before min_tokens it is passed over
     assert said(" \N{GRINNING FACE}a", [0, 1, 2, 0, 1, 2]) == [None, None, " 😀a", None, None, " 😀a"]
+    decoded.clear()
+    said("a", [3] * 500)
+    assert max(decoded) < 30, "however long a text of no characters is"
+    assert said("a", [3] * 99 + [2])[-1] == "a"
     assert said("a", [3, 2, 3, 3, 2]) == [None, "a", None, None, "a"]  # after bytes that are no character
     assert said("a ", [3, 2, 0, 3, 1]) == [None, None, "a ", None, None]
 
