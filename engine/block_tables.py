@@ -32,10 +32,10 @@ class BlockTables:
         """
         first = request.computed // self.block_size
         missing = max(0, -(-(request.computed + num_new) // self.block_size) - len(request.block_ids))
-        if not self.windowed and not missing and self.pool.refs(request.block_ids[first]) == 1:
+        ids = (request.block_ids, request.window_ids) if self.windowed else (request.block_ids,)
+        if not missing and all(self.pool.refs(held[first]) == 1 for held in ids):
             return True  # the usual case, and nothing to do
         self._give_up_unseen(request, keep_prompt=True)
-        ids = (request.block_ids, request.window_ids) if self.windowed else (request.block_ids,)
         shared = [first < len(held) and held[first] > 0 and self.pool.refs(held[first]) > 1 for held in ids]
         wanted = self.layout.sizes(missing + shared[0], missing + shared[-1])
         if not self.pool.fits(*wanted):

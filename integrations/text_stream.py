@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stoker.rollout.stop_strings import LONGEST_CHARACTER
+
 
 class TextStream:
     """The text of a growing completion, as much of it as stays whatever comes next."""
@@ -22,11 +24,14 @@ class TextStream:
         if self._tokenizer is None:
             return ""
         self._pending += ids
-        before, after = self._decode(self._context), self._decode(self._context + self._pending)
-        new = after[len(before) :]
-        if new and not new.endswith("�"):  # special tokens have no text, and are no context
+        before, whole = self._decode(self._context), self._decode(self._context + self._pending)
+        known, text = len(self._pending), whole
+        if whole.endswith("�"):  # a character to be, or bytes that make none
+            known, text = self._broken(whole)
+        new = text[len(before) :]
+        if new:  # special tokens have no text, and are no context
             self._held += new
-            self._context, self._pending = self._pending, []
+            self._context, self._pending = self._pending[:known], self._pending[known:]
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         sure = max(0, min([len(self._held) - self._keep, *found]))
         text, self._held = self._held[:sure], self._held[sure:]
@@ -36,6 +41,17 @@ class TextStream:
     def rest(self, text: str) -> str:
         """What is left of ``text``, the whole completion's."""
         return text[self._sent :]
+
+    def _broken(self, whole: str) -> tuple[int, str]:
+        """How many pending tokens lie further back than a character reaches, and their text; 0 where it may still change.
+
+        Some tokenizers give no text to bytes in a row until all of them make characters: then one of the next four does.
+        """
+        known = len(self._pending) - LONGEST_CHARACTER - 4
+        if known < LONGEST_CHARACTER:
+            return 0, ""
+        texts = [self._decode(self._context + self._pending[: known + more]) for more in range(4)]
+        return (known, texts[0]) if all(map(whole.startswith, texts)) else (0, "")
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""

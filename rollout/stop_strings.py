@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-_LONGEST = 16  # tokens of one character, which has four bytes at the most
+LONGEST_CHARACTER = 16  # tokens of one character, which has four bytes at the most
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -62,7 +62,7 @@ class _Search:
         after = self._decode(self._context + self._pending)
         new = after[len(before) :]
         # A token may end one character and begin the next. What makes none for long will not.
-        whole = new if len(self._pending) > _LONGEST else new.rstrip("�")
+        whole = new if len(self._pending) > LONGEST_CHARACTER else new.rstrip("�")
         text = self._tail + whole
         # Only a match that ends in the new text: one in the old text was reported when it was new.
         old = len(self._tail) + self._searched

@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,6 +189,28 @@ def test_text_as_it_grows(kind: str, step: int) -> None:
         assert "".join(pieces) == whole[: sum(map(len, pieces))]
         assert "".join(pieces) + stream.rest(whole) == whole
     assert sum(map(len, pieces)) > len(whole) // 2  # and not all of it at the end
+
+
+def test_bytes_that_make_no_character_are_sent_as_they_come() -> None:
+    """And cost the same at each token, however many there are."""
+    made = tokenizer_of_kind("byte-level")
+    half = made.convert_ids_to_tokens(made("Ω")["input_ids"])
+    assert len(half) == 2, "a character of two tokens is asked for"
+    ids = made.convert_tokens_to_ids(half[:1]) * 300 + made("and text Ω")["input_ids"]
+
+    lengths = []
+
+    def decode(ids: list[int], **options: bool) -> str:
+        lengths.append(len(ids))
+        return str(made.decode(ids, **options))
+
+    stream, pieces = TextStream(SimpleNamespace(decode=decode), []), []
+    for token in ids:
+        pieces.append(stream.add([token]))
+    whole = made.decode(ids)
+    assert "".join(pieces) == whole and whole.endswith("�and text Ω")
+    assert sum(map(len, pieces[:300])) > 250
+    assert max(lengths) < 100
 
 
 def test_no_piece_of_a_stop_string_is_sent(engine: RolloutEngine, client: Any) -> None:
