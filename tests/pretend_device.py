@@ -51,7 +51,7 @@ def paged_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan:
     table = plan.tables.of(options["visibility"])
     rows, width = table.shape[0], table.shape[1] * key_cache.shape[1]
     last = plan.seq_lens[:, None] - 1
-    unseen = options["visibility"].hidden(last, torch.arange(width))
+    unseen = options["visibility"].hidden(last, torch.arange(width, device=query.device))
     group = query.shape[1] // key_cache.shape[2]
     key, value = (
         cache[table].view(rows, width, *cache.shape[2:]).masked_fill(unseen[:, :, None, None], 0)

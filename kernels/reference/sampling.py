@@ -21,17 +21,16 @@ _CACHED = 1 << 16  # fp32 numbers of each operand that stay in the cache of a co
 
 def philox(key: Tensor, counter: Tensor, rounds: int = _ROUNDS) -> Tensor:
     """Random 32-bit words. key: int64 [2, ...]; counter: int64 [4, ...], words that broadcast; returns int64 [4, ...]."""
-    ones = (1,) * (counter.dim() - 1)
-    multiplier = torch.tensor(_MULTIPLIERS, device=counter.device).view(2, *ones)
-    weyl = torch.tensor(_WEYL, device=counter.device).view(2, *ones)
-    even, odd = counter[0::2], counter[1::2]  # (c0, c2), (c1, c3)
+    c0, c1, c2, c3 = counter.unbind()
+    k0, k1 = key.unbind()
     for _ in range(rounds):
-        # In int64 the product wraps; its low and middle words, all that is kept, are exact.
-        product = even * multiplier
-        high, low = (product >> 32).bitwise_and_(_MASK32), product.bitwise_and_(_MASK32)
-        even, odd = high.flip(0).bitwise_xor_(odd).bitwise_xor_(key), low.flip(0)
-        key = (key + weyl) & _MASK32
-    return torch.stack((even, odd), dim=1).flatten(0, 1)
+        # In int64 the products wrap; their low and middle words, all that is kept, are exact.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = (second >> 32).bitwise_and_(_MASK32).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (first >> 32).bitwise_and_(_MASK32).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = second.bitwise_and_(_MASK32), first.bitwise_and_(_MASK32)
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return torch.stack((c0, c1, c2, c3))
 
 
 def gumbel_noise(seed: Tensor, position: Tensor, sample_index: Tensor, vocab: int) -> Tensor:

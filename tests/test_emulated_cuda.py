@@ -1,0 +1,280 @@
+"""Engines on an emulated CUDA device: nothing of the host's among what is the device's, no unasked wait, and graphs that
+replay operations on the memory they were captured with."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from adapted import lora, shake, state_dict
+from emulated_cuda import CUDA, HOST, DeviceFault, EmulatedCuda, emulated_cuda
+from families import HYBRIDS, make_model
+from hybrids import make_model as make_hybrid
+from peft import get_peft_model
+from pretend_device import STATIC, close, params, prompts
+from tokenizer_kinds import tokenizer
+
+from stoker.kernels.ops import Ops
+from stoker.kernels.triton_ops import TRITON
+from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
+from stoker.weight_sync import checksum
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "kv_cache_memory": "4MiB",
+    "max_num_seqs": 12,
+    "max_model_len": 96,
+    "decode_window": 4,
+}
+# Once for all of a call: whether weights have changed.
+LOOKED_FOR_CHANGES = "tolist in stoker.weight_sync.checksum.checksums"
+GRAPHED_LORA = replace(STATIC, lora=TRITON.lora)  # the reference's gets tensors of the host
+
+
+@pytest.fixture
+def device() -> Iterator[EmulatedCuda]:
+    with emulated_cuda() as device:
+        yield device
+
+
+def captured(body: Callable[[], None]) -> Any:
+    graph: Any = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    try:
+        body()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+# -- what the device refuses -----------------------------------------------------------------------------------------
+
+
+def test_tensors_of_host_and_device_do_not_mix(device: EmulatedCuda) -> None:
+    ours, theirs = torch.ones(3, device="cuda"), torch.ones(3)
+    assert ours.device == CUDA and ours.is_cuda and ours[1:].device == CUDA and (ours + 1).device == CUDA
+    assert theirs.device == HOST and theirs.to("cuda").is_cuda and ours.cpu().device == HOST
+    assert (ours * torch.tensor(2.0)).device == CUDA  # as a single number may
+    for wrong in (lambda: ours + theirs, lambda: torch.cat((ours, theirs)), lambda: theirs.add_(ours), ours.numpy):
+        with pytest.raises(DeviceFault):
+            wrong()
+
+
+def test_who_makes_the_host_wait_is_noted(device: EmulatedCuda) -> None:
+    ours = torch.arange(4, device="cuda")
+    for wait in (
+        ours.tolist,
+        ours[0].item,
+        ours.nonzero,
+        lambda: ours[ours > 1],
+        ours.cpu,
+        lambda: bool((ours > 1).any()),
+    ):
+        before = len(device.waits)
+        wait()
+        assert len(device.waits) == before + 1
+    before = len(device.waits)
+    torch.empty(4, dtype=torch.long, pin_memory=True).copy_(ours, non_blocking=True)
+    ours.index_select(0, ours).add_(1).sum()
+    assert len(device.waits) == before
+
+
+def test_a_copy_has_arrived_after_its_event_and_reads_until_then(device: EmulatedCuda) -> None:
+    ours, host = torch.arange(4, device="cuda"), torch.empty(4, dtype=torch.long, pin_memory=True)
+    host.copy_(ours, non_blocking=True)
+    event: Any = torch.cuda.Event()
+    event.record()
+    assert host.tolist() == [-1] * 4
+    ours.add_(1)  # comes after
+    event.synchronize()
+    assert host.tolist() == [0, 1, 2, 3]
+    ours.copy_(host, non_blocking=True)
+    host.zero_()
+    with pytest.raises(DeviceFault, match="still reading"):
+        torch.cuda.synchronize()
+
+
+def test_a_graph_is_operations_on_the_memory_it_was_captured_with(device: EmulatedCuda) -> None:
+    inputs, total, made = [torch.ones(2, device="cuda")], torch.zeros(2, device="cuda"), list[torch.Tensor]()
+
+    def body() -> None:
+        made.append(inputs[0] * 2)
+        total.add_(made[0])
+
+    graph = captured(body)
+    assert total.tolist() == [0, 0] and made[0].isnan().all()  # nothing has run
+    for n in range(1, 4):
+        inputs[0].fill_(n)
+        graph.replay()
+        assert made[0].tolist() == [2 * n] * 2
+    assert total.tolist() == [12, 12] and device.replays == 3
+    inputs.clear()
+    with pytest.raises(DeviceFault, match="another's"):
+        graph.replay()
+
+
+def test_a_graph_does_not_outlive_memory_that_was_given_back(device: EmulatedCuda) -> None:
+    given, out = torch.ones(2, device="cuda"), torch.ones(2, device="cuda")
+    graph = captured(lambda: out.copy_(given))
+    given.untyped_storage().resize_(0)
+    with pytest.raises(DeviceFault, match="given back"):
+        graph.replay()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda ours: ours.tolist(),
+        lambda ours: ours[ours > 0],
+        lambda ours: torch.tensor([1.0, 2.0], device="cuda"),
+        lambda ours: ours.copy_(torch.ones(2).pin_memory(), non_blocking=True),  # the same numbers at every replay
+        lambda ours: torch.cuda.synchronize(),
+    ],
+)
+def test_no_host_in_a_capture(wrong: Callable[[torch.Tensor], Any], device: EmulatedCuda) -> None:
+    ours = torch.ones(2, device="cuda")
+    with pytest.raises(DeviceFault, match="in a capture"):
+        captured(lambda: wrong(ours))
+
+
+def test_kernels_are_given_tensors_of_the_device(device: EmulatedCuda) -> None:
+    x, weight = torch.randn(2, 16), torch.randn(16)
+    wanted = STATIC.rms_norm(x, weight, 1e-6)
+    ours, theirs = x.to("cuda"), weight.to("cuda")
+    torch.testing.assert_close(TRITON.rms_norm(ours, theirs, 1e-6).cpu(), wanted)
+    with pytest.raises(DeviceFault, match="host's"):
+        TRITON.rms_norm(ours, weight, 1e-6)
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(model: Any, ops: Ops = STATIC, **fields: Any) -> Iterator[RolloutEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (binding, checksum):
+            patch.setattr(module, "ops_for", lambda *_, **__: ops)
+        with RolloutEngine(model, config=EngineConfig(**(SMALL | fields))) as engine:
+            yield engine
+
+
+def nobody_waits(device: EmulatedCuda) -> None:
+    """But for references of kernels, which may make tensors of numbers of the host."""
+    waits = [each for each in device.waits if "stoker.kernels.reference" not in each]
+    assert waits == [LOOKED_FOR_CHANGES] * len(waits)
+    device.waits.clear()
+
+
+def as_the_model_says(batch: RolloutBatch, model: Any) -> None:
+    for output in batch:
+        (completion,) = output.completions
+        tokens = torch.tensor([[*output.prompt_token_ids, *completion.token_ids]], device="cuda")
+        with torch.no_grad():
+            logprobs = model(tokens).logits[0].log_softmax(-1)[len(output.prompt_token_ids) - 1 : -1]
+        chosen = logprobs.gather(1, tokens[0, len(output.prompt_token_ids) :, None])[:, 0].cpu()
+        torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "qwen3_5", "falcon_h1"])
+def test_the_tokens_of_a_cpu_and_no_wait_on_the_way(family: str) -> None:
+    model, asked = (make_hybrid if family in HYBRIDS else make_model)(family), (prompts(10), params(10))
+    with running(model) as engine:
+        wanted = engine.generate_batch(*asked)
+        scores = engine.score(wanted)
+    with emulated_cuda() as device, running(device.adopt(model)) as engine:
+        for asleep in (False, True, False):
+            device.waits.clear()
+            close(engine.generate_batch(*asked), wanted)
+            nobody_waits(device)
+            if asleep:
+                engine.sleep(2)
+                engine.wake_up()
+        assert device.replays
+        for one, other in zip(engine.score(wanted), scores, strict=True):
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
+        assert engine.verify_weights().ok
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"dtype": "float64"}, {"quantization": "fp8"}], ids=["aliased", "mirror", "fp8"]
+)
+def test_whatever_becomes_of_the_weights(fields: dict[str, Any]) -> None:
+    model, sampling = make_model("qwen3"), SamplingParams(max_tokens=9, seed=3)
+    with emulated_cuda() as device, running(device.adopt(model), **fields) as engine:
+        for change in (
+            lambda p: p.mul_(1.1),
+            lambda p: p.add_(0.01 * torch.ones_like(p)),
+            lambda p: setattr(p, "data", 0.9 * p.data),
+            lambda p: setattr(p, "data", p.data.to("cpu").to("cuda")),
+        ):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    change(parameter)
+            engine.update_weights()
+            for _ in range(2):
+                batch = engine.generate_batch(prompts(4), sampling)
+                if "quantization" not in fields:
+                    as_the_model_says(batch, model)
+            assert engine.verify_weights().ok
+            engine.sleep(2)
+            engine.wake_up(["weights"])
+            engine.wake_up()
+        engine.update_weights({name: 1.02 * t.detach() for name, t in model.named_parameters()})
+        engine.generate_batch(prompts(4), sampling)
+        assert device.replays
+
+
+def test_adapters_that_come_and_change_and_go() -> None:
+    model, other = (get_peft_model(make_model("llama", num_hidden_layers=1), lora()).eval() for _ in range(2))
+    for seed, each in enumerate((model, other)):
+        shake(each, seed)
+    loaded, asked = (
+        (state_dict(other), other.peft_config["default"]),
+        (prompts(4), SamplingParams(max_tokens=5, seed=1)),
+    )
+    adapters = ["default", "b", None, "a"]
+
+    def rollouts(engine: RolloutEngine) -> Iterator[RolloutBatch]:
+        for name in ("a", "b"):
+            engine.load_adapter(name, loaded)
+        yield engine.generate_batch(*asked, adapter=adapters)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(0.7)
+        engine.update_weights()
+        yield engine.generate_batch(*asked, adapter=adapters)
+        engine.unload_adapter("a")
+        yield engine.generate_batch(*asked, adapter=[*adapters[:-1], None])
+
+    start = copy.deepcopy(model.state_dict())
+    with running(model, max_loras=2) as engine:
+        wanted = list(rollouts(engine))
+    model.load_state_dict(start)
+    with emulated_cuda() as device, running(device.adopt(model), GRAPHED_LORA, max_loras=2) as engine:
+        for batch, expected in zip(rollouts(engine), wanted, strict=True):
+            close(batch, expected)
+        assert device.replays
+
+
+def test_a_pattern_is_followed_on_the_device() -> None:
+    sampling = [SamplingParams(regex="(ab|c)+d", max_tokens=20, seed=seed) for seed in range(3)]
+    words = tokenizer("byte-level")
+    model = make_model("llama", vocab_size=len(words))
+    with emulated_cuda() as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "ops_for", lambda *_, **__: STATIC)
+        with RolloutEngine(device.adopt(model), tokenizer=words, config=EngineConfig(**SMALL)) as engine:
+            engine.generate_batch([[1, 2, 3]] * 3, sampling)
+            device.waits.clear()
+            for output in engine.generate_batch([[1, 2, 3]] * 3, sampling):
+                (completion,) = output.completions
+                assert completion.finish_reason == "length" or re.fullmatch("(ab|c)+d", completion.text)
+            nobody_waits(device)
+            assert device.replays
