@@ -177,9 +177,14 @@ def _prompts(fields: dict[str, Any]) -> list[Any]:
     given = fields.pop("prompt", None)
     one = isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(t, int) for t in given))
     prompts = [given] if one else given
-    if not isinstance(prompts, list) or not prompts or not all(isinstance(p, (str, list)) for p in prompts):
+    # No chats, which the engine would take too: the paths of their images are files of this machine.
+    if not isinstance(prompts, list) or not prompts or not all(_is_text_or_ids(p) for p in prompts):
         raise InvalidRequestError(f"prompt={shown(given)}: give text, a list of token ids, or a list of such")
     return prompts
+
+
+def _is_text_or_ids(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(t, int) for t in prompt))
 
 
 def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None) -> Any:

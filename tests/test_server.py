@@ -7,6 +7,7 @@ import io
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -335,7 +336,7 @@ def test_a_chat_without_a_limit_ends_where_the_cache_does() -> None:
             client_of(server).chat.completions.create(model="policy", messages=CHAT, max_tokens=1000)
 
 
-def test_images_in_a_chat() -> None:
+def test_images_in_a_chat(tmp_path: Path) -> None:
     from processors import make_model, make_processor, picture
 
     image, data = picture(1, 16, 24), io.BytesIO()
@@ -359,6 +360,11 @@ def test_images_in_a_chat() -> None:
         chat[0]["content"][0]["image_url"]["url"] = __file__  # a file of this machine
         status, body = post(server, "/v1/chat/completions", {"messages": chat})
         assert status == 400 and "image_url with a data:" in body["error"]["message"]
+        # Nor where a prompt is no chat, but the engine would take it for one.
+        image.save(tmp_path / "private.png")
+        part = {"type": "image", "path": str(tmp_path / "private.png")}
+        status, body = post(server, "/v1/completions", {"prompt": [[{"role": "user", "content": [part, words]}]]})
+        assert status == 400 and "give text, a list of token ids" in body["error"]["message"]
 
 
 def test_clients_at_once_get_what_they_get_alone(engine: RolloutEngine, server: Server, client: Any) -> None:
