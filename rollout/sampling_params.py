@@ -124,8 +124,9 @@ class SamplingParams:
 
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
-        if not ok or value > high or value < low or (open_low and value == low):
+        # By the bounds, which say no to NaN too: an integer may be too large to become a float.
+        ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and low <= value <= high
+        if not ok or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
             raise InvalidRequestError(f"{name}={shown(value)}: it has to be a finite number {bounds}")
         object.__setattr__(self, name, float(value))

@@ -52,6 +52,7 @@ def test_a_bad_value_is_refused_by_name(field, value):
         ({"temperature": -1.0}, "a finite number at least 0 and"),
         ({"temperature": 1e-45}, r"^temperature=1e-45: give 0 \(greedy\), or at least 1e-15"),
         ({"temperature": 1e39}, r"at most 1e\+15$"),
+        ({"temperature": 10**400}, r"at most 1e\+15$"),  # too large for a float
         ({"repetition_penalty": 1e-45}, r"at least 1e-15 and at most 1e\+15"),
         ({"repetition_penalty": 1e39}, r"at most 1e\+15$"),
         ({"presence_penalty": -1e39}, r"at least -1e\+15"),
