@@ -235,7 +235,9 @@ def _part(at: int, part: Any) -> dict[str, Any]:
 def _with_arguments(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(text)} as function}:
-            with suppress(json.JSONDecodeError):  # what a model has written is not always JSON
+            with suppress(
+                ValueError, RecursionError
+            ):  # what a model has written is not always JSON, or any that is read
                 return {**call, "function": {**function, "arguments": json.loads(text)}}
     return call
 

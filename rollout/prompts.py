@@ -85,7 +85,7 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
     return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids], None
 
 
-def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, **settings: Any) -> Any:
+def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **settings: Any) -> Any:
     """Token ids of a chat, or where it has images all that the processor makes of it.
 
     settings: of the chat template, over those that end it with what begins an answer.

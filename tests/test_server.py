@@ -110,7 +110,7 @@ def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> 
     template = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}:{{ c.function.arguments.x }}{% endfor %}{% endfor %}{{ tools | length if tools else '' }}"
-        "{{ mood }}{% if add_generation_prompt %}<bot>{% endif %}"
+        "{{ mood }}{{ name }}{{ chat }}{{ tokenizer }}{% if add_generation_prompt %}<bot>{% endif %}"
     )
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 3}'}}
     messages = [
@@ -124,6 +124,11 @@ def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> 
             ({"tools": TOOLS}, "<user>a\nb<assistant>add:3<tool>31<bot>"),
             ({"tools": TOOLS, "tool_choice": "none"}, "<user>a\nb<assistant>add:3<tool>3<bot>"),
             ({"extra_body": {"chat_template_kwargs": {"mood": "!"}}}, "<user>a\nb<assistant>add:3<tool>3!<bot>"),
+            # Also by names that functions on the way to the template have for arguments of theirs.
+            (
+                {"extra_body": {"chat_template_kwargs": {"mood": "", "name": "N", "chat": "C", "tokenizer": "T"}}},
+                "<user>a\nb<assistant>add:3<tool>3NCT<bot>",
+            ),
             ({"extra_body": {"add_generation_prompt": False}}, "<user>a\nb<assistant>add:3<tool>3"),
             ({"extra_body": {"continue_final_message": True}}, "<user>a\nb<assistant>add:3<tool>3"),
         ):
@@ -132,6 +137,12 @@ def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> 
                 model="policy", messages=messages, max_tokens=1, extra_body=body, **extra
             )
             assert engine.tokenizer.decode(answer.choices[0].prompt_token_ids) == expected
+        for written in ("{x: 3}", "1" * 5000, "[" * 100_000):  # no JSON, or none that Python reads: as it is
+            call["function"]["arguments"] = written
+            answer = client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=1, extra_body={"return_token_ids": True}
+            )
+            assert "<assistant>add:<tool>3" in engine.tokenizer.decode(answer.choices[0].prompt_token_ids)
     finally:
         engine.tokenizer.chat_template = before
 
