@@ -125,6 +125,8 @@ class _Nodes:
             return end
         if name == "SUBPATTERN":
             _, added, removed, items = argument
+            if added & (re.ASCII | re.UNICODE):  # one takes the place of the other
+                flags &= ~(re.ASCII | re.UNICODE)
             return self.sequence(items, at, (flags | added) & ~removed, first=first, last=last)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, items = argument

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -111,6 +112,14 @@ def test_it_knows_every_character(pattern: str) -> None:
         for byte in chr(number).encode():
             state = following[state][byte]
         assert accepting[state] == (wanted.fullmatch(chr(number)) is not None), hex(number)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(?a)\w(?u:\w)", r"(?a:\w(?u:\w))", r"(?u:\w(?a:\w))", r"(?a:(?i:[a-z])(?iu:[a-z]))"]
+)
+def test_flags_inside_take_the_place_of_those_outside(pattern: str) -> None:
+    for text in map("".join, product("aé\u017f", repeat=2)):
+        assert matches(pattern, text) == (re.fullmatch(pattern, text) is not None), text
 
 
 @pytest.mark.parametrize(
