@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import platform
@@ -44,22 +45,35 @@ _PROGRAMS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Wrong flags raise ``SystemExit(2)``, as argparse does."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser()
     try:
-        if arguments and arguments[0] in _PROGRAMS:
-            return _run_program(*arguments)
-        args = parser.parse_args(arguments)
-        args.config = config_of(args)
-        return int(args.run(args))
+        try:
+            return _run(arguments)
+        except StokerError as error:
+            print(f"stoker: {error}", file=sys.stderr)
+            return 1
+        finally:
+            if sys.stdout is not None:  # closed
+                sys.stdout.flush()  # here, as what fails at Python's exit has messages and a code of Python's own
     except KeyboardInterrupt:
         print("stoker: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:  # else whoever read the output has gone
+            print(f"stoker: {error}: make room", file=sys.stderr)
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what it still holds goes
         return 1
-    except StokerError as error:
-        print(f"stoker: {error}", file=sys.stderr)
-        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _parser()
+    if arguments and arguments[0] in _PROGRAMS:
+        return _run_program(*arguments)
+    args = parser.parse_args(arguments)
+    args.config = config_of(args)
+    return int(args.run(args))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -114,6 +115,28 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
         for line in lines[10:]:
             writer.write(line.fields)
     assert read(path) == [line.fields for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("command", "where", "flags"), [("--help", "pipe", []), ("--help", "/dev/full", []), ("info", "/dev/full", ["-u"])]
+)
+def test_what_is_printed_where_nothing_can_be(command: str, where: str, flags: list[str]) -> None:
+    """Exit code 1 and no traceback, also where Python would find out at its exit."""
+    if where == "pipe":  # that nobody reads
+        reader, output = os.pipe()
+        os.close(reader)
+    else:
+        output = os.open(where, os.O_WRONLY)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    code = f"import sys; from stoker.integrations.cli import main; sys.exit(main([{command!r}]))"
+    try:
+        run = [sys.executable, *flags, "-c", code]
+        done = subprocess.run(run, stdout=output, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
+    finally:
+        os.close(output)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert ("No space left" in done.stderr) == (where != "pipe")
 
 
 def test_a_torn_line_is_cut_off_whatever_its_length(tmp_path: Path) -> None:
