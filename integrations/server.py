@@ -25,7 +25,7 @@ from typing import Any, Self
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -106,7 +106,7 @@ class Server:
         app = Starlette(
             routes=self._routes(control),
             lifespan=self._running,
-            exception_handlers={StokerError: self._refuse, HTTPException: self._unknown},
+            exception_handlers={StokerError: self._refuse, HTTPException: self._unknown, ClientDisconnect: _to_nobody},
         )
         # The process's logging is not the server's to set up.
         config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=_GRACE_S)
@@ -253,7 +253,7 @@ class Server:
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         outputs = await _unless_gone(request, self._results(handles))
         if outputs is None:
-            return Response(status_code=499)  # nobody is there to read it
+            return await _to_nobody(request)
         return JSONResponse(answer(call, outputs, self._engine.tokenizer, created))
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
@@ -319,6 +319,11 @@ def _read(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the body is no JSON: {error}") from error
+
+
+async def _to_nobody(_: Request, error: Exception | None = None) -> Response:
+    """Where the client has gone, perhaps in the middle of its request."""
+    return Response(status_code=499)
 
 
 def _error(status: int, message: str) -> Response:

@@ -150,6 +150,19 @@ def test_a_client_that_goes_away(engine: RolloutEngine, server: Server, stream: 
     assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
+def test_a_client_that_goes_away_in_the_middle_of_its_request(
+    server: Server, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Is none of the server's errors: nothing is logged."""
+    host, port = server.url.removeprefix("http://").split(":")
+    for body in (b"", b'{"prompt": "a"'):
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n" + body)
+            time.sleep(0.1)
+    assert client.completions.create(model="policy", prompt="a", max_tokens=1).choices
+    assert not caplog.records
+
+
 def test_closing(engine: RolloutEngine) -> None:
     """Whoever waits gets what there is, and nothing of the server is left."""
     answers: list[Any] = []
