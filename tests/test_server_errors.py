@@ -57,6 +57,7 @@ def client(server: Server) -> Any:
         ({"prompt": "a", "stream_options": {"x": 1}}, 400, "stream_options="),
         ({"prompt": "a", "structured_outputs": {"json": 5}}, 400, "structured_outputs={'json': 5}: structured_outputs is a"),
         ({"prompt": "a", "structured_outputs": {"json": {"type": "?"}}}, 400, "structured_outputs: Unsupported type"),
+        ({"prompt": "a", "structured_outputs": {"json": {"const": "\ud800"}}}, 400, "structured_outputs: Expected a valid"),
         ({"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400, "both bind"),
         ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex="),
         ({"prompt": "a", "tempature": 1}, 400, "'tempature' is no field the server knows"),
