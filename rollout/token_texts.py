@@ -16,6 +16,7 @@ from stoker.rollout.messages import shown
 _CUT = "\N{REPLACEMENT CHARACTER}"  # in place of what is no whole character
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _CHECKED = 64  # sequences
+_CLEANED = "a . b ? c ! d , e ' f n't 'm 's 've 're"  # where a tokenizer that cleans up text takes spaces out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,10 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any, vocab: int) -> None:
         self._tokenizer = tokenizer
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # which those of some kinds take no notice of
+            written = tokenizer(_CLEANED, add_special_tokens=False)["input_ids"]
+            if tokenizer.decode(written, skip_special_tokens=True) != self._decode(written):
+                raise self._refused("spaces are taken out (set tokenizer.clean_up_tokenization_spaces to False)")
         # By a token's name, which of some tokenizers is its bytes, and of special tokens among these a string.
         named = sorted(tokenizer.get_vocab().items(), key=lambda item: str(item[0]))
         names = {token: name for name, token in named if token < vocab}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -234,6 +235,20 @@ def test_a_tokenizer_whose_tokens_make_other_text_together_is_refused() -> None:
         ConstraintMaker(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>"), 4)(
             "a", frozenset([3]), frozenset()
         )
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("gemma", True), ("words", True), ("byte-level", False)])
+def test_a_tokenizer_that_cleans_up_text_is_refused(kind: str, refused: bool) -> None:
+    """Where it does, that is: spaces before punctuation would be in the tokens, and not in the text."""
+    one = copy.deepcopy(tokenizer(kind))
+    one.clean_up_tokenization_spaces = True
+    make = partial(ConstraintMaker(one, len(one)), "(cat|,)( (cat|,))*", frozenset([one.eos_token_id]), frozenset())
+    if refused:
+        with pytest.raises(InvalidRequestError, match="clean_up_tokenization_spaces to False"):
+            make()
+        one.clean_up_tokenization_spaces = False
+    ids = one("cat , cat", add_special_tokens=False)["input_ids"]
+    assert one.decode(ids) == "cat , cat" and one.eos_token_id in taken(make(), ids)
 
 
 def test_a_table_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
