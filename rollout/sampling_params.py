@@ -125,8 +125,8 @@ class SamplingParams:
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
         # By the bounds, which say no to NaN too: an integer may be too large to become a float.
-        ok = not isinstance(value, bool) and isinstance(value, numbers.Real) and value >= low and value <= high
-        if not ok or (open_low and value == low):
+        ok = not isinstance(value, bool) and isinstance(value, numbers.Real)
+        if not ok or not low <= value <= high or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
             raise InvalidRequestError(f"{name}={shown(value)}: it has to be a finite number {bounds}")
         object.__setattr__(self, name, float(value))
