@@ -44,6 +44,7 @@ class GraphStep:
         self.window = window
         self._graphs: dict[_Key, _Graph | None] = {}
         self._layout: int | None = None  # of the adapters that were captured
+        self._inputs = 0  # where the numbers are that captured steps are sent
 
     @property
     def model(self) -> ModelShell:
@@ -74,6 +75,10 @@ class GraphStep:
     def __call__(self, batch: Batch) -> Pending:
         if not (batch.decode and batch.any_sampled) or batch.scoring is not None or batch.has_images:
             return self.eager(batch)
+        inputs = batch.token_ids.untyped_storage().data_ptr()
+        if inputs != self._inputs:  # elsewhere since a longer list of ids came: what was captured reads where they were
+            self._graphs.clear()
+            self._inputs = inputs
         adapters = None if batch.adapters is None else self.model.lora.layout
         if adapters is not None and adapters != self._layout:
             if self._layout is not None:  # what was captured of other adapters is never replayed again

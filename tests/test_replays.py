@@ -120,6 +120,17 @@ def test_replays_have_the_adapters_of_their_rows(family: str, options: dict[str,
         graphs_of(engine)
 
 
+def test_steps_are_captured_anew_where_lists_of_ids_are_sent_from_elsewhere() -> None:
+    """A longer list moves them all, and rows with few ids are sent as many as before."""
+    few = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with build(runtime=CpuRuntime) as plain, build(ops=RECORDED, runtime=RecordedDevice) as engine:
+        for count in (40, 100, 3):
+            for given in (replace(few, suppress_token_ids=range(count)), few):
+                texts = prompts(count)[-3:]
+                assert sampled(engine.generate_batch(texts, given)) == sampled(plain.generate_batch(texts, given))
+        graphs_of(engine)
+
+
 def test_launches_of_kernels_serve_other_rows_and_blocks() -> None:
     """Of a layer with a window too, whose blocks are given up, on memory where all that is free is NaN."""
     sizes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
