@@ -30,7 +30,7 @@ _LEAST_BYTES = 2**22  # of a smaller weight the launches are what costs
 _MOST_OF_FP8 = 1024  # rows, from where on a plain copy of the weight costs little beside the product
 _STEP = 16  # so many rows are measured together, and more where there are many
 _ROUNDS = 7
-_CYCLES = 10_000_000  # about 5 ms, in which the host launches all that is then timed
+_CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is then timed, be it a slow one
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
 
 
@@ -162,8 +162,8 @@ def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device
     rms_norm(small, small[0], 1.0)
     calls = {"": lambda: None, **calls}
     times: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
-    torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
     for _ in range(_ROUNDS):
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
         for name, call in calls.items():
             other.sum()
             start, end = event(), event()

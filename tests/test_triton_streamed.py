@@ -294,6 +294,45 @@ def test_times_are_medians_of_what_a_call_adds(monkeypatch: pytest.MonkeyPatch) 
     assert found == {"long": pytest.approx(9.0), "short": pytest.approx(4.0)}
 
 
+def test_times_are_the_devices_where_the_host_takes_longer_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls whose launches cost the host more than they take: it is ahead of the device all the same."""
+    host = device = 0.0
+
+    def launches(micros: float, count: int = 1) -> Callable[..., Tensor]:
+        def run(*_: Any) -> Tensor:
+            nonlocal host, device
+            for _ in range(count):
+                host += 60.0
+                device = max(host, device) + micros / count
+            return torch.zeros(1)
+
+        return run
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record = lambda: setattr(self, "at", max(host, device))
+
+        def synchronize(self) -> None:
+            nonlocal host
+            host = max(host, device)
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at) / 1e3
+
+    def sleep(cycles: int) -> None:
+        launches(cycles / 2000)()  # at 2 GHz
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=64))
+    monkeypatch.setattr(linear_measured, "rms_norm", launches(2.0))
+    monkeypatch.setattr(Tensor, "sum", launches(30.0))
+    times = {"torch": 12.0, "skinny": 7.0, "streamed, 1": 8.0, "streamed, 2": 6.0, "norm, 1": 9.0, "norm, 2": 10.0}
+    calls = {name: launches(micros, 3 if "norm" in name else 2) for name, micros in times.items()}
+    found = linear_measured.microseconds(calls, torch.device("cpu"))
+    assert found == {name: pytest.approx(micros) for name, micros in times.items()}
+
+
 def test_each_engine_measures_for_itself_and_a_deterministic_one_never() -> None:
     cuda = torch.device("cuda")
     one, other = (ops.ops_for(cuda, [(64, 64, torch.bfloat16)]) for _ in range(2))
