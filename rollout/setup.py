@@ -141,6 +141,7 @@ def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: R
     wanted = states = KVCache.state_bytes(binding.shapes, _state_layout(config, binding))
     if config.kv_cache_memory != "auto" or not wanted:
         return config
+    runtime.release_memory()
     fewer = config
     while fewer.max_num_seqs > 1 and states > _budget(fewer, binding, runtime, model_len) // 2:
         fewer = replace(fewer, max_num_seqs=fewer.max_num_seqs // 2)
@@ -161,6 +162,7 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
 
     Raises ``InvalidConfigError`` where it cannot be had.
     """
+    runtime.release_memory()  # what torch's allocator holds and nobody uses counts as free, and is not to be had otherwise
     layout = block_layout(binding.shapes, config.block_size, model_len)
     block_bytes = KVCache.block_bytes(binding.shapes, config.block_size, layout)
     least = layout.span * (1 + layout.needed(1, config.block_size, 1))

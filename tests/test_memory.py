@@ -58,6 +58,29 @@ def test_auto_takes_what_the_configured_sequences_need_or_a_share_of_what_is_fre
         assert 300_000 - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= 300_000
 
 
+@pytest.mark.parametrize("amount", ["auto", 900_000])
+def test_what_torch_holds_and_nobody_uses_is_free_for_the_kv_cache(amount, monkeypatch):
+    """Of a device, whose driver gives the cache its memory and knows of none that torch could do without."""
+    held = 800_000
+    allocate = CpuRuntime.allocate
+
+    def give_back(self):
+        nonlocal held
+        held = 0
+
+    def take(self, nbytes):
+        if nbytes > self.free_memory():
+            raise RuntimeError("cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY")
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(CpuRuntime, "free_memory", lambda self: 1_000_000 - held)
+    monkeypatch.setattr(CpuRuntime, "release_memory", give_back)
+    monkeypatch.setattr(CpuRuntime, "allocate", take)
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory=amount)) as engine:
+        wanted = 300_000 if amount == "auto" else amount
+        assert wanted - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= wanted
+
+
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
