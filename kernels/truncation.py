@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 
-_CHUNK = 4096
+_SEARCHED, _CHUNK = 8192, 4096  # numbers of a row that a program reads together
 
 
 @triton.jit
@@ -35,18 +35,21 @@ def _order(x):
 
 @triton.jit
 def _above(logits_ptr, row, stride, vocab, bound, top, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many tokens are at least ``bound``, and their mass relative to the most likely one's."""
-    count = 0
-    mass = 0.0
+    """How many tokens are at least ``bound``, and their mass relative to the most likely one's.
+
+    Threads add up what they read, and each other's sums at the end: at every chunk they would wait for that, and not read.
+    """
+    counts = tl.zeros([CHUNK], tl.int32)
+    masses = tl.zeros([CHUNK], tl.float32)
     for start in range(0, vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
         x = _load(logits_ptr, row, stride, ids, vocab)
         order = _order(x).to(tl.int64)
         kept = (ids < vocab) & (order >= bound)
-        count += tl.sum(kept.to(tl.int32), 0)
+        counts += kept.to(tl.int32)
         if MASS:
-            mass += tl.sum(tl.where(kept, tl.exp(x - top), 0.0), 0)
-    return count, mass
+            masses += tl.where(kept, tl.exp(x - top), 0.0)
+    return tl.sum(counts, 0), tl.sum(masses, 0)
 
 
 @triton.jit
@@ -78,15 +81,16 @@ def _thresholds(logits_ptr, stride, vocab, top_k_ptr, top_p_ptr, min_p_ptr, boun
     lowest = -0x80000000 + tl.zeros([], tl.int64)
     bound = lowest
     if some_k | (p < 1.0) | (min_p > 0.0):
-        low, high = -lowest, lowest
-        top = float("-inf") + tl.zeros([], tl.float32)
+        lows, highs = tl.full([CHUNK], 0x7FFFFFFF, tl.int32), tl.full([CHUNK], -0x80000000, tl.int32)
+        tops = tl.full([CHUNK], float("-inf"), tl.float32)
         for start in range(0, vocab, CHUNK):
             ids = start + tl.arange(0, CHUNK)
             x = _load(logits_ptr, row, stride, ids, vocab)
-            order = _order(x).to(tl.int64)
-            low = tl.minimum(low, tl.min(tl.where(ids < vocab, order, -lowest), 0))
-            high = tl.maximum(high, tl.max(tl.where(ids < vocab, order, lowest), 0))
-            top = tl.maximum(top, tl.max(x, 0))
+            order = _order(x)
+            lows = tl.minimum(lows, tl.where(ids < vocab, order, 0x7FFFFFFF))
+            highs = tl.maximum(highs, tl.where(ids < vocab, order, -0x80000000))
+            tops = tl.maximum(tops, x)
+        low, high, top = tl.min(lows, 0).to(tl.int64), tl.max(highs, 0).to(tl.int64), tl.max(tops, 0)
         if some_k:
             bound = _search(logits_ptr, row, stride, vocab, low, high, top, k, False, CHUNK)
             low = tl.maximum(low, bound)
@@ -119,10 +123,12 @@ def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     tops = torch.empty(rows, dtype=torch.float32, device=logits.device)
     out = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
     top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
-    chunk = min(_CHUNK, triton.next_power_of_2(vocab))
-    settings = {"CHUNK": chunk} | launch.options(logits.device, waits=False)
-    _thresholds[rows,](logits, stride, vocab, top_k, top_p, min_p, bounds, tops, num_warps=16, **settings)
+    searched, chunk = (min(most, triton.next_power_of_2(vocab)) for most in (_SEARCHED, _CHUNK))
+    settings = launch.options(logits.device, waits=False)
+    _thresholds[rows,](
+        logits, stride, vocab, top_k, top_p, min_p, bounds, tops, CHUNK=searched, num_warps=16, **settings
+    )
     _apply_thresholds[rows, triton.cdiv(vocab, chunk)](
-        logits, stride, vocab, min_p, bounds, tops, out, num_warps=4, **settings
+        logits, stride, vocab, min_p, bounds, tops, out, CHUNK=chunk, num_warps=4, **settings
     )
     return out

@@ -73,6 +73,19 @@ def specialised(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dic
     return signature, constants, aligned
 
 
+def waiting_loops(ptx: str) -> int:
+    """Loops with no other in them that read, and whose threads wait for each other."""
+    lines = ptx.splitlines()
+    begin = {name[1]: at for at, line in enumerate(lines) if (name := re.match(r"(\$L\w+):", line))}
+    jumps = [
+        (begin.get(to[1], at), at) for at, line in enumerate(lines) if (to := re.search(r"\bbra\S* \t?(\$L\w+)", line))
+    ]
+    loops = [(first, last) for first, last in jumps if first < last]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    bodies = ("\n".join(lines[first:last]) for first, last in inner)
+    return sum("ld.global" in body and "bar.sync" in body for body in bodies)
+
+
 def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
     known = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
     options = {name: given.pop(name) for name in known if name in given}
@@ -97,6 +110,7 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "narrow_loads": len(re.findall(r"\bld\.global\.b16", ptx)),
         "wide_loads": ptx.count("cp.async.cg.shared.global"),
         "fused": len(re.findall(r"\bfma\.rn", ptx)),
+        "waiting_loops": waiting_loops(ptx),
         "sums": [re.sub(r"#\w+\b(?!\.)", lambda name: layouts[name[0]], tensor) for tensor in summed],
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
         "dependent": options.get("launch_pdl", False),

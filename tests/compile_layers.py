@@ -33,6 +33,7 @@ from stoker.kernels import (
     recurrent_chunks,
     routing,
     sampling,
+    truncation,
     window,
 )
 from stoker.kernels.reference.constraints import ConstraintRows
@@ -91,6 +92,7 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     noise = sampling.gumbel_noise(*torch.zeros(3, 8, dtype=torch.long), vocab=256000)
     sampling.sample(torch.zeros(8, 256000, dtype=torch.bfloat16), ones, greedy, noise)
     slots = torch.zeros(8, dtype=torch.long)
+    truncation.truncate(torch.zeros(8, 256000), slots, ones, ones)
     followed = ConstraintRows(torch.zeros(1 << 20, dtype=torch.int16), *torch.zeros(3, 9, dtype=torch.long))
     constraints.constrain(torch.zeros(8, 256000), followed, slots, slots)
     constraints.follow(slots, followed, slots, 256000)
@@ -295,6 +297,7 @@ if __name__ == "__main__":
         window,
         checksum,
         sampling,
+        truncation,
         constraints,
         grouping,
         moe,
@@ -303,7 +306,9 @@ if __name__ == "__main__":
     ]
     of_layers += [causal_conv, gates, recurrent, recurrent_chunks]
     for module in of_layers:
-        for name in [n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows"))]:
+        for name in [
+            n for n in vars(module) if n.endswith(("_kernel", "_sample_splits", "_sample_rows", "_thresholds"))
+        ]:
             setattr(module, name, Recorder(getattr(module, name)))
     launch(2304, 9216, 8, 4, 256)  # Gemma 2 2B
     launch_fp8(4096, 12288)  # Qwen3 8B

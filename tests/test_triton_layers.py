@@ -284,7 +284,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     others += [*WALKS, "prepare", "chunks", "gated_rms_norm", "delta_gates"]
     dependent = {f"_{name}_kernel" for name in [*layers, *others]} | {"_sample_splits", "_sample_rows"}
     dependent |= {f"{name}_kernel" for name in ("shrink", "expand", "expand_gated", "look_up")}
-    assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel"}
+    assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel", "_thresholds", "_apply_thresholds"}
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
         # A kernel that comes up before the one before has ended reads nothing until it has.
@@ -294,6 +294,8 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         sums = [m["sums"] for m in made if m["kernel"] == f"_{name}_kernel"]
         assert all(sums) and sums[: len(sums) // 2] == sums[len(sums) // 2 :], name
     assert not any(m["fused"] for m in made if m["kernel"] in {f"_{name}_kernel" for name in WALKS})
+    # A row is read some dozens of times, and none of its threads waits for the others in between.
+    assert not any(m["waiting_loops"] for m in made if m["kernel"] == "_thresholds")
     # However the experts' weights lie, a thread reads several numbers of them together; not of weights of pairs.
     assert all(m["narrow_loads"] < 8 for m in made if m["kernel"] == "_grouped_kernel")
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.

@@ -255,8 +255,9 @@ SETTINGS = list(product([0, 8, 5000], [1.0, 0.9, 1e-6], [0.0, 0.05]))
 
 
 @pytest.mark.parametrize("vocab", [1, 1000])
-def test_truncation_keeps_what_the_reference_keeps(vocab: int) -> None:
-    """Every combination in one batch, a row each."""
+def test_truncation_keeps_what_the_reference_keeps(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every combination in one batch, a row each, which is read in several pieces."""
+    monkeypatch.setattr(truncation, "_SEARCHED", 512)
     cut = on(*map(list, zip(*SETTINGS, strict=True)))
     logits = torch.randn(len(SETTINGS), vocab, device=DEVICE) * 3
     logits[::3, 1::4] = -INF
