@@ -81,9 +81,12 @@ class PrefixCache:
         self.pool.retain(block)
         return True
 
-    def keep_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring) -> None:
-        """Keep a sequence's scores with the blocks of it that are cached. keys: of its blocks, in order."""
-        for key in keys[scoring.first // self.block_size : scoring.next // self.block_size]:
+    def keep_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring, since: int) -> None:
+        """Keep a sequence's scores with the blocks of it that are cached. keys: of its blocks, in order.
+
+        since: the first token that a plan computes, before which no block is new.
+        """
+        for key in keys[max(scoring.first, since) // self.block_size : scoring.next // self.block_size]:
             if key in self._block_of:
                 kept = self._scores.setdefault(key, {})
                 known = kept.get(scoring.variant)

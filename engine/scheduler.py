@@ -169,7 +169,7 @@ class Scheduler:
             # The key and value of the last token are computed with the next one, of which nothing is known yet.
             self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
             if scores is not None and request.scoring is not None:
-                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring)
+                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring, plan.starts[row])
                 done = done or (request.scoring.complete and request.remaining == 0)
             if done:
                 self._finish(request)
@@ -318,12 +318,13 @@ class Scheduler:
 
         What the plan computes of a prompt serves those that it admits next: layers write before they read.
         """
-        scored = request.scoring.claim(request.computed + num_new) if request.scoring else range(0)
+        scoring = None if request.scoring is None or request.scoring.launched else request.scoring
+        scored = scoring.claim(request.computed + num_new) if scoring else range(0)
         if num_new > 1:
             known = min(request.computed + num_new, len(request.tokens))
             self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
-            if scored and request.scoring:
-                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring)
+            if scoring:  # those that were complete may be of older weights
+                self.prefix_cache.keep_scores(request.block_keys, request.tokens, scoring, request.computed)
         border, cache = self.states.border(request.num_prompt), self.prefix_cache
         if request.computed + num_new == border and cache.enabled and not request.older_kv:
             self._extend_keys(request, border)

@@ -26,6 +26,7 @@ from traffic import Traffic
 import stoker.engine.scheduler
 from stoker.engine.plan import Sampled
 from stoker.engine.request import Adapter, Request, Status
+from stoker.engine.scoring import Scoring, TokenScores, Variant
 from stoker.engine.state_cache import StateLayout
 from stoker.kernels.errors import RequestFailedError
 
@@ -390,3 +391,26 @@ def lines_of_a_step(finished: int, *, one_group: bool) -> int:
 @pytest.mark.parametrize("one_group", [False, True])
 def test_a_step_costs_the_same_however_many_requests_have_finished(one_group: bool) -> None:
     assert lines_of_a_step(400, one_group=one_group) <= 1.1 * lines_of_a_step(8, one_group=one_group)
+
+
+def lines_of_scoring(length: int) -> int:
+    """Lines executed while a sequence is scored, eight tokens at a time."""
+    scheduler = make_scheduler(num_blocks=length // 4 + 2, max_num_batched_tokens=8)
+    scoring = Scoring(Variant(1.0, 0), 1, length)
+    scheduler.add([Request(0, [], make_spec(max_tokens=length), 0, None, [], scoring, range(length))])
+    lines = 0
+
+    def count() -> None:
+        nonlocal lines
+        lines += 1
+
+    with traced(count):
+        while plan := scheduler.plan():
+            scores = [TokenScores.unknown(tokens.start, tokens.stop, 0) for tokens in plan.scored]
+            scheduler.commit(plan, Sampled([], [], scores=list(scores)))
+    assert scoring.complete and len(scheduler.prefix_cache._scores) == (length - 1) // 4
+    return lines
+
+
+def test_scoring_costs_as_much_as_the_sequence_is_long() -> None:
+    assert lines_of_scoring(1600) <= 4.1 * lines_of_scoring(400)
