@@ -400,6 +400,17 @@ def wait(
     enough = math.ceil(share * len(all_handles) - 1e-9)  # 0.07 * 100 is more than 7
     if share == 0:  # a share that has always finished; one step, or whoever asks in a loop would ask for ever
         enough, timeout = len(all_handles), 0.0
-    if sum(h.done for h in all_handles) < enough:
-        loop.drive(lambda: sum(h.done for h in all_handles) >= enough, timeout)
+    left, most = list(all_handles), len(all_handles) - enough
+
+    def reached() -> bool:  # asked after every step: so many that are not done will do, of the last, which finish last
+        found: list[RolloutHandle] = []
+        while left and len(found) <= most:
+            handle = left.pop()
+            if not handle.done:
+                found.append(handle)
+        left.extend(reversed(found))
+        return len(found) <= most
+
+    if not reached():
+        loop.drive(reached, timeout)
     return [h for h in all_handles if h.done], [h for h in all_handles if not h.done]

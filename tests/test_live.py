@@ -14,6 +14,7 @@ from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, sam
 from stoker.engine.request import Request
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.rollout import RolloutHandle, SamplingParams
 
 
 def test_handles_give_what_a_batch_gives() -> None:
@@ -271,6 +272,29 @@ def test_a_share_is_counted_as_it_is_written() -> None:
         handles = [engine.submit([5, 6, 7 + i], long(max_tokens=1 if i < 7 else 40)) for i in range(100)]
         done, _ = engine.wait(handles, share=0.07)
         assert done == handles[:7]
+
+
+@pytest.mark.parametrize(("share", "open_ends"), [(1.0, 0), (0.9, 3)])
+def test_a_wait_looks_at_few_handles_after_each_step(
+    share: float, open_ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = 0
+    done: Any = RolloutHandle.done
+
+    def counted(handle: RolloutHandle) -> bool:
+        nonlocal looked
+        looked += 1
+        return bool(done.fget(handle))
+
+    with build(max_num_seqs=2) as engine:
+        handles = [engine.submit([1, 2 + i], SamplingParams(max_tokens=1)) for i in range(30)]
+        monkeypatch.setattr(RolloutHandle, "done", property(counted))
+        finished, unfinished = engine.wait(handles, share=share)
+        steps = engine.core._steps
+        monkeypatch.undo()
+        assert len(unfinished) <= open_ends and len(finished) + len(unfinished) == 30
+        assert steps > 10
+        assert looked <= 4 * len(handles) + 3 * steps * (1 + open_ends)
 
 
 def test_a_share_of_nothing_is_a_step() -> None:
