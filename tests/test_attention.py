@@ -292,6 +292,18 @@ def test_what_is_longer_than_a_split_is_still_causal() -> None:
         torch.testing.assert_close(out[token].double(), wanted, rtol=0, atol=TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_the_pieces_of_a_long_chunk_have_one_mask(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_plan, "_MAX_QUERIES", 8)
+    shape = Shape(kv_heads=1, group=1, key_dim=4, value_dim=4, block_size=4)
+    rows = Rows(shape, [30, 3], [67, 9], num_steps=1, padded_rows=0)
+    plan = rows.plan()
+    rows.check(plan, 0, 0, **options_of({"visibility": Visibility(window=window)}, shape))
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plan._masks.values() if t is not None}
+    seen = [30 + 67, 3 + 9] if window is None else [window + shape.block_size] * 2
+    assert sum(held.values()) <= sum(4 * 8 * (keys + 8) for keys in seen)
+
+
 def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     key_cache, value_cache = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 5)
     key, value = torch.randn(3, 2, 6), torch.randn(3, 2, 5)

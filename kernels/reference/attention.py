@@ -143,6 +143,8 @@ def paged_attention(
             whole = c.whole and not (plan.local_spans and visibility.window is None)
             if c.length == c.num_queries and plain and not whole:
                 return None  # plain causal: no mask to hold
+            if not c.whole and visibility.chunk is None:
+                return _piece_bias(plan, c, visibility, c.position - begin, query)
             at = torch.arange(begin, c.length, device=query.device)
             queries = torch.arange(c.position, c.position + c.num_queries, device=query.device)[:, None]
             newest = at[-1:].expand_as(queries) if whole else None
@@ -154,6 +156,22 @@ def paged_attention(
         sink = None if sinks is None else sinks.view(1, heads, 1, 1)
         out[tokens] = _attend(q, key, value, mask, scale, softcap, sink)[0].transpose(0, 1)
     return out
+
+
+def _piece_bias(plan: AttentionPlan, c: Chunk, visibility: Visibility, before: int, query: Tensor) -> Tensor:
+    """Of a chunk with so many keys before its first query's own, [queries, keys]: a view of what all pieces of its row have.
+
+    What a query sees depends on how far away a key is, so the pieces' biases are parts of one; each by itself, those of a
+    long prompt would take the memory of all its queries times all its keys.
+    """
+    room = c.last if visibility.window is None else min(c.last, visibility.window + plan.block_size)
+
+    def make() -> Tensor:
+        queries = torch.arange(room, room + c.most, device=query.device)[:, None]
+        return _as_bias(visibility.hidden(queries, torch.arange(room + c.most, device=query.device)), query.dtype)
+
+    bias = plan.once(("pieces", visibility, room, c.most, query.dtype), make)
+    return bias[: c.num_queries, room - before : room + c.num_queries]
 
 
 def _as_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:

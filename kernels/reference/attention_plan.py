@@ -109,7 +109,8 @@ class Decode:
 class Chunk:
     """Several queries of one row: tokens ``start`` to ``start + num_queries``; tables: of [n] blocks.
 
-    position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees.
+    position: of the first of them in its sequence; whole: each sees all ``length`` keys that the last one sees. most, last:
+    of the pieces that were one, how many queries the largest has, and the position of the last one.
     """
 
     start: int
@@ -117,6 +118,8 @@ class Chunk:
     position: int
     length: int
     whole: bool
+    most: int
+    last: int
     tables: Tables
 
 
@@ -303,13 +306,14 @@ def plan_attention(
     chunks = []
     for row, token, n, keys, whole in segments(query_lens, key_lens, spans):
         if query_lens[row] > 1:
+            most, last = min(n, _MAX_QUERIES), keys - n + (n - 1) // _MAX_QUERIES * _MAX_QUERIES
             for done in range(0, n, _MAX_QUERIES):
                 count = min(n - done, _MAX_QUERIES)
                 position = keys - n + done
                 length = keys if whole else position + count
                 blocks = row, slice(-(-length // block_size))
                 theirs = tables.map(lambda table, at=blocks: table[at].contiguous())  # type: ignore[misc]
-                chunks.append(Chunk(token + done, count, position, length, whole, theirs))
+                chunks.append(Chunk(token + done, count, position, length, whole, most, last, theirs))
     if chunks and decodes:  # a decode row's token index is its row index only where every row has one query
         index = torch.tensor(starts, device=block_tables.device)
         decodes = [replace(d, rows=index[d.rows], _seen={}) for d in decodes if d.rows is not None]
