@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Self
 
+from stoker.kernels.errors import EngineStateError
 from stoker.rollout import RolloutChunk, RolloutEngine, RolloutHandle, RolloutOutput
 
 _log = logging.getLogger("stoker")
@@ -24,18 +25,21 @@ _PAUSED_S = 0.02
 class AsyncSteps:
     """For one event loop. Within ``async with``, or as long as ``run`` is a task of it, the engine is stepped for whoever waits.
 
-    Whoever waits may be cancelled, which aborts the request.
+    Whoever waits may be cancelled, which aborts the request where nobody else waits for it. Once it has ended, whoever would
+    wait is refused by an ``EngineStateError``, and so is another ``async with``.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self._followed: dict[RolloutHandle, asyncio.Event] = {}
-        self._streams: set[RolloutHandle] = set()
+        self._followed: dict[RolloutHandle, list[asyncio.Event]] = {}  # one event for each that waits
+        self._streams: set[asyncio.Event] = set()
         self._arrived = asyncio.Event()
         self._stepper = ThreadPoolExecutor(1, "stoker-steps")
+        self._ended = False
         self.failure: Exception | None = None  # of the last step that failed
 
     async def __aenter__(self) -> Self:
+        self._refuse_where_ended()
         self._running = asyncio.create_task(self.run())
         return self
 
@@ -43,6 +47,7 @@ class AsyncSteps:
         self._running.cancel()
         with suppress(asyncio.CancelledError):
             await self._running
+        self.close()  # where it was cancelled before it began
 
     async def run(self) -> None:
         """Step the engine for whoever waits, until cancelled."""
@@ -55,8 +60,9 @@ class AsyncSteps:
         finally:
             self.close()
             with suppress(RuntimeError):  # of a loop that is closed, which nobody waits in
-                for event in self._followed.values():
-                    event.set()
+                for events in self._followed.values():
+                    for event in events:
+                        event.set()
 
     async def _step(self) -> None:
         handles = list(self._followed)
@@ -71,8 +77,9 @@ class AsyncSteps:
             self.failure = error
             _log.warning("a step of the engine failed: %s", error)
         for handle in handles:
-            if handle in self._followed and (handle.done or handle in self._streams):
-                self._followed[handle].set()
+            for event in self._followed.get(handle, ()):
+                if handle.done or event in self._streams:
+                    event.set()
         if self._streams and self._engine.is_paused:
             await asyncio.sleep(_PAUSED_S)
 
@@ -83,6 +90,7 @@ class AsyncSteps:
 
     def close(self) -> None:
         """The same, and end the thread. For where ``run`` could not."""
+        self._ended = True
         self.abort()
         self._stepper.shutdown()
 
@@ -92,13 +100,13 @@ class AsyncSteps:
         try:
             await event.wait()
         finally:
-            self._leave(handle)
+            self._leave(handle, event)
         return handle.result()
 
     async def chunks(self, handle: RolloutHandle) -> AsyncIterator[list[RolloutChunk]]:
         """Its new tokens, as they come."""
         event = self._follow(handle)
-        self._streams.add(handle)
+        self._streams.add(event)
         try:
             while True:
                 event.clear()
@@ -109,15 +117,27 @@ class AsyncSteps:
                     return
                 await event.wait()
         finally:
-            self._streams.discard(handle)
-            self._leave(handle)
+            self._streams.discard(event)
+            self._leave(handle, event)
+
+    def _refuse_where_ended(self) -> None:
+        if self._ended:
+            raise EngineStateError("these AsyncSteps have ended, and nobody steps the engine for them: make new ones")
 
     def _follow(self, handle: RolloutHandle) -> asyncio.Event:
-        event = self._followed[handle] = asyncio.Event()
+        if self._ended:
+            handle.abort()
+        self._refuse_where_ended()
+        event = asyncio.Event()
+        self._followed.setdefault(handle, []).append(event)
         self._arrived.set()
         return event
 
-    def _leave(self, handle: RolloutHandle) -> None:
+    def _leave(self, handle: RolloutHandle, event: asyncio.Event) -> None:
+        others = self._followed[handle]
+        others.remove(event)
+        if others:
+            return
         del self._followed[handle]
         if not handle.done:  # by the thread that steps, as it waits for the end of a step
             self._stepper.submit(handle.abort)

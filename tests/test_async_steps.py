@@ -10,7 +10,7 @@ import pytest
 from live_setup import PROMPTS, at_rest, build, long, same
 
 from stoker.integrations.async_steps import AsyncSteps
-from stoker.rollout import RolloutChunk, RolloutEngine, RolloutOutput
+from stoker.rollout import EngineStateError, RolloutChunk, RolloutEngine, RolloutOutput
 
 
 def threads() -> list[str]:
@@ -69,6 +69,43 @@ def test_a_task_that_is_cancelled_ends_its_request_and_no_other(how: str) -> Non
     with build() as engine:
         expected = engine.generate_batch(PROMPTS[1:2], long(1))
         assert same([asyncio.run(cancel(engine))], expected)
+        at_rest(engine)
+
+
+def test_several_may_wait_for_one_request() -> None:
+    """And where one of them is cancelled it goes on for the others."""
+
+    async def wait(engine: RolloutEngine) -> tuple[list[RolloutOutput], list[int]]:
+        async with AsyncSteps(engine) as steps:
+            handle = engine.submit(PROMPTS[0], long())
+            waiting = [asyncio.create_task(steps.result(handle)) for _ in range(3)]
+            await asyncio.sleep(0)  # they wait
+            waiting.pop().cancel()
+            pieces = [piece async for some in steps.chunks(handle) for piece in some]
+            outputs = await asyncio.wait_for(asyncio.gather(*waiting), 30)
+            return outputs, [token for piece in pieces for token in piece.token_ids]
+
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS[:1], long())
+        outputs, streamed = asyncio.run(wait(engine))
+        assert same(outputs[:1], expected) and same(outputs[1:], expected)
+        assert streamed == expected[0].completions[0].token_ids
+        at_rest(engine)
+
+
+def test_after_the_end_nobody_waits_for_ever() -> None:
+    async def wait(engine: RolloutEngine) -> None:
+        steps = AsyncSteps(engine)
+        async with steps:
+            pass
+        for ask in (steps.result, lambda handle: drained(steps, handle)):
+            with pytest.raises(EngineStateError, match="have ended"):
+                await asyncio.wait_for(ask(engine.submit(PROMPTS[0], long())), 30)
+        with pytest.raises(EngineStateError, match="have ended"):
+            await steps.__aenter__()
+
+    with build() as engine:
+        asyncio.run(wait(engine))
         at_rest(engine)
 
 
