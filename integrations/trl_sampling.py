@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from stoker.kernels.errors import InvalidConfigError
@@ -48,6 +49,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
     limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
     settings["max_new_tokens"] = _setting(trainer, limit)
     settings["suppress_tokens"] = _placeholders(trainer)
+    of_the_forward = settings.get("temperature")
     penalties = {}
     for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
         name = _ALSO_CALLED.get(key, key)
@@ -64,13 +66,18 @@ def sampling_params(trainer: Any) -> SamplingParams:
         raise InvalidConfigError(f"{limit} is None, so completions have no bound: set it")
     if settings.get("top_k") in (None, -1):  # other ways of saying off
         settings["top_k"] = 0
-    return SamplingParams.from_generation_config(
+    params = SamplingParams.from_generation_config(
         settings,
         stop_token_ids=_eos_ids(trainer),
         ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
         regex=getattr(trainer.args, "vllm_structured_outputs_regex", None),
         **penalties,
     )
+    if params.temperature == 0 and of_the_forward not in (None, 0, 1):
+        # The likeliest token again, with its log-probability at the temperature of the trainer's forward: at that of
+        # greedy decoding, which is 1, the importance ratios would be off, and whole completions dropped.
+        params = replace(params, temperature=of_the_forward, top_k=1, top_p=1.0, min_p=0.0)
+    return params
 
 
 def check_pattern(trainer: Any, params: SamplingParams) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments
-from trl_setup import END_OF_TURN, EOS, MakeTrainer, ask, logged, make_model, trainers
+from trl_setup import (
+    END_OF_TURN,
+    EOS,
+    LOGPROB_TOLERANCE,
+    MakeTrainer,
+    ask,
+    logged,
+    make_model,
+    plain_logprobs,
+    trainers,
+)
 
 from stoker.rollout import (
     Completion,
@@ -111,6 +121,26 @@ def test_generation_kwargs_win(
     attach(trainer)
     params = lowered(trainer, monkeypatch)
     assert {name: getattr(params, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("given", [{"do_sample": False}, {"temperature": 0.0}], ids=lambda g: "-".join(g))
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_greedy_decoding_has_the_log_probabilities_of_the_trainers_forward(
+    make_trainer: MakeTrainer, given: dict[str, Any], temperature: float
+) -> None:
+    trainer = make_trainer(temperature=temperature, top_p=0.5)
+    trainer.args.generation_kwargs = given  # TRL itself refuses the second
+    attach(trainer)
+    prompts = [[3, 4, 5], [6] * 20]
+    completions, logprobs = ask(trainer, prompts)
+    for prompt, completion, found in zip(prompts, completions, logprobs, strict=True):
+        logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        assert completion == logits.argmax(-1).tolist()
+        assert found == pytest.approx(
+            plain_logprobs(trainer.model, prompt, completion, temperature), abs=LOGPROB_TOLERANCE
+        )
+    trainer.train()
+    assert min(logged(trainer, "sampling/importance_sampling_ratio/min")) > 0.99  # none is dropped
 
 
 @pytest.mark.parametrize("key", ["num_beams", "eos_token_id", "stop_token_ids", "n", "seed", "max_lenght", "logprobs"])
