@@ -53,7 +53,8 @@ class Ceiling:
     flops: float
     matmuls: dict[str, float]
     weight_bytes: int  # of the parameters a decode step reads
-    linear_params: int
+    linear_params: int  # with those of the head, which
+    head_params: int  # only what is sampled or scored needs
     kv_bytes: int  # of one token, all layers
     state_bytes: int  # of one sequence, all layers; read and written by each step
 
@@ -63,15 +64,19 @@ class Ceiling:
         return matmuls + (context_tokens * self.kv_bytes + 2 * rows * self.state_bytes) / self.bandwidth
 
     def rollout_s(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], slots: int) -> float:
-        """Shortest rollout: each different prompt computed once, then a full set of slots as long as requests wait."""
-        seconds = sum(2 * self.linear_params * len(p) / self.flops for p in {tuple(p) for p in prompts})
+        """Shortest rollout: each different prompt computed once, up to the logits that its samples draw their first tokens
+        from; then a full set of slots as long as requests wait."""
+        body = self.linear_params - self.head_params
+        seconds = sum(2 * (body * len(p) + self.head_params) / self.flops for p in {tuple(p) for p in prompts})
         waiting = [(len(p), n) for p, n in zip(prompts, lengths, strict=True)][::-1]
         running: list[list[int]] = []  # [context, tokens left]
         while waiting or running:
             while waiting and len(running) < slots:
                 context, left = waiting.pop()
-                running.append([context, left])
-            seconds += self.step_s(len(running), sum(context for context, _ in running))
+                if left > 1:
+                    running.append([context + 1, left - 1])
+            if running:
+                seconds += self.step_s(len(running), sum(context for context, _ in running))
             running = [[context + 1, left - 1] for context, left in running if left > 1]
         return seconds
 
@@ -131,6 +136,7 @@ def measure(model: PreTrainedModel, device: str, rows: Sequence[int], kv_tokens:
         matmuls=matmuls,
         weight_bytes=weight_bytes,
         linear_params=params,
+        head_params=model.get_output_embeddings().weight.numel(),
         kv_bytes=kv_bytes,
         state_bytes=of_states,
     )

@@ -77,12 +77,13 @@ def forward(model: Any, prompts: list[list[int]], completions: list[list[int]], 
     return scores
 
 
-def best_s(ceiling: ceilings.Ceiling, head: int, prompts: list[list[int]], completions: list[list[int]]) -> float:
-    """Seconds of the matmuls alone: each different prompt once, and the head for what is scored."""
+def best_s(ceiling: ceilings.Ceiling, prompts: list[list[int]], completions: list[list[int]]) -> float:
+    """Seconds of the matmuls alone: each different prompt once, completions but for their last tokens, the head for what is
+    scored."""
     scored = sum(map(len, completions))
-    computed = sum(len(p) for p in {tuple(p) for p in prompts}) + scored
-    body = ceiling.linear_params - head
-    return 2 * (body * computed + head * scored) / ceiling.flops
+    computed = sum(len(p) for p in {tuple(p) for p in prompts}) + scored - len(completions)
+    body = ceiling.linear_params - ceiling.head_params
+    return 2 * (body * computed + ceiling.head_params * scored) / ceiling.flops
 
 
 def compare(scenario: Scenario, device: str) -> dict[str, Any]:
@@ -90,7 +91,6 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     dtype = dtype_of(device)
     model = spec.build(device, dtype)
     ceiling = ceilings.measure(model, device, rows=(512, 4096), kv_tokens=0)
-    head = model.get_output_embeddings().weight.numel()
     config = EngineConfig(max_num_seqs=work.slots, max_model_len=work.max_len)
     with RolloutEngine(model, config=config) as engine:
 
@@ -111,7 +111,7 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             for name, call in calls.items():
                 seconds[name].append(ceilings.timed(partial(call, *batch), device))
         prompts, completions = draw(work, spec.config.vocab_size, 0)
-        ceiling_s = best_s(ceiling, head, prompts, completions)
+        ceiling_s = best_s(ceiling, prompts, completions)
         median = {name: statistics.median(times) for name, times in seconds.items()}
         return {
             "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch.")},

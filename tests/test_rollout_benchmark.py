@@ -17,7 +17,7 @@ import other_engines
 import pytest
 import torch
 
-from stoker.benchmarks import outside, overhead, peers, report, rollout, step_profile, sweeps
+from stoker.benchmarks import outside, overhead, peers, report, rollout, scoring, step_profile, sweeps
 from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
 from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
 from stoker.engine.device import CpuRuntime, HostCopy
@@ -161,13 +161,16 @@ def test_a_step_reads_and_writes_the_states_of_all_its_rows() -> None:
     assert state_bytes(config, torch.bfloat16) == 3 * (of_state + of_inputs)
     assert state_bytes(TOY.config, torch.bfloat16) == 0
 
-    ceiling = Ceiling(
-        bandwidth=1e9, flops=1e12, matmuls={}, weight_bytes=10**6, linear_params=10**6, kv_bytes=128, state_bytes=5000
-    )
+    sizes = {"weight_bytes": 10**6, "linear_params": 10**6, "head_params": 10**5, "kv_bytes": 128, "state_bytes": 5000}
+    ceiling = Ceiling(bandwidth=1e9, flops=1e12, matmuls={}, **sizes)
     assert ceiling.step_s(8, 300) == pytest.approx(1e-9 * (10**6 + 300 * 128 + 8 * 2 * 5000))
-    # A prompt, then steps of two sequences, of one, and of one.
-    steps = [ceiling.step_s(2, 20), ceiling.step_s(1, 11), ceiling.step_s(1, 12)]
-    assert ceiling.rollout_s([[7] * 10] * 2, [1, 3], 2) == pytest.approx(2 * 10**6 * 10 / 1e12 + sum(steps))
+    # A prompt, whose last logits give each of its samples a token; then steps of two sequences, and of one.
+    prompt = 2 * (9 * 10**5 * 10 + 10**5) / 1e12
+    assert ceiling.rollout_s([[7] * 10] * 2, [1, 1], 2) == pytest.approx(prompt)
+    steps = [ceiling.step_s(2, 22), ceiling.step_s(1, 12)]
+    assert ceiling.rollout_s([[7] * 10] * 3, [1, 3, 2], 2) == pytest.approx(prompt + sum(steps))
+    scored = 2 * (9 * 10**5 * (10 + 1 + 3 - 2) + 10**5 * 4) / 1e12
+    assert scoring.best_s(ceiling, [[7] * 10] * 2, [[5], [6] * 3]) == pytest.approx(scored)
 
 
 def test_the_cache_of_a_hybrid_has_room_for_all_slots_and_their_states() -> None:
