@@ -10,6 +10,7 @@ from traffic import Traffic
 
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_pool import BlockPool
+from stoker.engine.block_tables import BlockTables
 from stoker.engine.request import Adapter, Request
 from stoker.kernels.reference.attention_plan import Visibility
 
@@ -88,6 +89,33 @@ def test_pieces_of_one_sequence_lie_together_and_a_slab_is_whole_again_when_they
     pool.free(one)
     assert pool.fits(1) and pool.allocate() == min(one)
     pool.check([two, [min(one)]])
+
+
+@pytest.mark.parametrize("slab_is_older", [True, False])
+def test_a_piece_takes_the_place_of_what_was_used_least_recently_be_it_a_piece_or_a_slab(slab_is_older: bool) -> None:
+    evicted: list[int] = []
+    pool = BlockPool(6, evicted.append, span=2)
+    slab, held = pool.allocate(), pool.allocate_piece()
+    piece = pool.allocate_piece(held)
+    for block in (slab, piece) if slab_is_older else (piece, slab):
+        pool.retain(block)
+        pool.free([block])
+    assert pool.allocate_piece() == (slab if slab_is_older else piece) == evicted.pop() and not evicted
+
+
+def test_the_end_of_a_sequence_goes_before_its_beginning_in_both_kinds_of_layers() -> None:
+    evicted: list[int] = []
+    tables = BlockTables(9, 2, BlockLayout(1, 1, (WINDOW,)))
+    (request,) = make_group(0, [1] * 8, [make_spec()])
+    assert tables.reserve(request, 8, ({}, {}))
+    blocks, window = list(request.block_ids), list(request.window_ids)
+    for block in (*blocks, *window):
+        tables.pool.retain(block)
+    tables.pool.on_evict = evicted.append
+    tables.release(request)
+    for _ in range(8):
+        tables.pool.allocate()
+    assert evicted == [*reversed(blocks), *reversed(window)]
 
 
 # -- the scheduler -------------------------------------------------------------------------------------------------------
