@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import vision
+from adapted import peft_model
 from pretend_device import STATIC, PretendDevice, build, close, params, prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -342,6 +343,17 @@ def test_graphs_are_forgotten_with_the_tensors_they_read() -> None:
         assert [c.token_ids for o in after for c in o.completions] == [
             c.token_ids for o in expected for c in o.completions
         ]
+
+
+def test_graphs_of_adapters_as_they_were_are_dropped_and_those_of_the_base_stay() -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with build(peft_model(r=4)) as engine:
+        engine.load_adapter("other", peft_model(r=16))
+        seen: list[set[Any]] = []
+        for adapter in (None, "default", "other"):
+            engine.generate_batch(prompts(2), greedy, adapter=adapter)
+            seen.append(set(engine.core.runner._graphs))  # type: ignore[attr-defined]
+        assert [len(keys) for keys in seen] == [1, 2, 2] and seen[1] & seen[2] == seen[0]
 
 
 def test_given_tokens_are_scored_whatever_was_captured() -> None:

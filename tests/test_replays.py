@@ -11,8 +11,9 @@ from typing import Any
 import hybrids
 import pytest
 import torch
-from adapted import expected_tokens, peft_model, tokens
+from adapted import expected_tokens, lora, peft_model, shake, tokens
 from families import make_model
+from peft import get_peft_model
 from pretend_device import build, params, prompts
 from recorded_device import RECORDED, RecordedDevice, launches_recorded
 from test_lora_targets import BIASES, EXPERTS
@@ -151,6 +152,21 @@ def test_launches_of_kernels_serve_other_rows_and_blocks() -> None:
             engine.sleep()
             engine.wake_up()
         assert engine.core.runner.has_graphs
+
+
+def test_launches_of_kernels_serve_other_adapters() -> None:
+    """Rows are put in the order of theirs within the step: a replay has others than what was captured."""
+    model = get_peft_model(make_model("llama", num_hidden_layers=1), lora(target_modules=["down_proj"])).eval()
+    shake(model)
+    given, greedy = [[5, 6, 7], [8, 9, 1]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    turns = [["default", None], [None, "default"]]
+    settings = {"decode_window": 2, "max_num_seqs": 2}
+    with build(model, ops=REFERENCE, runtime=CpuRuntime, **settings) as plain:
+        expected = [sampled(plain.generate_batch(given, greedy, adapter=adapters)) for adapters in turns]
+    assert expected[0][0] != expected[1][0] and expected[0][1] != expected[1][1], "the adapter changes something"
+    with launches_recorded(), build(model, ops=TRITON, runtime=RecordedDevice, **settings) as engine:
+        assert [sampled(engine.generate_batch(given, greedy, adapter=adapters)) for adapters in turns] == expected
+        assert len(graphs_of(engine)) == 1
 
 
 def test_a_step_that_looks_at_the_host_shows() -> None:
