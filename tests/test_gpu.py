@@ -11,7 +11,6 @@ import pytest
 import test_windows
 import torch
 import vision
-from adapted import peft_model
 from families import FAMILIES, VOCAB, make_model
 from tokenizer_kinds import tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -293,6 +292,9 @@ def test_graphs_give_all_of_their_memory_back() -> None:
 
 def test_steps_are_captured_anew_for_an_adapter_of_a_higher_rank() -> None:
     """No graph is left when that begins."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    from adapted import peft_model
+
     seen: list[set[object]] = []
     params, other = SamplingParams(seed=1, max_tokens=NEW_TOKENS), peft_model(r=16)
     with RolloutEngine(peft_model(r=4).cuda(), config=EngineConfig(kv_cache_memory="8MiB")) as engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".ci/gpu").is_file(), reason="in the
 def given(tmp_path: Path, parts: str, **settings: str) -> list[int]:
     """Seconds that each command of a run may take, none of which takes any."""
     log = tmp_path / "log"
-    for name, does in {"python": "exit 0", "timeout": f'echo "$4" >> {log}'}.items():
+    notes = f'echo "$4" >> {log}; echo "$*" >> {tmp_path / "commands"}'
+    for name, does in {"python": "exit 0", "timeout": notes}.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{does}\n")
         program.chmod(0o755)
@@ -42,3 +44,16 @@ def test_a_part_by_itself_has_the_time_of_the_other(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_given(tmp_path: Path) -> None:
     assert given(tmp_path, "tests", TEST_SECONDS="100", ALONE_SECONDS="30") == [100, 30]
+
+
+def test_a_file_that_cannot_be_imported_costs_only_its_own_tests(tmp_path: Path) -> None:
+    """As where a package is missing, or is another version: pytest would run none of the others."""
+    given(tmp_path, "tests")
+    (tmp_path / "test_bad.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "test_good.py").write_text("import pytest\n@pytest.mark.gpu\ndef test_it(): pass\n")
+    commands = (tmp_path / "commands").read_text().splitlines()
+    options = [word for word in commands[0].split() if word.startswith("--continue")]
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tmp_path)]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "1 passed, 1 error" in done.stdout, done.stdout
