@@ -121,6 +121,7 @@ def test_a_plan_that_outlives_its_requests_is_in_nobody_s_way(ahead: int) -> Non
         roll_out()
         for level in (1, 2):
             engine.sleep(level)
+            assert not engine.core._launched, "it runs on memory that was given back"
             engine.wake_up()
             roll_out()
         with engine.sleeping():
