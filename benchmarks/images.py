@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from stoker.benchmarks.peers import Generate, Peer, Stoker
 from stoker.benchmarks.rollout import timed
 from stoker.benchmarks.workloads import ModelSpec, Workload, dtype_of
 from stoker.engine import image_reader
-from stoker.rollout import RolloutBatch, RolloutEngine
+from stoker.rollout import RolloutBatch
 
 Prompt = dict[str, torch.Tensor]  # what a processor returns for it
 
@@ -200,17 +199,15 @@ class GenerateWithImages(Generate):
 
 
 @contextmanager
-def timed_encoding(engine: RolloutEngine) -> Iterator[list[float]]:
-    """Seconds of every run of the vision tower within, and of what joins it to the text."""
+def timed_encoding(device: str) -> Iterator[list[float]]:
+    """Seconds of every run of the vision tower within, and of what joins it to the text, until the device is through."""
     seconds: list[float] = []
     original = image_reader.encode
 
     def encode(*args: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return original(*args)
-        finally:
-            seconds.append(time.perf_counter() - start)
+        made: list[Any] = []
+        seconds.append(ceilings.seconds(lambda: made.append(original(*args)), device))
+        return made[0]
 
     with patch.object(image_reader, "encode", encode):
         yield seconds
@@ -219,14 +216,14 @@ def timed_encoding(engine: RolloutEngine) -> Iterator[list[float]]:
 def parts(stoker: Stoker, prompts: list[Prompt], lengths: Sequence[int], device: str) -> dict[str, float]:
     """Seconds of the parts of one rollout, of the prompts alone, and of scoring what was sampled."""
     stoker.start()
-    with timed_encoding(stoker.engine) as encoding, overhead.timed_steps(stoker.engine) as times:
+    with timed_encoding(device) as encoding, overhead.timed_steps(stoker.engine) as times:
         whole = ceilings.timed(lambda: stoker.rollout(prompts, [1] * len(prompts)), device)
     steps = sum(step.total for step in times.steps)
     found = {"read_s": whole - steps - sum(encoding), "encode_s": sum(encoding), "prefill_s": steps}
     stoker.start()
     found["decode_s"] = max(0.0, ceilings.timed(lambda: stoker.rollout(prompts, lengths), device) - whole)
     assert stoker.batch is not None
-    with timed_encoding(stoker.engine) as encoding:
+    with timed_encoding(device) as encoding:
         found["score_s"] = ceilings.timed(lambda batch=stoker.batch: stoker.engine.score(batch), device)
     return found | {"encode_to_score_s": sum(encoding)}
 

@@ -15,6 +15,7 @@ import torch
 from stoker.benchmarks import ceilings, command, images
 from stoker.benchmarks.ceilings import best_time
 from stoker.benchmarks.scoring import SCENARIOS
+from stoker.engine import image_reader
 from stoker.integrations.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,6 +87,16 @@ def test_rollouts_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert all(0 < engine["of_ceiling"] < 1 for engine in found["engines"].values())
     assert all(found["parts"][f"{part}_s"] > 0 for part in ("read", "encode", "prefill", "decode", "score"))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["images"][0]["x_generate"] > 0
+
+
+def test_the_time_of_encoding_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has only begun when the call returns: what is left would count as prefill."""
+    done: list[str] = []
+    monkeypatch.setattr(ceilings, "synchronize", done.append)
+    monkeypatch.setattr(image_reader, "encode", lambda number: done.append("encode") or number)
+    with images.timed_encoding("cuda") as seconds:
+        assert image_reader.encode(7) == 7  # type: ignore[arg-type, call-arg]
+    assert done == ["cuda", "encode", "cuda"] and len(seconds) == 1
 
 
 @torch.inference_mode()
