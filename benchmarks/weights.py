@@ -7,6 +7,7 @@ a table and, last, one line of JSON. On a CPU only ratios of one run mean anythi
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import multiprocessing
 
-from stoker.benchmarks import ceilings, command, lora, weight_ranks
+from stoker.benchmarks import ceilings, command, weight_ranks
 from stoker.benchmarks.footprint import Peak, clear
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.weight_ranks import CONFIG, WAIT_S, sums, train
@@ -263,6 +264,10 @@ def of_shards(scenario: Scenario, device: str, folder: Path) -> dict[str, Any]:
 
 
 def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
+    if importlib.util.find_spec("peft") is None:
+        return {f"adapter, {way}": {"skipped": "peft is not installed"} for way in ("live", "merge and push")}
+    from stoker.benchmarks import lora
+
     work = lora.SCENARIOS["cpu", True][0].workload
     one = lora.Scenario(spec=scenario.spec, workload=work, adapters=1, repeats=scenario.repeats)
     model = lora.build(one, device)

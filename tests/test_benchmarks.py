@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -113,6 +114,18 @@ def test_generate_gets_the_images_the_engine_gets() -> None:
     other = work.with_images(images.TOY.config, 1)[0]
     assert other["input_ids"].shape == rows[0]["input_ids"].shape
     assert not torch.equal(other["pixel_values"], rows[0]["pixel_values"])
+
+
+def test_updates_of_weights_need_no_peft_but_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("weights", "lora"):
+        monkeypatch.delitem(sys.modules, f"stoker.benchmarks.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    weights = importlib.import_module("stoker.benchmarks.weights")
+    found = weights.of_adapter(weights.SCENARIOS["cpu", True][0], "cpu")
+    assert {way["skipped"] for way in found.values()} == {"peft is not installed"}
+    gathered = {"ranks": 1, "promised_extra_bytes": 0, "skipped": "no time"}
+    run = {"model": {"name": "", "dtype": "", "parameters": 0, "bytes": 0}, "copy_bandwidth": 0}
+    assert "peft is not installed" in weights.table(run | {"ways": found | {"gathered": gathered}})[2]
 
 
 def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
