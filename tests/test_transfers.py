@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync import manifest
 from stoker.weight_sync.manifest import Manifest, TensorSpec
 from stoker.weight_sync.staging import Casts, Staging
-from stoker.weight_sync.transport import send_weights
+from stoker.weight_sync.transport import SharedMemoryTransfer, send_weights
 
 
 def some_tensors() -> dict[str, Tensor]:
@@ -50,6 +51,28 @@ def test_tensors_of_any_size_and_dtype_travel_together(bucket_bytes: int, way: s
             take(here, targets)
             sent.result()
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
+
+
+def test_the_device_is_waited_for_before_the_other_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose process does not see the streams of this one: of what is written to the bucket, and of what reads it."""
+    done: dict[str, list[str]] = {}
+    send, ends = SharedMemoryTransfer._send, {threading.get_ident(): "receiver"}
+
+    def note(what: str) -> None:
+        done.setdefault(ends.get(threading.get_ident(), "sender"), []).append(what)
+
+    def noted(self: SharedMemoryTransfer, kind: str, content: Any) -> None:
+        note(kind)
+        send(self, kind, content)
+
+    monkeypatch.setattr(SharedMemoryTransfer, "_send", noted)
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda device=None: note("waits"))
+    here, there = over_a_pipe()
+    with sending(there, {"a": torch.ones(5)}, 8) as sent:
+        take(here, {"a": torch.zeros(5)})
+        sent.result()
+    assert done["sender"] == ["begin", *["waits", "bucket"] * 3, "end"]
+    assert done["receiver"] == ["judged", *["waits", "taken"] * 3, "ended"]
 
 
 def test_a_transfer_that_brings_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
