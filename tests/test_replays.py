@@ -86,6 +86,22 @@ def test_replays_give_what_eager_steps_do(family: str, tight: bool) -> None:
         assert not tight or family in WINDOWED or engine.stats().num_preemptions
 
 
+def test_replays_count_tokens_where_penalties_look_for_them() -> None:
+    """Also after a sleep, which gives the counts' memory back, while the cache comes back where it was."""
+    given = (
+        prompts(3),
+        [SamplingParams(seed=i, max_tokens=12, ignore_eos=True, frequency_penalty=2.0) for i in range(3)],
+    )
+    with build(runtime=CpuRuntime) as plain:
+        expected = sampled(plain.generate_batch(*given))
+    with build(ops=RECORDED, runtime=RecordedDevice) as engine:
+        for _ in range(3):
+            assert sampled(engine.generate_batch(*given)) == expected
+            assert graphs_of(engine) and engine._kv.stable_addresses
+            engine.sleep()
+            engine.wake_up()
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "options"),
