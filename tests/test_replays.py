@@ -102,6 +102,18 @@ def test_replays_count_tokens_where_penalties_look_for_them() -> None:
             engine.wake_up()
 
 
+def test_sleep_leaves_what_graphs_remember_and_gives_it_back_with_them() -> None:
+    with build(ops=RECORDED, runtime=RecordedDevice) as engine:
+        engine.generate_batch(prompts(2), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        set_aside = engine.core.inputs._workspace
+        set_aside["by attention"] = torch.zeros(4)
+        engine.sleep()
+        assert graphs_of(engine) and set_aside
+        engine.wake_up()
+        engine.sleep(level=2)
+        assert not engine.core.runner.has_graphs and not set_aside
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "options"),
