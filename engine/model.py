@@ -25,6 +25,8 @@ from stoker.engine.step_context import PackedPositions, ShapeProbe
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
 
+_SCALED_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings, by that of the longest sequence in a batch
+
 
 class ModelShell:
     """Runs packed tokens of many sequences through the trainer's architecture.
@@ -56,6 +58,7 @@ class ModelShell:
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
         self.has_wide_head = False
         self.same_keys: dict[int, int] = {}  # of layers that attend to the keys of another: which one
+        self.stood_for: dict[str, str] = {}  # tensors that others of the model's are bound in place of, by name
 
     def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
         """Put the trainer's tensors in place by name. No copies.
@@ -85,6 +88,7 @@ class ModelShell:
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
+        self.stood_for = _keep_unscaled(self.module)
         self._base, self._tail, self._given = _split(self.module)
         self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
         self.has_wide_head = self._cast_to_wide_head()
@@ -350,17 +354,41 @@ def check_experts(model: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
+def _keep_unscaled(model: nn.Module) -> dict[str, str]:
+    """Have rotary embeddings that are scaled by a batch's longest sequence run on the frequencies of short ones.
+
+    The engine's are all short (``check_length``). Where the trainer's was not, its buffer holds other frequencies until its
+    next forward, and it is not the shell's to write them. Returns the names of such buffers, with those of what is bound
+    in place of them.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        of_layers = kinds if isinstance(kinds, dict) else {None: kinds}
+        for layers, kind in of_layers.items():
+            name, original = (f"{layers}_{n}" if layers else n for n in ("inv_freq", "original_inv_freq"))
+            if kind in _SCALED_BY_LENGTH and original in module._buffers:
+                module._buffers[name] = module._buffers[original]
+                found[f"{path}.{name}"] = f"{path}.{original}"
+                of_layers = of_layers | {layers: "default"}  # so that its forward leaves them alone
+        if of_layers not in (kinds, {None: kinds}):
+            module.rope_type = of_layers if isinstance(kinds, dict) else of_layers[None]
+    return found
+
+
 def check_length(model: PreTrainedModel, max_model_len: int) -> None:
     """Raise ``UnsupportedModelError`` where sequences of that length would not be independent of each other."""
     name, config = type(model).__name__, decoder_of(model).config
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(v for v in rope.values() if isinstance(v, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            limit = parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", config.max_position_embeddings
-            )
+        if (kind := parameters.get("rope_type")) in _SCALED_BY_LENGTH:
+            limit = config.max_position_embeddings  # all that the dynamic one goes by
+            if kind == "longrope":
+                limit = parameters.get("original_max_position_embeddings") or getattr(
+                    config, "original_max_position_embeddings", limit
+                )
             if max_model_len > limit:
                 raise UnsupportedModelError(
-                    f"{name} uses {parameters['rope_type']} rotary scaling, where a sequence longer than {limit} changes "
+                    f"{name} uses {kind} rotary scaling, where a sequence longer than {limit} changes "
                     f"the numbers of every other one in its batch: set EngineConfig(max_model_len={limit}) or less"
                 )

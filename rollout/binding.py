@@ -351,6 +351,7 @@ class ModelBinding:
         self.in_order()
         expected, trainer = self.source.tensors(), self.source.names()
         used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
+        expected = expected | {name: expected[other] for name, other in self.shell.stood_for.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
         read = (item for item in self._fused.items() if self.source.passing.isdisjoint(item[0]))
         for group, whole in read:
