@@ -99,7 +99,7 @@ def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
 def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """fp32: about one for norms, as a linear's for others; of many experts, the same for each."""
     each = shape if shape.numel() <= _DRAWN else shape[-2:]
-    noise = torch.randn(min(each.numel(), _DRAWN), generator=generator, device="cpu")
+    noise = torch.randn(min(each.numel(), _DRAWN), generator=generator, device="cpu", dtype=torch.float32)
     noise = noise * shape[-1] ** -0.5 if len(shape) > 1 else 1.0 + 0.3 * noise
     if each.numel() > len(noise):
         noise = noise.repeat(-(-each.numel() // len(noise)))[: each.numel()]

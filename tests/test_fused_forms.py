@@ -84,3 +84,19 @@ def test_layers_are_compared_in_full_precision(monkeypatch: pytest.MonkeyPatch, 
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
         settings.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["cohere2", "llama4"])
+def test_the_default_dtype_chooses_no_other_form(family: str, default: torch.dtype) -> None:
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        expected = form_of(engine)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(default)
+        with RolloutEngine(model, config=CONFIG) as engine:
+            assert form_of(engine) == expected
+            assert engine.stats().fused_layers == engine.stats().num_layers
+    finally:
+        torch.set_default_dtype(before)
