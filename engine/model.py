@@ -25,6 +25,7 @@ from stoker.engine.step_context import PackedPositions, ShapeProbe
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
 
+_OF_THE_SHELL = {"training", "layer_idx"}  # of a module's settings
 _SCALED_BY_LENGTH = ("dynamic", "longrope")  # rotary embeddings, by that of the longest sequence in a batch
 
 
@@ -64,7 +65,7 @@ class ModelShell:
         """Put the trainer's tensors in place by name. No copies.
 
         tensors: every parameter and buffer, tied ones under each of their names. Plain tensor attributes of modules,
-        which no name covers, are taken from ``modules``, the model's by name.
+        which no name covers, and their settings are taken from ``modules``, the model's by name.
         """
         take_over_quantised(self.module, modules, tensors)
         own = dict(self.module.named_parameters(remove_duplicate=False))
@@ -85,9 +86,13 @@ class ModelShell:
             registry = module._parameters if name in own else module._buffers
             registry[leaf] = tensors[name]
         for path, module in self.module.named_modules():
+            theirs = vars(modules[path]) if path in modules else {}
+            is_split = "_is_expert_parallel" in theirs  # and says how many experts this rank has
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
+                elif not is_split and key not in _OF_THE_SHELL and all(map(_is_setting, (value, theirs.get(key, ...)))):
+                    setattr(module, key, theirs[key])  # the config may say another one by now
         self.stood_for = _keep_unscaled(self.module)
         self._base, self._tail, self._given = _split(self.module)
         self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
@@ -245,6 +250,11 @@ class ModelShell:
         tail: Any = copy.copy(self._tail)
         tail._modules = tail._modules | {name: _Head(project)}
         return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute of a module may be what it computes with: a scale, a bound, how many experts."""
+    return value is None or isinstance(value, int | float | str)
 
 
 class _GivenHiddenStates(nn.Module):

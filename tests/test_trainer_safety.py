@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import oracle
 import pytest
 import torch
 from accelerate import Accelerator
@@ -284,3 +285,37 @@ def test_checkpoints_written_while_an_engine_is_there_are_complete(how, tmp_path
             accelerator.load_state(str(tmp_path))
             assert_same(model, before)
             assert_matches(engine, model)
+
+
+def _fewer_experts(model):
+    model.config.num_experts_per_tok = 1
+
+
+def _no_softcap(model):
+    model.config.attn_logit_softcapping = None
+
+
+def _other_scale(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.3
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "dtype"),
+    [
+        ("qwen3_moe", _fewer_experts, "auto"),
+        ("gemma2", _no_softcap, "auto"),
+        ("llama", _other_scale, "auto"),
+        ("llama", _other_scale, "float64"),
+    ],
+)
+def test_settings_are_those_of_the_modules(family, change, dtype):
+    """Which took them from the config when they were made, and may have been given others since."""
+    model = make_model(family)
+    change(model)
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
+        batch = engine.generate_batch([PROMPT], PARAMS)
+        batch.raise_for_errors()
+        (completion,) = batch[0].completions
+        expected = oracle.logprobs(model, PROMPT, completion.token_ids, PARAMS.temperature)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
