@@ -2,6 +2,7 @@
 
 import gc
 import math
+from dataclasses import replace
 from functools import cache
 
 import oracle
@@ -144,6 +145,37 @@ def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model
     assert all(p.untyped_storage().resizable() for p in model.parameters())
     assert {name: p.shape for name, p in model.named_parameters()} == before
     assert_same(model, now)
+
+
+@pytest.mark.parametrize("linear", ["self_attn.k_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_biases_that_lie_apart_where_the_weights_lie_side_by_side(model, linear, quantization):
+    """One matmul of these would leave the biases out, which does not show while they are zeros."""
+    bias = model.model.layers[0].get_submodule(linear).bias
+    bias.data = torch.zeros(3 + bias.numel())[3:]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+    config = replace(CONFIG, quantization=quantization)
+    with RolloutEngine(model, config=config) as engine:
+        assert engine.stats().fused_layers == 3
+        before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+        with torch.no_grad():
+            bias.add_(1.0)
+        after = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+        assert after != before
+        if quantization is None:
+            assert_matches(engine, model)
+
+
+def test_weights_that_other_processes_have_open_stay_where_they_are(model):
+    model.share_memory()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, model)
+        assert engine.stats().fused_layers == 3
+    assert [p.data_ptr() for p in model.parameters()] == addresses and all(p.is_shared() for p in model.parameters())
 
 
 def test_several_engines_on_one_model(model):

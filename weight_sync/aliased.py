@@ -85,7 +85,8 @@ class AliasedSource:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
         A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
-        file) is never moved, but for one that lies where this put it, beside another that was given memory elsewhere.
+        file), or shares it with other processes, is never moved, but for one that lies where this put it, beside another
+        that was given memory elsewhere.
         Parameters that lie side by side already are only viewed.
         """
         named = self.tensors()
@@ -243,6 +244,7 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
         and not tensor.is_inference()  # its data cannot be set
         and tensor.storage_offset() == 0
         and storage.resizable()  # torch's own memory, no mapped file
+        and not (tensor.is_cpu and tensor.is_shared())  # with a process that has it open
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
     )
