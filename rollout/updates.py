@@ -116,6 +116,8 @@ class WeightUpdates:
             elif self._told:  # what was made at the update, or for another thread since, may be older than the weights
                 self._core.images.renew()
                 self._adapters.refresh()
+            if not changed:  # nor is the first look one that can tell
+                self._binding.shell.refresh()
             self._behind = self._told = False
 
         self._between_steps("look at its weights", look, take)

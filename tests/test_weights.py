@@ -198,6 +198,16 @@ def test_rotary_frequencies_that_change_in_place(model):
         assert set(assert_matches(engine, model)) == {1}
 
 
+@pytest.mark.parametrize("updated", [False, True])
+def test_rotary_frequencies_that_change_in_place_before_anything_runs(model, updated):
+    with RolloutEngine(model, config=CONFIG) as engine:
+        if updated:
+            engine.update_weights()
+        with torch.no_grad():
+            model.model.rotary_emb.inv_freq.mul_(0.7)
+        assert set(assert_matches(engine, model)) == {int(updated)}
+
+
 def test_tying_and_untying():
     model = tied_model()
     with RolloutEngine(model, config=CONFIG) as engine:

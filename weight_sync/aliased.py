@@ -244,7 +244,7 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
         and not tensor.is_inference()  # its data cannot be set
         and tensor.storage_offset() == 0
         and storage.resizable()  # torch's own memory, no mapped file
-        and not (tensor.is_cpu and tensor.is_shared())  # with a process that has it open
+        and not (tensor.is_cpu and storage.is_shared())  # with a process that has it open
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
     )
