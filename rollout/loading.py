@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,8 @@ from transformers.integrations import deepspeed
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync.naming import named_tensors
 
-UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
+# The last three for JSON that is not what transformers takes it for: an index without its "weight_map", say.
+UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, KeyError, TypeError, AttributeError)
 
 
 @contextmanager
@@ -33,6 +35,13 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
 
     Raises ``WeightTransferError`` where they cannot be read, ``WeightsMismatchError`` where they are not all of them.
     """
+    if not os.path.isfile(
+        os.path.join(folder, "config.json")
+    ):  # transformers would make a model of its class's usual size
+        raise WeightTransferError(
+            f"{folder} cannot be loaded: no config.json in it. Give a folder that save_pretrained wrote. The engine keeps its "
+            "weights"
+        )
     try:
         with whole_models():
             model, info = kind.from_pretrained(

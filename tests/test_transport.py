@@ -192,18 +192,38 @@ def test_an_iterator_that_fails_half_way_changes_nothing() -> None:
 def test_what_are_no_weights(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("no tensors in here")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "index").mkdir()
+    saved = sender.trained(0)
+    saved.save_pretrained(tmp_path / "index", max_shard_size="20KB")
+    (tmp_path / "index" / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    save_file({"model.norm.weight": saved.model.norm.weight.detach()}, tmp_path / "empty" / "model.safetensors")
     cases: list[tuple[Any, type[Exception], str]] = [
         (3, InvalidRequestError, "weights=int: give None, named tensors"),
         ([torch.ones(2)], InvalidRequestError, "give None, named tensors"),
         ({"lm_head.weight": [1.0]}, InvalidRequestError, "give None, named tensors"),
         (tmp_path / "text.safetensors", WeightTransferError, "cannot be read.*keeps"),
         (tmp_path / "nowhere.safetensors", WeightTransferError, "cannot be read.*keeps"),
-        (tmp_path / "empty", WeightTransferError, "cannot be loaded.*keeps"),
+        (tmp_path / "empty", WeightTransferError, "cannot be loaded: no config.json in it.*keeps"),
+        (tmp_path / "index", WeightTransferError, "cannot be loaded: 'weight_map'.*keeps"),
     ]
     with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
         for given, error, message in cases:
             with pytest.raises(error, match=message):
                 engine.update_weights(given)
+        sender.check(engine, sender.trained(0), 0)
+
+
+@pytest.mark.parametrize("as_pairs", [False, True])
+@pytest.mark.parametrize("kind", ["meta", "sparse", "mkldnn"])
+def test_tensors_without_data_to_copy_are_refused_before_a_byte_is_written(kind: str, as_pairs: bool) -> None:
+    """As of an offloaded model: the others are on their way to the trainer's own tensors."""
+    model = sender.trained(0)
+    new: dict[str, Any] = {name: 1.1 * p.detach() for name, p in model.named_parameters()}
+    change = {"meta": lambda t: t.to("meta"), "sparse": torch.Tensor.to_sparse, "mkldnn": torch.Tensor.to_mkldnn}[kind]
+    new[LAYER] = change(new[LAYER])
+    with RolloutEngine(model, config=sender.CONFIG) as engine:
+        with pytest.raises(InvalidRequestError, match=rf"{LAYER} is .*: give plain tensors that are in memory"):
+            engine.update_weights(list(new.items()) if as_pairs else new)
         sender.check(engine, sender.trained(0), 0)
 
 

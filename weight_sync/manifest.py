@@ -130,4 +130,9 @@ def spec_of(name: Any, tensor: Any) -> TensorSpec:
         raise InvalidRequestError(
             f"{name} is a {type(tensor).__name__}: give plain tensors (full_tensor() of a DTensor)"
         )
+    if tensor.is_meta or tensor.layout is not torch.strided:  # found before others are written, and not while they are
+        raise InvalidRequestError(
+            f"{name} is {'on the meta device' if tensor.is_meta else tensor.layout}, with no data to copy: give plain tensors "
+            "that are in memory"
+        )
     return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
