@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,38 @@ def test_load_and_unload_while_requests_run() -> None:
         found = [h.result().completions[0].token_ids for h in handles]
         assert found[::2] == expected_tokens(other) and found[1::2] == expected_tokens(model)
         engine.unload_adapter("a")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors"),
+    [
+        ([], {}),
+        ({}, {}),
+        ({"r": "four"}, {}),
+        ({"lora_alpha": None}, {}),
+        ({"rank_pattern": {"(": 4}}, {}),
+        ({}, {5: torch.zeros(2)}),
+        ({}, {"meta": torch.zeros(2, device="meta")}),
+        ({}, {"fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}),
+        ({}, {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.tensor(1.0)}),
+    ],
+)
+def test_what_is_no_adapter_is_refused_in_words(settings: Any, tensors: dict[Any, Any], tmp_path: Path) -> None:
+    other = peft_model(seed=8)
+    other.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | settings if settings else settings))
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        if not tensors:
+            with pytest.raises(UnsupportedModelError, match=r"adapter 'a' cannot be loaded from"):
+                engine.load_adapter("a", tmp_path)
+        config = (whole | settings if settings else whole) if tensors or settings else settings
+        with pytest.raises(UnsupportedModelError, match=r"adapter 'a' cannot be read: .*Give the tensors"):
+            engine.load_adapter("a", (state_dict(other) | tensors, config))
+        assert engine.adapters == ()
+        engine.load_adapter("a", (state_dict(other), whole))
+        assert tokens(engine, adapter="a") == expected_tokens(other)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])

@@ -29,6 +29,8 @@ _COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in names that are not o
 _BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
 # These change the base's weights too, which a file of the adapter alone does not have.
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What reading raises of tensors and settings of other kinds than PEFT's, as of files that were cut off or written by hand.
+_MALFORMED = (AttributeError, TypeError, ValueError, LookupError, RuntimeError, re.error)
 _DEFAULTS = {  # of what the configs that older versions saved do not have
     "bias": "none",
     "init_lora_weights": True,
@@ -60,7 +62,15 @@ def read_adapter(
     if isinstance(first, nn.Module) and hasattr(first, "peft_config"):
         return AdapterOfModel(name, first, second, device, options)
     if isinstance(first, Mapping) and second is not None:
-        return from_state_dict(name, first, second, parameters)
+        try:
+            return from_state_dict(name, first, second, parameters)
+        except UnsupportedModelError:
+            raise
+        except _MALFORMED as error:
+            raise UnsupportedModelError(
+                f"adapter {name!r} cannot be read: {error!r}. Give the tensors, which have to be in memory, and the LoraConfig of "
+                "one adapter"
+            ) from error
     raise UnsupportedModelError(
         f"adapter {name!r}: give a PeftModel, (PeftModel, adapter name), (state dict, LoraConfig) or a folder"
     )
@@ -72,7 +82,9 @@ def _from_folder(name: str, folder: str, parameters: Mapping[str, int]) -> Adapt
         with open(os.path.join(folder, "adapter_config.json"), encoding="utf-8") as text:
             config = SimpleNamespace(**json.load(text))
         return from_state_dict(name, load_file(file), config, parameters)
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except UnsupportedModelError:
+        raise
+    except (OSError, SafetensorError, *_MALFORMED) as error:
         raise UnsupportedModelError(
             f"adapter {name!r} cannot be loaded from {folder}: {error}. Give a folder that save_pretrained wrote, with "
             "adapter_config.json and adapter_model.safetensors"
