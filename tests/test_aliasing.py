@@ -106,6 +106,25 @@ def test_close_gives_every_parameter_a_storage_of_its_own_again():
     assert all(not torch.equal(before[n], p) for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_close_that_breaks_off_can_be_tried_again(model, error, monkeypatch):
+    before, clone, calls = snapshot(model), torch.Tensor.clone, []
+
+    def failing(tensor, **options):
+        calls.append(tensor)
+        if len(calls) == 5:
+            raise error
+        return clone(tensor, **options)
+
+    engine = RolloutEngine(model, config=CONFIG)
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(torch.Tensor, "clone", failing)
+        engine.close()
+    engine.close()
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert_same(model, before)
+
+
 def test_an_engine_after_one_that_was_never_closed(model):
     engine = RolloutEngine(model, config=CONFIG)
     addresses = [p.data_ptr() for p in model.parameters()]

@@ -215,15 +215,16 @@ class AliasedSource:
 
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""
-        rehomed, self._rehomed, self._bound, self._scaled = self._rehomed, [], [], []
+        self._bound, self._scaled = [], []
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
-        for parameter, address in rehomed:
-            if parameter.data_ptr() != address:
-                continue
-            if (other := users.get((id(parameter), address))) is not None:
-                other._rehomed.append((parameter, address))
-            else:
-                parameter.data = parameter.detach().clone()
+        while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
+            parameter, address = self._rehomed[-1]
+            if parameter.data_ptr() == address:
+                if (other := users.get((id(parameter), address))) is not None:
+                    other._rehomed.append((parameter, address))
+                else:
+                    parameter.data = parameter.detach().clone()
+            self._rehomed.pop()
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
