@@ -215,10 +215,8 @@ def _linears_of(
         weight, bias = matrix_of(modules[0]), modules[0].bias
     else:
         weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
-        if bias is None and any(
-            m.bias is not None for m in modules
-        ):  # which lie apart: one matmul would leave them out
-            weight = None
+        if bias is None and any(m.bias is not None for m in modules):
+            weight = None  # biases that lie apart: one matmul would leave them out
     paths = tuple(f"{path}.{name}" for name in names)
     return Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
 

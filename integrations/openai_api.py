@@ -169,10 +169,7 @@ def _of_schema(name: str, schema: dict[str, Any]) -> str:
         ) from error
     try:
         return str(build_regex_from_schema(json.dumps(schema)))
-    except (
-        ValueError,
-        TypeError,
-    ) as error:  # the latter where its parser takes less than Python's, half characters say
+    except (ValueError, TypeError) as error:  # the latter where its parser takes less than Python's: half characters
         raise InvalidRequestError(f"{name}: {error}") from error
 
 

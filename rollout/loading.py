@@ -35,9 +35,8 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
 
     Raises ``WeightTransferError`` where they cannot be read, ``WeightsMismatchError`` where they are not all of them.
     """
-    if not os.path.isfile(
-        os.path.join(folder, "config.json")
-    ):  # transformers would make a model of its class's usual size
+    # Without one, transformers would make a model of its class's usual size.
+    if not os.path.isfile(os.path.join(folder, "config.json")):
         raise WeightTransferError(
             f"{folder} cannot be loaded: no config.json in it. Give a folder that save_pretrained wrote. The engine keeps its "
             "weights"
