@@ -27,6 +27,7 @@ class WeightUpdates:
     def __init__(self, binding: ModelBinding, core: EngineCore, adapters: Adapters, loop: Loop) -> None:
         self._binding, self._core, self._adapters, self._loop = binding, core, adapters, loop
         self._behind = False  # caches and version, of weights that a change which came to no end has left
+        self._is_new = True  # nothing has looked at the weights yet
         self._told = False  # of changes that ``notice`` may still find: nothing has run under the version of an update
         self.last_seconds = 0.0
         self.last_bytes = 0
@@ -113,12 +114,12 @@ class WeightUpdates:
         def take(changed: bool) -> None:
             if changed:
                 self._take(self.version if self._told else self.version + 1, recompute=recompute)
-            elif self._told:  # what was made at the update, or for another thread since, may be older than the weights
+            elif self._told or self._is_new:
+                # What was made at the update, with the engine, or for another thread since, may be older than the weights.
                 self._core.images.renew()
                 self._adapters.refresh()
-            if not changed:  # nor is the first look one that can tell
                 self._binding.shell.refresh()
-            self._behind = self._told = False
+            self._behind = self._told = self._is_new = False
 
         self._between_steps("look at its weights", look, take)
         self._binding.check_ready()

@@ -16,8 +16,9 @@ Triton's kernels are interpreted. There is one stream: what happens in two at on
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
 aten = torch.ops.aten
@@ -36,10 +36,15 @@ CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
 _POISON = 0xFF  # a byte: NaN in floats, -1 in integers
 _READS_NUMBERS = {  # of the device, be it only to know how many results there are
     aten._local_scalar_dense.default,
+    aten.allclose.default,
+    aten.argwhere.default,
     aten.bincount.default,
     aten.equal.default,
+    aten.is_nonzero.default,
+    aten.item.default,
     aten.masked_select.default,
     aten.nonzero.default,
+    aten.nonzero_numpy.default,
     aten._unique2.default,
     aten.unique_consecutive.default,
     aten.unique_dim.default,
@@ -47,7 +52,7 @@ _READS_NUMBERS = {  # of the device, be it only to know how many results there a
 _INDEXES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 
 
-class DeviceFault(Exception):
+class DeviceFault(RuntimeError):
     """What a CUDA device refuses."""
 
 
@@ -71,11 +76,29 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_flatten(tree)[0] if isinstance(each, Tensor)]
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Of arguments; of messages among them, too."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for each in tree:
+            yield from _tensors(each)
+    elif isinstance(tree, dict):
+        yield from _tensors([*tree.values()])
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from _tensors([getattr(tree, field.name, None) for field in fields(tree)])
 
 
-def _new(out: Any, given: list[Tensor]) -> list[Tensor]:
+def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        made = [_changed(each, kind, change) for each in tree]
+        return made if isinstance(tree, list) else type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return {key: _changed(each, kind, change) for key, each in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _new(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
     """Results that are no views of what was given."""
     known = {_memory(each) for each in given}
     return [each for each in _tensors(out) if _memory(each) not in known]
@@ -99,11 +122,13 @@ class _At:
 
     def __init__(self, tensor: Tensor, *, own: bool) -> None:
         storage = tensor.untyped_storage()
-        self._own = storage if own else None
+        self._tensor = tensor if own else None
         self._ref, self._nbytes = StorageWeakRef(storage), storage.nbytes()
         self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
 
     def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
         if self._ref.expired():
             raise DeviceFault("a graph is replayed whose memory is another's by now")
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
@@ -154,20 +179,35 @@ class Graph:
             self._calls.append((func, remembered, [_At(each, own=True) for each in made]))
         return out
 
+    def as_one(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function of torch's operations that looks at numbers on the host, as one operation on what it was given."""
+        with self._device.off():
+            given = list(_tensors((args, kwargs)))
+            before = {_memory(each): (each.untyped_storage(), each.untyped_storage().clone()) for each in given}
+            out = operation(*args, **kwargs)
+            for storage, was in before.values():
+                storage.copy_(was)
+            made = [put(each, CUDA) for each in _new(out, given)]
+        self._own |= {_memory(each): each for each in made}
+        self._calls.append((operation, (args, kwargs), [_At(each, own=True) for each in made]))
+        return out
+
     def _remembered(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda each: _At(each, own=_memory(each) in self._own), tree)
+        return _changed(tree, Tensor, lambda each: _At(each, own=_memory(each) in self._own))
 
     def replay(self) -> None:
         self._device.replays += 1
         with self._device.off(), torch.inference_mode():
             for func, remembered, results in self._calls:
-                args, kwargs = tree_map_only(_At, _At.tensor, remembered)
+                args, kwargs = _changed(remembered, _At, _At.tensor)
                 for at, made in zip(results, _new(func(*args, **kwargs), _tensors((args, kwargs))), strict=False):
                     at.tensor().copy_(made)
 
 
 class EmulatedCuda:
     """The device. ``waits``: where the host waited for it unasked; ``replays``: of graphs."""
+
+    now: EmulatedCuda | None = None
 
     def __init__(self) -> None:
         self.capturing: Graph | None = None
@@ -183,7 +223,8 @@ class EmulatedCuda:
         """Within, torch is what it is."""
         before, self.is_off = self.is_off, True
         try:
-            yield
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                yield
         finally:
             self.is_off = before
 
@@ -243,9 +284,9 @@ class EmulatedCuda:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = _tensors((args, kwargs))
-        ours = not any(each.device.type == "meta" for each in tensors) and str(kwargs.get("device")) != "meta"
-        if self.is_off or not ours or func in (aten.detach.default, aten.lift_fresh.default):
+        tensors = list(_tensors((args, kwargs)))
+        is_meta = any(each.is_meta for each in tensors) or str(kwargs.get("device")) == "meta"
+        if is_meta or func in (aten.detach.default, aten.lift_fresh.default):
             return func(*args, **kwargs)
         if func is aten.histc.default and not args[0].is_floating_point():  # which a CPU has no code for
             return put(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype), place(args[0]))
@@ -324,8 +365,6 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if self._device.is_off:
-            return func(*args, **kwargs)
         if func in self._known:
             return self._known[func](*args, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
@@ -439,5 +478,6 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
         patch.setattr(torch, "Generator", lambda *_, **__: generator())
         patch.setattr(torch.utils.dlpack, "from_dlpack", sharing)
         patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: device.launch(run, *args, **kwargs))
+        patch.setattr(EmulatedCuda, "now", device)
         with _Functions(device), _Operations(device):
             yield device

@@ -5,6 +5,7 @@ Through everything that leaves graphs where they are: other rows, weights change
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,10 @@ import hybrids
 import pytest
 import torch
 from adapted import expected_tokens, lora, peft_model, shake, tokens
+from emulated_engine import GRAPHED, on_cuda, unasked
 from families import make_model
 from peft import get_peft_model
 from pretend_device import build, params, prompts
-from recorded_device import RECORDED, RecordedDevice, launches_recorded
 from test_lora_targets import BIASES, EXPERTS
 from test_windows import poisoned
 
@@ -64,23 +65,29 @@ def test_replays_give_what_eager_steps_do(family: str, tight: bool) -> None:
             room["kv_cache_memory"] = states + (18 if family in WINDOWED else 40) * probe.stats().kv_block_bytes
     if family in IN_FP8:  # rounded anew after the update, in place
         family, room = family.removesuffix(", fp8"), {"quantization": "fp8"}
-    with (
-        build(make(family), runtime=CpuRuntime, **room) as plain,
-        build(make(family), ops=RECORDED, runtime=RecordedDevice, **room) as engine,
-    ):
-        graphs: dict[Any, Any] = {}
+
+    def turns(engine: RolloutEngine) -> Iterator[list[Any]]:
         for turn in range(4):
             penalised = {} if turn == 3 else {"repetition_penalty": 1.0, "presence_penalty": 0.0}
             given = prompts(9 + turn % 2), [replace(p, **penalised) for p in params(9 + turn % 2)]
-            assert sampled(engine.generate_batch(*given)) == sampled(plain.generate_batch(*given))
-            kept, graphs = graphs, graphs_of(engine)
-            assert kept.items() <= graphs.items(), "captured again"
+            yield sampled(engine.generate_batch(*given))
             if turn == 0:
-                grow(plain)
                 grow(engine)
             elif turn == 1:
                 engine.sleep()
                 engine.wake_up()
+
+    with build(make(family), runtime=CpuRuntime, **room) as engine:
+        expected = list(turns(engine))
+    with on_cuda(make(family), **room) as (engine, device):
+        graphs: dict[Any, Any] = {}
+        for turn, found in enumerate(turns(engine)):
+            assert found == expected[turn]
+            if turn == 2:
+                device.waits.clear()  # of what came between rollouts
+            kept, graphs = graphs, graphs_of(engine)
+            assert kept.items() <= graphs.items(), "captured again"
+        assert not unasked(device)
         assert engine.core.scheduler.tables.windowed == (family in WINDOWED)
         # Windows give blocks up as they go, and take none that others wait for.
         assert not tight or family in WINDOWED or engine.stats().num_preemptions
@@ -94,7 +101,7 @@ def test_replays_count_tokens_where_penalties_look_for_them() -> None:
     )
     with build(runtime=CpuRuntime) as plain:
         expected = sampled(plain.generate_batch(*given))
-    with build(ops=RECORDED, runtime=RecordedDevice) as engine:
+    with on_cuda() as (engine, _):
         for _ in range(3):
             assert sampled(engine.generate_batch(*given)) == expected
             assert graphs_of(engine) and engine._kv.stable_addresses
@@ -103,7 +110,7 @@ def test_replays_count_tokens_where_penalties_look_for_them() -> None:
 
 
 def test_sleep_leaves_what_graphs_remember_and_gives_it_back_with_them() -> None:
-    with build(ops=RECORDED, runtime=RecordedDevice) as engine:
+    with on_cuda() as (engine, _):
         engine.generate_batch(prompts(2), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         set_aside = engine.core.inputs._workspace
         set_aside["by attention"] = torch.zeros(4)
@@ -132,7 +139,7 @@ def test_replays_have_the_adapters_of_their_rows(family: str, options: dict[str,
     model, changed, other = (peft_model(family, seed=seed, **options) for seed in (1, 2, 3))
     before, after, others = ((expected_tokens(m), expected_tokens(m, None)) for m in (model, changed, other))
     rows = ["default", None, None, "default"]
-    with build(model, ops=RECORDED, runtime=RecordedDevice) as engine:
+    with on_cuda(model) as (engine, _):
         for turn, expected in enumerate((before, before, after, after, after)):
             rows = [*rows[1:], rows[0]]
             if turn == 2:
@@ -152,7 +159,7 @@ def test_replays_have_the_adapters_of_their_rows(family: str, options: dict[str,
 def test_steps_are_captured_anew_where_lists_of_ids_are_sent_from_elsewhere() -> None:
     """A longer list moves them all, and rows with few ids are sent as many as before."""
     few = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    with build(runtime=CpuRuntime) as plain, build(ops=RECORDED, runtime=RecordedDevice) as engine:
+    with build(runtime=CpuRuntime) as plain, on_cuda() as (engine, _):
         for count in (40, 100, 3):
             for given in (replace(few, suppress_token_ids=range(count)), few):
                 texts = prompts(count)[-3:]
@@ -170,8 +177,7 @@ def test_launches_of_kernels_serve_other_rows_and_blocks() -> None:
         expected = [sampled(plain.generate_batch(texts, wanted[: len(texts)])) for texts in given]
     model = make_model("gemma3", **sizes)
     with (
-        launches_recorded(),
-        build(model, ops=TRITON, runtime=RecordedDevice, **settings) as engine,
+        on_cuda(model, TRITON, **settings) as (engine, _),
         poisoned(engine),
     ):
         for texts, tokens_of_them in zip([*given, given[0]], [*expected, expected[0]], strict=True):
@@ -192,7 +198,7 @@ def test_launches_of_kernels_serve_other_adapters() -> None:
     with build(model, ops=REFERENCE, runtime=CpuRuntime, **settings) as plain:
         expected = [sampled(plain.generate_batch(given, greedy, adapter=adapters)) for adapters in turns]
     assert expected[0][0] != expected[1][0] and expected[0][1] != expected[1][1], "the adapter changes something"
-    with launches_recorded(), build(model, ops=TRITON, runtime=RecordedDevice, **settings) as engine:
+    with on_cuda(model, TRITON, **settings) as (engine, _):
         assert [sampled(engine.generate_batch(given, greedy, adapter=adapters)) for adapters in turns] == expected
         assert len(graphs_of(engine)) == 1
 
@@ -202,20 +208,22 @@ def test_a_step_that_looks_at_the_host_shows() -> None:
     scale, greedy = [1.0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
     def linear(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return RECORDED.linear(x * scale[0], *args, **options)
+        return GRAPHED.linear(x * scale[0], *args, **options)
 
     def waiting(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return RECORDED.linear(x * bool(x[0, 0] == x[0, 0]), *args, **options)
+        return GRAPHED.linear(x * bool(x[0, 0] == x[0, 0]), *args, **options)
 
-    found = []
-    for runtime in (CpuRuntime, RecordedDevice):
-        with build(ops=replace(RECORDED, linear=linear), runtime=runtime) as engine:
-            scale[0] = 1.0
-            engine.generate_batch([[1, 2, 3]], greedy)
-            scale[0] = -1.0
-            engine.update_weights()
-            found.append(sampled(engine.generate_batch([[1, 2, 3]], greedy)))
-    assert found[0] != found[1]
-    with build(ops=replace(RECORDED, linear=waiting), runtime=RecordedDevice) as engine:
+    def seen(engine: RolloutEngine) -> Any:
+        scale[0] = 1.0
+        engine.generate_batch([[1, 2, 3]], greedy)
+        scale[0] = -1.0
+        engine.update_weights()
+        return sampled(engine.generate_batch([[1, 2, 3]], greedy))
+
+    with build(ops=replace(GRAPHED, linear=linear), runtime=CpuRuntime) as engine:
+        found = seen(engine)
+    with on_cuda(ops=replace(GRAPHED, linear=linear)) as (engine, _):
+        assert seen(engine) != found
+    with on_cuda(ops=replace(GRAPHED, linear=waiting)) as (engine, _):
         engine.generate_batch([[1, 2, 3]], greedy)
         assert set(engine.core.runner._graphs.values()) == {None}  # type: ignore[attr-defined]
