@@ -16,24 +16,21 @@ Triton's kernels are interpreted. There is one stream: what happens in two at on
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, put, tensors_in
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
 
 aten = torch.ops.aten
-CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
-_POISON = 0xFF  # a byte: NaN in floats, -1 in integers
 _READS_NUMBERS = {  # of the device, be it only to know how many results there are
     aten._local_scalar_dense.default,
     aten.allclose.default,
@@ -52,63 +49,6 @@ _READS_NUMBERS = {  # of the device, be it only to know how many results there a
 _INDEXES = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
 
 
-class DeviceFault(RuntimeError):
-    """What a CUDA device refuses."""
-
-
-def place(tensor: Tensor) -> torch.device:
-    if tensor.device.type == "meta":
-        return tensor.device
-    return getattr(tensor.untyped_storage(), "emulated", HOST)
-
-
-def put(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device.type != "meta":
-        tensor.untyped_storage().emulated = device  # an attribute stays for as long as the storage does
-    return tensor
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "pinned", False)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Of arguments; of messages among them, too."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
-        for each in tree:
-            yield from _tensors(each)
-    elif isinstance(tree, dict):
-        yield from _tensors([*tree.values()])
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from _tensors([getattr(tree, field.name, None) for field in fields(tree)])
-
-
-def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, kind):
-        return change(tree)
-    if isinstance(tree, tuple | list):
-        made = [_changed(each, kind, change) for each in tree]
-        return made if isinstance(tree, list) else type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
-    return {key: _changed(each, kind, change) for key, each in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _new(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
-    """Results that are no views of what was given."""
-    known = {_memory(each) for each in given}
-    return [each for each in _tensors(out) if _memory(each) not in known]
-
-
-def _poison(tensor: Tensor) -> None:
-    """All of its memory."""
-    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_POISON)
-
-
 def _caller() -> str:
     """The function of the package that is running."""
     frame: Any = sys._getframe()
@@ -117,91 +57,8 @@ def _caller() -> str:
     return "" if frame is None else f" in {frame.f_globals['__name__']}.{frame.f_code.co_name}"
 
 
-class _At:
-    """A tensor as a graph remembers it: an address, and not the memory there unless that is the graph's own."""
-
-    def __init__(self, tensor: Tensor, *, own: bool) -> None:
-        storage = tensor.untyped_storage()
-        self._tensor = tensor if own else None
-        self._ref, self._nbytes = StorageWeakRef(storage), storage.nbytes()
-        self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
-
-    def tensor(self) -> Tensor:
-        if self._tensor is not None:
-            return self._tensor
-        if self._ref.expired():
-            raise DeviceFault("a graph is replayed whose memory is another's by now")
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
-        if storage.nbytes() != self._nbytes:
-            raise DeviceFault("a graph is replayed whose memory was given back")
-        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
-
-
-class Graph:
-    """In place of ``torch.cuda.CUDAGraph``."""
-
-    def __init__(self, device: EmulatedCuda) -> None:
-        self._device = device
-        self._calls: list[tuple[Callable[..., Any], Any, list[_At]]] = []  # with where results go that are no views
-        self._own: dict[int, Tensor] = {}  # what was made within
-
-    def capture_begin(self, **_: Any) -> None:
-        assert self._device.capturing is None, "two captures at once"
-        self._device.capturing = self
-
-    def capture_end(self) -> None:
-        self._device.capturing = None
-        with self._device.off(), torch.inference_mode():
-            for tensor in self._own.values():
-                _poison(tensor)
-
-    def launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._calls.append((run, self._remembered((args, kwargs)), []))
-
-    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Gives tensors of the right sizes. What would be written stays what it is."""
-        remembered = self._remembered((args, kwargs))
-        if func._schema.is_mutable:
-            self._calls.append((func, remembered, []))
-            written = [
-                kwargs[each.name] if each.kwarg_only else args[number]
-                for number, each in enumerate(func._schema.arguments)
-                if each.alias_info is not None and each.alias_info.is_write
-            ]
-            return written[0] if len(written) == 1 else tuple(written)
-        out = func(*args, **kwargs)
-        made = _new(out, _tensors((args, kwargs)))
-        if "empty" in func.__name__:
-            for each in made:
-                each.zero_()  # it may be for indices, which have to be within bounds to get on
-        self._own |= {_memory(each): each for each in made}
-        if made:
-            self._calls.append((func, remembered, [_At(each, own=True) for each in made]))
-        return out
-
-    def as_one(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A function of torch's operations that looks at numbers on the host, as one operation on what it was given."""
-        with self._device.off():
-            given = list(_tensors((args, kwargs)))
-            before = {_memory(each): (each.untyped_storage(), each.untyped_storage().clone()) for each in given}
-            out = operation(*args, **kwargs)
-            for storage, was in before.values():
-                storage.copy_(was)
-            made = [put(each, CUDA) for each in _new(out, given)]
-        self._own |= {_memory(each): each for each in made}
-        self._calls.append((operation, (args, kwargs), [_At(each, own=True) for each in made]))
-        return out
-
-    def _remembered(self, tree: Any) -> Any:
-        return _changed(tree, Tensor, lambda each: _At(each, own=_memory(each) in self._own))
-
-    def replay(self) -> None:
-        self._device.replays += 1
-        with self._device.off(), torch.inference_mode():
-            for func, remembered, results in self._calls:
-                args, kwargs = _changed(remembered, _At, _At.tensor)
-                for at, made in zip(results, _new(func(*args, **kwargs), _tensors((args, kwargs))), strict=False):
-                    at.tensor().copy_(made)
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned", False)
 
 
 class EmulatedCuda:
@@ -264,7 +121,7 @@ class EmulatedCuda:
                 to.copy_(value)
             elif place(to) == HOST:
                 to.copy_(
-                    torch.full((to.numel() * to.itemsize,), _POISON, dtype=torch.uint8).view(to.dtype).view(to.shape)
+                    torch.full((to.numel() * to.itemsize,), POISON, dtype=torch.uint8).view(to.dtype).view(to.shape)
                 )
                 self._copies.append(partial(to.copy_, value))
             else:
@@ -284,7 +141,7 @@ class EmulatedCuda:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         is_meta = any(each.is_meta for each in tensors) or str(kwargs.get("device")) == "meta"
         if is_meta or func in (aten.detach.default, aten.lift_fresh.default):
             return func(*args, **kwargs)
@@ -304,7 +161,7 @@ class EmulatedCuda:
             self.wait_unasked(str(func))
         run = self.capturing.operate if self.capturing is not None and where == CUDA else _call
         out = run(func, args, kwargs)
-        for each in _new(out, tensors):
+        for each in new_in(out, tensors):
             put(each, where)
         return out
 
@@ -319,7 +176,7 @@ class EmulatedCuda:
 
     def launch(self, run: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
         """Of a kernel of Triton, interpreted."""
-        for each in () if self.is_off else _tensors((args, kwargs)):
+        for each in () if self.is_off else tensors_in((args, kwargs)):
             if place(each) != CUDA and each.numel():
                 raise DeviceFault(f"{executor.fn.__name__} is given a host's tensor, {list(each.shape)}{_caller()}")
         with self.off():

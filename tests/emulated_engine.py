@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_cuda import CUDA, EmulatedCuda, emulated_cuda, put
+from emulated_cuda import EmulatedCuda, emulated_cuda
+from emulated_graph import CUDA, put
 from families import make_model
 from pretend_device import STATIC, build
 

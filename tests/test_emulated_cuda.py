@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from adapted import lora, shake, state_dict
-from emulated_cuda import CUDA, HOST, DeviceFault, EmulatedCuda, emulated_cuda
+from emulated_cuda import EmulatedCuda, emulated_cuda
 from emulated_engine import on_cuda, unasked
+from emulated_graph import CUDA, HOST, DeviceFault
 from families import HYBRIDS, make_model
 from hybrids import make_model as make_hybrid
 from peft import get_peft_model

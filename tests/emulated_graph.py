@@ -1,0 +1,161 @@
+"""Whose memory a tensor is on an emulated device, and graphs of what was launched there.
+
+A graph is a list of operations, with the memory they were given. A capture runs none of them. A replay runs all on that
+same memory; where this was given away, or back, it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from emulated_cuda import EmulatedCuda
+
+CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
+POISON = 0xFF  # a byte: NaN in floats, -1 in integers
+
+
+class DeviceFault(RuntimeError):
+    """What a CUDA device refuses."""
+
+
+def place(tensor: Tensor) -> torch.device:
+    if tensor.device.type == "meta":
+        return tensor.device
+    return getattr(tensor.untyped_storage(), "emulated", HOST)
+
+
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type != "meta":
+        tensor.untyped_storage().emulated = device  # an attribute stays for as long as the storage does
+    return tensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Of arguments; of messages among them, too."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for each in tree:
+            yield from tensors_in(each)
+    elif isinstance(tree, dict):
+        yield from tensors_in([*tree.values()])
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from tensors_in([getattr(tree, field.name, None) for field in fields(tree)])
+
+
+def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, tuple | list):
+        made = [_changed(each, kind, change) for each in tree]
+        return made if isinstance(tree, list) else type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
+    return {key: _changed(each, kind, change) for key, each in tree.items()} if isinstance(tree, dict) else tree
+
+
+def new_in(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
+    """Results that are no views of what was given."""
+    known = {memory_of(each) for each in given}
+    return [each for each in tensors_in(out) if memory_of(each) not in known]
+
+
+def _poison(tensor: Tensor) -> None:
+    """All of its memory."""
+    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(POISON)
+
+
+class _At:
+    """A tensor as a graph remembers it: an address, and not the memory there unless that is the graph's own."""
+
+    def __init__(self, tensor: Tensor, *, own: bool) -> None:
+        storage = tensor.untyped_storage()
+        self._tensor = tensor if own else None
+        self._ref, self._nbytes = StorageWeakRef(storage), storage.nbytes()
+        self._view, self._dtype = (tensor.storage_offset(), tensor.size(), tensor.stride()), tensor.dtype
+
+    def tensor(self) -> Tensor:
+        if self._tensor is not None:
+            return self._tensor
+        if self._ref.expired():
+            raise DeviceFault("a graph is replayed whose memory is another's by now")
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        if storage.nbytes() != self._nbytes:
+            raise DeviceFault("a graph is replayed whose memory was given back")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
+
+
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, device: EmulatedCuda) -> None:
+        self._device = device
+        self._calls: list[tuple[Callable[..., Any], Any, list[_At]]] = []  # with where results go that are no views
+        self._own: dict[int, Tensor] = {}  # what was made within
+
+    def capture_begin(self, **_: Any) -> None:
+        assert self._device.capturing is None, "two captures at once"
+        self._device.capturing = self
+
+    def capture_end(self) -> None:
+        self._device.capturing = None
+        with self._device.off(), torch.inference_mode():
+            for tensor in self._own.values():
+                _poison(tensor)
+
+    def launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._calls.append((run, self._remembered((args, kwargs)), []))
+
+    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Gives tensors of the right sizes. What would be written stays what it is."""
+        remembered = self._remembered((args, kwargs))
+        if func._schema.is_mutable:
+            self._calls.append((func, remembered, []))
+            written = [
+                kwargs[each.name] if each.kwarg_only else args[number]
+                for number, each in enumerate(func._schema.arguments)
+                if each.alias_info is not None and each.alias_info.is_write
+            ]
+            return written[0] if len(written) == 1 else tuple(written)
+        out = func(*args, **kwargs)
+        made = new_in(out, tensors_in((args, kwargs)))
+        if "empty" in func.__name__:
+            for each in made:
+                each.zero_()  # it may be for indices, which have to be within bounds to get on
+        self._own |= {memory_of(each): each for each in made}
+        if made:
+            self._calls.append((func, remembered, [_At(each, own=True) for each in made]))
+        return out
+
+    def as_one(self, operation: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A function of torch's operations that looks at numbers on the host, as one operation on what it was given."""
+        with self._device.off():
+            given = list(tensors_in((args, kwargs)))
+            before = {memory_of(each): (each.untyped_storage(), each.untyped_storage().clone()) for each in given}
+            out = operation(*args, **kwargs)
+            for storage, was in before.values():
+                storage.copy_(was)
+            made = [put(each, CUDA) for each in new_in(out, given)]
+        self._own |= {memory_of(each): each for each in made}
+        self._calls.append((operation, (args, kwargs), [_At(each, own=True) for each in made]))
+        return out
+
+    def _remembered(self, tree: Any) -> Any:
+        return _changed(tree, Tensor, lambda each: _At(each, own=memory_of(each) in self._own))
+
+    def replay(self) -> None:
+        self._device.replays += 1
+        with self._device.off(), torch.inference_mode():
+            for func, remembered, results in self._calls:
+                args, kwargs = _changed(remembered, _At, _At.tensor)
+                for at, made in zip(results, new_in(func(*args, **kwargs), tensors_in((args, kwargs))), strict=True):
+                    at.tensor().copy_(made)
