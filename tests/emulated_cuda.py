@@ -216,6 +216,7 @@ class _Functions(TorchFunctionMode):
             own.numpy: self._numpy,
             own.__array__: self._numpy,
             own.tolist: self._tolist,
+            own.new_tensor: self._new_tensor,
             torch.as_tensor: self._as_tensor,
             torch.asarray: self._as_tensor,
         }
@@ -275,6 +276,10 @@ class _Functions(TorchFunctionMode):
             self._device.wait_unasked("tolist")
         return tensor.tolist()
 
+    def _new_tensor(self, tensor: Tensor, data: Any, **kwargs: Any) -> Tensor:
+        settings = {"device": place(tensor), "dtype": tensor.dtype} | kwargs
+        return self.__torch_function__(torch.tensor, (), (data,), settings)
+
     def _as_tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         tensor = data if isinstance(data, Tensor) else torch.as_tensor(data, **kwargs)
         return self._to(tensor, device=device, **kwargs)
@@ -288,6 +293,11 @@ def _named(device: Any) -> torch.device:
 def _pin(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().pinned = True
     return tensor
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, *_: Any, **__: Any) -> torch.Generator:  # type: ignore[misc]
+        return torch._C.Generator()
 
 
 class _Operations(TorchDispatchMode):
@@ -304,7 +314,7 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
     """Within, in this thread, there is a device ``cuda:0``."""
     device = EmulatedCuda()
     stream, properties = device.stream(), SimpleNamespace(multi_processor_count=3, L2_cache_size=2**16)
-    generator, from_dlpack, run = torch.Generator, torch.utils.dlpack.from_dlpack, interpreter.GridExecutor.__call__
+    from_dlpack, run = torch.utils.dlpack.from_dlpack, interpreter.GridExecutor.__call__
 
     def sharing(source: Tensor) -> Tensor:
         with device.off():
@@ -332,7 +342,7 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         patch.setattr(torch.accelerator, "device_index", lambda *_: nullcontext())
-        patch.setattr(torch, "Generator", lambda *_, **__: generator())
+        patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.utils.dlpack, "from_dlpack", sharing)
         patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: device.launch(run, *args, **kwargs))
         patch.setattr(EmulatedCuda, "now", device)
