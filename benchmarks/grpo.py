@@ -58,7 +58,10 @@ class Scenario:
 
 
 SCENARIOS = {
-    ("cpu", False): (Scenario(spec=TOY, median=60, cap=256, steps=4, blocks=5, prompts=4, micro_batch=32),),
+    ("cpu", False): (
+        Scenario(spec=TOY, median=60, cap=256, steps=4, blocks=5, prompts=4, micro_batch=32),
+        Scenario(spec=TOY, median=60, cap=256, steps=4, blocks=5, prompts=2, micro_batch=16),
+    ),
     ("cpu", True): (
         Scenario(spec=TOY, median=8, cap=16, steps=2, blocks=2, prompts=2, samples=4, micro_batch=8, as_called=False),
     ),
