@@ -25,10 +25,10 @@ def gae(
 
     rewards: of each token. values: the critic's estimate before each token. gamma: the discount. lam: lambda, which
     weighs later errors. An episode ends with its last token, so nothing is bootstrapped after it. Tokens the mask
-    leaves out take no time: the one after follows the one before.
+    leaves out take no time: the one after follows the one before. Both are targets, through which no gradient flows.
     """
     keep = _mask(mask, rewards, values)
-    rewards, values = rewards.float(), values.float()
+    rewards, values = rewards.detach().float(), values.detach().float()
     advantages = torch.zeros_like(rewards)
     advantage = next_value = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):

@@ -150,6 +150,10 @@ class EmulatedCuda:
         if func is aten.copy_.default and place(args[0]) != place(args[1]):
             self.copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
             return args[0]
+        if func is aten._foreach_copy_.default:  # one after the other, where they are of two devices
+            for to, source in zip(*args[:2], strict=True):
+                self.operate(aten.copy_.default, (to, source, *args[2:]), kwargs)
+            return None
         compared = tensors
         if func in _INDEXES and place(args[0]) == CUDA:
             if any(i is not None and (place(i) == HOST or i.dtype == torch.bool) for i in args[1]):
@@ -214,7 +218,7 @@ class _Functions(TorchFunctionMode):
             own.is_pinned: lambda t, *_: _is_pinned(t),
             own.pin_memory: lambda t, *_: _pin(put(t.clone(), HOST)),
             own.numpy: self._numpy,
-            own.__array__: self._numpy,
+            own.__array__: lambda t, *args, **kwargs: self._numpy(t).__array__(*args, **kwargs),
             own.tolist: self._tolist,
             own.new_tensor: self._new_tensor,
             torch.as_tensor: self._as_tensor,
@@ -253,7 +257,8 @@ class _Functions(TorchFunctionMode):
         wanted = place(tensor) if device is None else _named(device)
         dtype = tensor.dtype if dtype is None else dtype
         non_blocking = bool(kwargs.pop("non_blocking", flags[0] if flags else False))
-        kwargs["copy"] = bool(kwargs.pop("copy", flags[1] if len(flags) > 1 else False))
+        if flags[1:]:
+            kwargs["copy"] = flags[1]
         if "meta" in (wanted.type, tensor.device.type):
             return tensor.to(wanted, dtype, **kwargs)
         return self._move(tensor, wanted, non_blocking).to(dtype, **kwargs)
@@ -265,11 +270,11 @@ class _Functions(TorchFunctionMode):
         self._device.copy(moved, tensor.detach(), non_blocking)
         return moved
 
-    def _numpy(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _numpy(self, tensor: Tensor, **kwargs: Any) -> Any:
         if place(tensor) == CUDA:
             raise DeviceFault(f"a device's tensor as one of numpy{_caller()}")
         with self._device.off():
-            return tensor.__array__(*args, **kwargs) if args else tensor.numpy(**kwargs)
+            return tensor.numpy(**kwargs)
 
     def _tolist(self, tensor: Tensor) -> Any:
         if place(tensor) == CUDA:

@@ -25,20 +25,24 @@ class DeviceFault(RuntimeError):
     """What a CUDA device refuses."""
 
 
+def _storage(tensor: Tensor) -> Any:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # within vmap, as where masks are made
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage()
+
+
 def place(tensor: Tensor) -> torch.device:
-    if tensor.device.type == "meta":
-        return tensor.device
-    return getattr(tensor.untyped_storage(), "emulated", HOST)
+    return tensor.device if tensor.device.type == "meta" else getattr(_storage(tensor), "emulated", HOST)
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type != "meta":
-        tensor.untyped_storage().emulated = device  # an attribute stays for as long as the storage does
+        _storage(tensor).emulated = device  # an attribute stays for as long as the storage does
     return tensor
 
 
 def memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return _storage(tensor)._cdata
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -116,7 +120,7 @@ class Graph:
         self._calls.append((run, self._remembered((args, kwargs)), []))
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Gives tensors of the right sizes. What would be written stays what it is."""
+        """Gives tensors of the right sizes. What is not the graph's own stays what it is."""
         remembered = self._remembered((args, kwargs))
         if func._schema.is_mutable:
             self._calls.append((func, remembered, []))
@@ -125,6 +129,8 @@ class Graph:
                 for number, each in enumerate(func._schema.arguments)
                 if each.alias_info is not None and each.alias_info.is_write
             ]
+            if all(memory_of(each) in self._own for each in tensors_in(written)):
+                func(*args, **kwargs)  # nobody else's: what comes next may be within bounds only now
             return written[0] if len(written) == 1 else tuple(written)
         out = func(*args, **kwargs)
         made = new_in(out, tensors_in((args, kwargs)))

@@ -133,6 +133,12 @@ def test_no_host_in_a_capture(wrong: Callable[[torch.Tensor], Any], device: Emul
         captured(lambda: wrong(ours))
 
 
+def test_lists_are_copied_between_devices_one_after_the_other(device: EmulatedCuda) -> None:
+    ours, theirs = [torch.zeros(2, device="cuda"), torch.zeros(3, device="cuda")], [torch.ones(2), torch.ones(3)]
+    torch._foreach_copy_(ours, theirs)
+    assert [each.tolist() for each in ours] == [[1, 1], [1, 1, 1]]
+
+
 def test_kernels_are_given_tensors_of_the_device(device: EmulatedCuda) -> None:
     x, weight = torch.randn(2, 16), torch.randn(16)
     wanted = STATIC.rms_norm(x, weight, 1e-6)

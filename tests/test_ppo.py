@@ -62,6 +62,11 @@ def test_gae_is_the_sum_of_its_definition(gamma: float, lam: float, dtype: torch
     check_rows(actual_returns, returns)
 
 
+def test_estimates_are_targets_of_no_gradient() -> None:
+    values = random_values(2).requires_grad_()
+    assert not any(each.requires_grad for each in gae(random_values(1), values, MASK))
+
+
 def test_with_lambda_1_returns_are_the_discounted_rewards() -> None:
     rewards, values = random_values(1), random_values(2)
     _, returns = gae(rewards, values, MASK, gamma=0.9, lam=1.0)
