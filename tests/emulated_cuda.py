@@ -112,17 +112,16 @@ class EmulatedCuda:
     def copy(self, to: Tensor, source: Tensor, non_blocking: bool) -> None:
         if self.capturing is not None:
             raise DeviceFault(f"a copy between host and device in a capture{_caller()}")
-        at_once = non_blocking and _is_pinned(to if place(to) == HOST else source)
-        if not at_once:
+        on_its_way = non_blocking and _is_pinned(to if place(to) == HOST else source)
+        if not on_its_way:
             self.wait_unasked("a copy of memory that is not pinned")
         with self.off(), torch.inference_mode():
             value = source.clone()
-            if not at_once:
+            if not on_its_way:
                 to.copy_(value)
             elif place(to) == HOST:
-                to.copy_(
-                    torch.full((to.numel() * to.itemsize,), POISON, dtype=torch.uint8).view(to.dtype).view(to.shape)
-                )
+                garbage = torch.full((to.numel() * to.itemsize,), POISON, dtype=torch.uint8)
+                to.copy_(garbage.view(to.dtype).view(to.shape))
                 self._copies.append(partial(to.copy_, value))
             else:
                 to.copy_(value)
@@ -170,9 +169,8 @@ class EmulatedCuda:
         return out
 
     def _of_all(self, func: Any, tensors: list[Tensor]) -> torch.device:
-        places = {
-            place(each) for each in tensors if each.dim() or place(each) == CUDA
-        }  # single numbers may be a host's
+        # Single numbers may be a host's.
+        places = {place(each) for each in tensors if each.dim() or place(each) == CUDA}
         if len(places) > 1:
             of = [(str(place(each)), list(each.shape)) for each in tensors]
             raise DeviceFault(f"{func} of tensors on {of}{_caller()}")
