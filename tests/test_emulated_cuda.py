@@ -24,8 +24,6 @@ from stoker.engine.device import CpuRuntime
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-
 
 @pytest.fixture
 def device() -> Iterator[EmulatedCuda]:
