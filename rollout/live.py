@@ -223,7 +223,7 @@ class Loop:
 
         While another thread has paused the engine this waits.
         """
-        end = None if timeout is None else time.monotonic() + timeout
+        end = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
 
         def step() -> bool:
             if not done() and not self.is_paused:
@@ -380,7 +380,7 @@ class RolloutHandle:
 
 def check_timeout(timeout: Any) -> None:
     """Raise ``InvalidRequestError`` for what is neither None nor a number of seconds."""
-    if timeout is not None and (not isinstance(timeout, numbers.Real) or math.isnan(timeout)):
+    if timeout is not None and (not isinstance(timeout, numbers.Real) or timeout != timeout):
         raise InvalidRequestError(f"timeout={shown(timeout)}: give seconds, or None to wait until the end")
 
 

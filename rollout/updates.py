@@ -41,6 +41,8 @@ class WeightUpdates:
         version = as_int(version)
         if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
             raise InvalidRequestError(f"version={shown(version)} is not an integer")
+        if version is not None and version >= 2**63:  # of what is still above the present one
+            raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")
         start = time.perf_counter()
         with self._loop.gate("update its weights"):
             check(idle=True)

@@ -294,6 +294,8 @@ def test_every_token_carries_its_version(model):
         for version in (10, 3, 0):
             with pytest.raises(InvalidRequestError, match=rf"version={version} is not above the present version 10"):
                 engine.update_weights(version=version)
+        with pytest.raises(InvalidRequestError, match="does not fit the 64 bits of a token's weight version"):
+            engine.update_weights(version=2**63)
         in_place(model)
         assert set(assert_matches(engine, model)) == {11}
         assert engine.update_weights(version=torch.tensor(12)) == 12
