@@ -18,7 +18,7 @@ from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_tables import BlockTables
 from stoker.engine.counters import Counters
 from stoker.engine.plan import Plan, Sampled
-from stoker.engine.prefix_cache import PrefixCache
+from stoker.engine.prefixes import Prefixes
 from stoker.engine.request import Request, Status
 from stoker.engine.state_cache import StateCache, StateLayout
 from stoker.kernels.errors import StokerError
@@ -37,25 +37,27 @@ class Scheduler:
     adapter_slots: AdapterSlots
     block_layout: BlockLayout = field(default_factory=BlockLayout)
     state_layout: StateLayout | None = None  # None: layers keep keys and values alone
-    weight_version: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)  # in order of arrival
     counters: Counters = field(default_factory=Counters)
     tables: BlockTables = field(init=False)
-    prefix_cache: PrefixCache = field(init=False)
     states: StateCache = field(init=False)
+    prefixes: Prefixes = field(init=False)
     _free_slots: list[int] = field(init=False)
-    # Blocks in the prefix cache that only the plan being made fills: how many tokens of their sequence are there before it.
-    _unwritten: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._reset_blocks()
+        self._reset_blocks(0)
 
-    def _reset_blocks(self) -> None:
+    def _reset_blocks(self, weight_version: int) -> None:
         self.tables = BlockTables(self.num_blocks, self.block_size, self.block_layout)
         self.states = StateCache(self.state_layout, self.block_size)
-        self.prefix_cache = PrefixCache(self.tables.pool, self.block_size, self.enable_prefix_caching)
+        self.prefixes = Prefixes(self.tables, self.states, self.enable_prefix_caching, weight_version)
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that tokens are computed and sampled with."""
+        return self.prefixes.weight_version
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -73,55 +75,51 @@ class Scheduler:
             first = self.waiting[0]
             if not (first.pending or first.launched):
                 # What is cached of it lies so scattered over the slabs that it does not fit beside that.
-                self.forget_prefixes()
+                self.prefixes.forget()
                 plan = self._plan()
         return plan
 
     def _plan(self) -> Plan | None:
-        work: list[tuple[Request, int]] = []
+        requests: list[Request] = []
+        counts: list[int] = []  # of their tokens
         scored: list[range] = []
         admitted: list[Request] = []
         copies: _Copies = {}, {}
         budget = self.max_num_batched_tokens
-        preempted = False
-        self._unwritten.clear()
+        self.prefixes.begin_plan()
 
-        for request in list(self.running):
+        def take(request: Request, num_new: int) -> None:
+            nonlocal budget
+            requests.append(request)
+            counts.append(num_new)
+            scored.append(self.prefixes.claim(request, num_new))
+            budget -= num_new
+
+        running = list(self.running)
+        for request in running:
             if request.status is not Status.RUNNING or budget == 0 or request.launched:
                 continue  # preempted for an earlier one, no budget left, or its last token is being sampled
-            if not (num_new := self._next(request, budget)):
-                continue  # a budget for less than it has to compute at once
-            while not self.tables.reserve(request, num_new, copies):
-                self._preempt(self.running[-1])
-                preempted = True
-                if request.status is not Status.RUNNING:
-                    break
-            else:
-                work.append((request, num_new))
-                budget -= num_new
-                scored.append(self._claim(request, num_new))
+            num_new = self._next(request, budget)  # 0: a budget for less than it has to compute at once
+            if num_new and self._make_room(request, num_new, copies):
+                take(request, num_new)
 
-        if not preempted:
+        if len(self.running) == len(running):  # none had to give way
             for request, other in self._admissible():
-                if budget == 0:
-                    break
-                if not (num_new := self._admit(request, other, budget, copies)):
+                if budget == 0 or not (num_new := self._admit(request, other, budget, copies)):
                     break
                 admitted.append(request)
-                work.append((request, num_new))
-                budget -= num_new
-                scored.append(self._claim(request, num_new))
+                take(request, num_new)
 
-        if not work:
+        if not requests:
             return None
         num_steps = 1
+        work = list(zip(requests, counts, strict=True))
         if all(r.computed + n == r.total and n == 1 and not r.within_images for r, n in work):
-            num_steps = self._reserve_window([r for r, _ in work])
+            num_steps = self._reserve_window(requests)
         pairs, window_pairs = ([(source, target) for target, source in kind.items()] for kind in copies)
-        requests, starts = [r for r, _ in work], [r.computed for r, _ in work]
+        starts = [r.computed for r in requests]
         num_samples = [self._advance(request, num_new, num_steps) for request, num_new in work]
         states = self.states.take()
-        counts = [n for _, n in work]
         return Plan(requests, starts, counts, num_samples, scored, num_steps, admitted, pairs, window_pairs, *states)
 
     def _next(self, request: Request, budget: int) -> int:
@@ -167,9 +165,9 @@ class Scheduler:
                 continue
             done = samples > 0 and self._take(request, sampled, row, samples)
             # The key and value of the last token are computed with the next one, of which nothing is known yet.
-            self._offer_to_prefix_cache(request, min(request.computed, len(request.tokens) - 1))
+            self.prefixes.offer(request, min(request.computed, len(request.tokens) - 1))
             if scores is not None and request.scoring is not None:
-                self.prefix_cache.keep_scores(request.block_keys, request.tokens, request.scoring, plan.starts[row])
+                self.prefixes.keep_scores(request, request.scoring, plan.starts[row])
                 done = done or (request.scoring.complete and request.remaining == 0)
             if done:
                 self._finish(request)
@@ -196,6 +194,14 @@ class Scheduler:
         self._release(request)
 
     # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _make_room(self, request: Request, num_new: int, copies: _Copies) -> bool:
+        """Blocks for the next tokens of a running request, of the latest one's if need be; False where that was itself."""
+        while not self.tables.reserve(request, num_new, copies):
+            self._preempt(self.running[-1])
+            if request.status is not Status.RUNNING:
+                return False
+        return True
 
     def _reserve_window(self, requests: Sequence[Request]) -> int:
         """How many decode steps can run in a row, their blocks allocated.
@@ -251,7 +257,7 @@ class Scheduler:
     def _admit(self, request: Request, other: Request | None, budget: int, copies: _Copies) -> int:
         """Start a waiting request with what is already computed of it, be it by ``other`` (as in ``_admissible``).
         Returns the tokens it computes, 0 if it must wait."""
-        *shared, computed, from_cache = self._already_computed(request, other)
+        *shared, computed, from_cache = self.prefixes.already_computed(request, other)
         request.computed = computed
         self.tables.hold(request, *shared)
         num_new = self._next(request, budget)
@@ -275,75 +281,6 @@ class Scheduler:
         self.states.begin(request.slot, request.block_keys[: computed // self.block_size])
         return num_new
 
-    def _already_computed(self, request: Request, other: Request | None) -> tuple[list[int], list[int], int, bool]:
-        """Blocks that hold the beginning of the request, those of windows, how many tokens of it, and whether the cache had
-        them.
-
-        At least one token is left to compute, so that there is a hidden state to sample from, and with it all from which
-        a score is still wanted. A block that is only partly the request's own is shared as it is; writing to it copies
-        it first.
-        """
-        scoring = None if request.scoring is None or request.scoring.launched else request.scoring
-        cache, computed = self.prefix_cache, 0
-        if other is not None and not self.states.enabled:
-            blocks, window_blocks, from_cache = other.block_ids, other.window_ids, False
-            computed = min(other.num_prompt, request.total - 1 if scoring is None else scoring.next - 1)
-        if not computed or self.tables.seen_upto(window_blocks, computed) < computed:
-            if cache.enabled:
-                self._extend_keys(request, request.total)
-            blocks = cache.lookup(request.block_keys)
-            window_blocks = cache.lookup_window(request.block_keys[: len(blocks)]) if self.tables.windowed else []
-            if scoring is not None:
-                cache.take_scores(request.block_keys[: len(blocks)], request.tokens, scoring, bool(request.remaining))
-            computed, from_cache = len(blocks) * self.block_size, other is None
-        computed = min(computed, request.total - 1 if scoring is None else scoring.next - 1)
-        if self.states.enabled:
-            known = (n * self.block_size for n in self.states.known(request.block_keys[: computed // self.block_size]))
-            computed = next((end for end in known if self.tables.seen_upto(window_blocks, end) == end), 0)
-        part, last = computed % self.block_size, computed // self.block_size
-        if part and any(computed > self._unwritten.get(ids[last], computed) for ids in (blocks, window_blocks) if ids):
-            computed -= part  # a copy would come before what the plan writes
-        computed = self.tables.seen_upto(window_blocks, computed)
-        end = -(-computed // self.block_size)
-        return blocks[:end], window_blocks[:end], computed, from_cache
-
-    def _extend_keys(self, request: Request, upto: int) -> None:
-        """Have the keys of the full blocks of a request's first ``upto`` tokens."""
-        root = self.prefix_cache.root(self.weight_version, request.adapter.key if request.adapter else None)
-        salt = None if request.images is None else request.images.salt
-        self.prefix_cache.extend(request.block_keys, root, request.tokens, upto, salt)
-
-    def _claim(self, request: Request, num_new: int) -> range:
-        """The tokens that a plan scores of a request.
-
-        What the plan computes of a prompt serves those that it admits next: layers write before they read.
-        """
-        scoring = None if request.scoring is None or request.scoring.launched else request.scoring
-        scored = scoring.claim(request.computed + num_new) if scoring else range(0)
-        if num_new > 1:
-            known = min(request.computed + num_new, len(request.tokens))
-            self._unwritten |= dict.fromkeys(self._offer_to_prefix_cache(request, known), request.computed)
-            if scoring:  # those that were complete may be of older weights
-                self.prefix_cache.keep_scores(request.block_keys, request.tokens, scoring, request.computed)
-        border, cache = self.states.border(request.num_prompt), self.prefix_cache
-        if request.computed + num_new == border and cache.enabled and not request.older_kv:
-            self._extend_keys(request, border)
-            self.states.keep(request.slot, request.block_keys[border // self.block_size - 1])
-        return scored
-
-    def _offer_to_prefix_cache(self, request: Request, known: int) -> list[int]:
-        """Have the full blocks of the first ``known`` tokens serve other requests; returns those that now do."""
-        full, cache = known // self.block_size, self.prefix_cache
-        if not cache.enabled or full <= request.offered_blocks or request.older_kv:
-            return []
-        self._extend_keys(request, known)
-        new = slice(request.offered_blocks, full)
-        request.offered_blocks = full
-        keys = request.block_keys[new]
-        serving = [b for key, b in zip(keys, request.block_ids[new], strict=True) if cache.insert(key, b)]
-        in_window = zip(keys, request.window_ids[new], strict=False)
-        return serving + [b for key, b in in_window if b and cache.insert(key, b, window=True)]
-
     # -- what a user may do in between ---------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
@@ -357,17 +294,12 @@ class Scheduler:
             request.scoring.restart()
             if request.status is Status.RUNNING:
                 self._preempt(request)
-        self.weight_version = version
-        self.forget_prefixes()
+        self.prefixes.weight_version = version
+        self.prefixes.forget()
         for request in (*self.running, *self.waiting):
             assert not request.pending
             request.block_keys.clear()
             request.older_kv = request.computed > 0
-
-    def forget_prefixes(self) -> None:
-        """Nothing that was computed serves a prefix any more."""
-        self.prefix_cache.clear()
-        self.states.clear()
 
     def preempt_all(self) -> None:
         """Take everything from everyone; they compute it again in their turn."""
@@ -392,7 +324,7 @@ class Scheduler:
                 request.end("abort", error)
             request.block_ids, request.window_ids, request.slot, request.pending = [], [], -1, 0
         self.running, self.waiting = [], deque()
-        self._reset_blocks()
+        self._reset_blocks(self.weight_version)
 
     def check(self) -> None:
         """Prove the books after a step: blocks, slots and counters of every request. Raises AssertionError."""

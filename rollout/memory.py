@@ -77,7 +77,7 @@ class EngineMemory:
             self.core.inputs.release_workspace()
         if "kv_cache" in tags:
             self.core.scheduler.preempt_all()  # paused requests compute their KV again
-            self.core.scheduler.forget_prefixes()
+            self.core.scheduler.prefixes.forget()
             runner.sampler.penalties = None
             if not runner.has_graphs:
                 self.core.inputs.constraints.release()

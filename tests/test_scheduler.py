@@ -352,7 +352,7 @@ def test_books_are_sound_after_an_exception_anywhere(seed: int) -> None:
         scheduler.check()
         assert all(r.status is Status.FINISHED and r.finish_reason for r in struck), "a request was lost"
         assert not scheduler.running and not scheduler.waiting and scheduler.plan() is None
-        assert scheduler.tables.pool.num_free == scheduler.num_blocks - 1 and len(scheduler.prefix_cache) == 0
+        assert scheduler.tables.pool.num_free == scheduler.num_blocks - 1 and len(scheduler.prefixes.cache) == 0
 
         machine = Machine(scheduler)  # which proves every result
         batch = traffic.batch(first_id)
@@ -408,7 +408,7 @@ def lines_of_scoring(length: int) -> int:
         while plan := scheduler.plan():
             scores = [TokenScores.unknown(tokens.start, tokens.stop, 0) for tokens in plan.scored]
             scheduler.commit(plan, Sampled([], [], scores=list(scores)))
-    assert scoring.complete and len(scheduler.prefix_cache._scores) == (length - 1) // 4
+    assert scoring.complete and len(scheduler.prefixes.cache._scores) == (length - 1) // 4
     return lines
 
 

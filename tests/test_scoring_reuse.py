@@ -159,7 +159,7 @@ def test_a_block_that_a_single_token_fills_keeps_its_scores():
 
 
 def test_the_scores_of_a_few_temperatures_are_kept(engine):
-    ids, cache = draw(1, 20), engine.core.scheduler.prefix_cache
+    ids, cache = draw(1, 20), engine.core.scheduler.prefixes.cache
     for temperature in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5):
         assert computed(engine, lambda t=temperature: engine.score([ids], temperature=t)) == 19
     assert {len(kept) for kept in cache._scores.values()} == {4}
@@ -209,7 +209,7 @@ def test_evicted_blocks_take_their_scores_along():
             for _ in range(2):
                 (scores,) = engine.score([ids])
                 check(scores, model, ids, 1)
-        cache = engine.core.scheduler.prefix_cache
+        cache = engine.core.scheduler.prefixes.cache
         assert cache._scores.keys() <= cache._block_of.keys() and len(cache) <= 11
         engine.update_weights()
         assert not cache._scores

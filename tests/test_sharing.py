@@ -74,7 +74,7 @@ def test_a_prompt_that_the_cache_holds_whole_costs_one_token() -> None:
     spec = make_spec(seed=5, max_tokens=1)
     scheduler.add(make_group(0, prompt, [spec]))
     machine.drain()
-    assert machine.tokens_computed == len(prompt) and len(scheduler.prefix_cache) == 2
+    assert machine.tokens_computed == len(prompt) and len(scheduler.prefixes.cache) == 2
     again = [make_group(i, prompt, [make_spec(seed=5, max_tokens=4)])[0] for i in (1, 2)]
     scheduler.add(again)
     machine.step()
@@ -177,7 +177,7 @@ def test_new_weights_forget_every_prefix() -> None:
     for version in (0, 3, 4):
         if version:
             scheduler.set_weight_version(version)
-        assert len(scheduler.prefix_cache) == 0
+        assert len(scheduler.prefixes.cache) == 0
         first, second = (make_group(10 * version + i, prompt, [make_spec(seed=1)])[0] for i in range(2))
         scheduler.add([first])
         machine.drain()

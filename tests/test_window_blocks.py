@@ -203,10 +203,10 @@ def test_what_is_cached_goes_where_a_request_does_not_fit_beside_it() -> None:
     scheduler = make_scheduler(block_layout=layout, **fields)
     assert layout.most_tokens(21, 2, 2) >= 12
     (request,) = make_group(0, [1, 2, 3, 4, 0, 1, 2, 3, 4], [make_spec(max_tokens=3)])
-    pool, cache = scheduler.tables.pool, scheduler.prefix_cache
+    pool, cache = scheduler.tables.pool, scheduler.prefixes.cache
     pieces = [pool.allocate_piece() for _ in range(4)]
     windows = [pool.allocate() for _ in range(2)]
-    scheduler._extend_keys(request, 8)
+    scheduler.prefixes.extend_keys(request, 8)
     for key, block in zip(request.block_keys, pieces, strict=True):
         assert cache.insert(key, block)
     for key, block in zip(request.block_keys[2:], windows, strict=True):
