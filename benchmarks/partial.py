@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, Workload, dtype_of, train
-from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams
-from stoker.rollout.live import RolloutHandle
+from stoker.rollout import Completion, EngineConfig, RolloutEngine, RolloutHandle, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)

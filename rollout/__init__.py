@@ -14,7 +14,7 @@ from stoker.kernels.errors import (
 from stoker.rollout.adapters import LIVE
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
-from stoker.rollout.live import RolloutChunk, RolloutHandle
+from stoker.rollout.handles import RolloutChunk, RolloutHandle
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, RolloutTensors, TokenLogprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats

@@ -18,7 +18,8 @@ from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import setup
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
-from stoker.rollout.live import Loop, RolloutHandle, wait
+from stoker.rollout.handles import RolloutHandle, wait
+from stoker.rollout.live import Loop
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
