@@ -30,7 +30,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from stoker.integrations.async_steps import AsyncSteps
-from stoker.integrations.openai_api import Call, Stream, UnknownModelError, answer, read_call
+from stoker.integrations.openai_answers import Stream, answer
+from stoker.integrations.openai_api import Call, UnknownModelError, read_call
 from stoker.kernels.errors import (
     EngineStateError,
     InvalidConfigError,
