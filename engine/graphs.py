@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stoker.engine.batch import Batch
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import Sampler, SamplingRows
-from stoker.engine.step_inputs import Batch
 from stoker.kernels.reference.window import Record
 
 _log = logging.getLogger("stoker")
@@ -122,8 +122,7 @@ class GraphStep:
 
         def body() -> None:
             (noise,) = self.sampler.noise(batch.sampling, batch.seq_lens, 1)
-            out = self.eager.step(batch, noise)
-            finish([t for t in (out.tokens, out.logprobs, out.top_ids, out.top_logprobs) if t is not None], record)
+            finish(self.eager.step(batch, noise).columns, record)
 
         try:
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from stoker.engine.batch import Batch
 from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell
@@ -16,7 +16,6 @@ from stoker.engine.plan import Sampled
 from stoker.engine.sampler import Sampler, SamplerOutput
 from stoker.engine.scorer import PendingScores, Scorer
 from stoker.engine.step_context import StepContext
-from stoker.engine.step_inputs import Batch
 from stoker.kernels.ops import Ops
 
 
@@ -35,12 +34,9 @@ class Pending:
         tokens, logprobs, *top = (copy.wait().tolist() for copy in self.copies)
         if not top:
             return Sampled(tokens, logprobs, None, scores)
-        rows = [[_row(i, v) for i, v in zip(ids, values, strict=True)] for ids, values in zip(*top, strict=True)]
+        steps = zip(*top, strict=True)
+        rows = [[dict(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)] for ids, values in steps]
         return Sampled(tokens, logprobs, rows, scores)
-
-
-def _row(ids: Sequence[int], values: Sequence[float]) -> dict[int, float]:
-    return dict(zip(ids, values, strict=True))
 
 
 class Runner(Protocol):
@@ -107,10 +103,7 @@ class EagerStep:
                     return Pending((), scores)
                 outputs.append(self._sample(batch, hidden, noise[step]))
             batch.sampled.index_copy_(0, batch.sampling.slots, outputs[-1].tokens)
-            results = [torch.stack([out.tokens for out in outputs]), torch.stack([out.logprobs for out in outputs])]
-            if outputs[0].top_ids is not None:
-                results.append(torch.stack([out.top_ids for out in outputs if out.top_ids is not None]))
-                results.append(torch.stack([out.top_logprobs for out in outputs if out.top_logprobs is not None]))
+            results = map(torch.stack, zip(*(out.columns for out in outputs), strict=True))
             return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results), scores)
 
     def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:

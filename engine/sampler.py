@@ -52,6 +52,11 @@ class SamplerOutput:
     top_ids: Tensor | None  # int64 [R, K]
     top_logprobs: Tensor | None  # fp32 [R, K]
 
+    @property
+    def columns(self) -> list[Tensor]:
+        """Those of them that there are."""
+        return [t for t in (self.tokens, self.logprobs, self.top_ids, self.top_logprobs) if t is not None]
+
 
 class PenaltyState:
     """Which tokens a slot's prompt holds and how often its completion has each. Made when first asked for.
