@@ -7,7 +7,8 @@ makes them by are kept and compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,26 @@ if TYPE_CHECKING:
 PAGED, PROBED = "stoker_paged", "stoker_probed"  # attention implementations, as a config names them
 
 _FIRST, _SPREAD = 16, 16  # queries whose keys are compared: the first of all, and some that lie evenly over the rest
+
+
+@contextmanager
+def attending_by(config: Any, implementation: str) -> Iterator[None]:
+    """Within, text attends, and its masks are made, as ``implementation`` names it."""
+    before: str = config._attn_implementation
+    route_text(config, implementation)
+    try:
+        yield
+    finally:
+        route_text(config, before)
+
+
+def route_text(config: Any, implementation: str) -> None:
+    """Set how text attends, and what makes its masks. Other parts of a model stay as they are."""
+    text = config.get_text_config(decoder=True)
+    config._attn_implementation = {"": implementation} if config.sub_configs else implementation  # of itself alone
+    for part in (getattr(config, key, None) for key in config.sub_configs):
+        if part is not None and part.get_text_config(decoder=True) is text:
+            route_text(part, implementation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call
 
+from stoker.engine.attention import attending_by
 from stoker.engine.image_adapters import ImageAdapter
 from stoker.engine.image_batches import joined, row_of
 from stoker.engine.images import ImageFeatures, ImageInputs
-from stoker.engine.model import ModelShell, attending_by
+from stoker.engine.model import ModelShell
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.

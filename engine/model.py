@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stoker.engine.attention import PAGED, PROBED, check_masks
+from stoker.engine.attention import PAGED, PROBED, attending_by, check_masks, route_text
 from stoker.engine.experts import EXPERTS
 from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
@@ -312,26 +312,6 @@ def decoder_of(model: Any) -> Any:
             f"{type(model).__name__} has no base model besides its head: use model.generate for it"
         )
     return getattr(decoder, "base_model", decoder)
-
-
-@contextmanager
-def attending_by(config: Any, implementation: str) -> Iterator[None]:
-    """Within, text attends, and its masks are made, as ``implementation`` names it."""
-    before: str = config._attn_implementation
-    route_text(config, implementation)
-    try:
-        yield
-    finally:
-        route_text(config, before)
-
-
-def route_text(config: Any, implementation: str) -> None:
-    """Set how text attends, and what makes its masks. Other parts of a model stay as they are."""
-    text = config.get_text_config(decoder=True)
-    config._attn_implementation = {"": implementation} if config.sub_configs else implementation  # of itself alone
-    for part in (getattr(config, key, None) for key in config.sub_configs):
-        if part is not None and part.get_text_config(decoder=True) is text:
-            route_text(part, implementation)
 
 
 def check_supported(model: nn.Module) -> None:
