@@ -22,23 +22,23 @@ class Status(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSpec:
-    """Sampling parameters lowered to numbers. ``stop_ids`` holds every id that ends the completion."""
+    """Sampling parameters lowered to numbers; the defaults do nothing. ``stop_ids`` holds every id that ends the completion."""
 
     temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_tokens: int
-    min_tokens: int
-    stop_ids: frozenset[int]
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
     suppressed: frozenset[int] = frozenset()  # ids that are never sampled
     constraint: Constraint | None = None  # what the completion follows; it says when stop ids may come
-    seed: int
-    top_logprobs: int
-    logprobs_mode: int  # index into sampler.LOGPROBS_MODES
+    seed: int = 0
+    top_logprobs: int = 0
+    logprobs_mode: int = 0  # index into sampler.LOGPROBS_MODES
 
     @property
     def penalised(self) -> bool:

@@ -223,7 +223,7 @@ class RequestMaker:
             same = group and shared == group[0].prompt and adapter is group[0].adapter and images is group[0].images
             if len(shared) < self.share or not same:
                 group = []
-            spec = _nothing_to_sample(len(given))
+            spec = SamplingSpec(temperature=0.0, max_tokens=len(given))  # which are all there will be
             request = Request(
                 next(self.ids), shared, spec, 0, None, group, Scoring(variant, start, len(sequence)), given, adapter
             )
@@ -344,23 +344,4 @@ def token_logprobs(
         top_logprobs=scores.top_logprobs.clone() if top_k else None,
         entropy=scores.entropy.clone() if entropy else None,
         error=error,
-    )
-
-
-def _nothing_to_sample(given: int) -> SamplingSpec:
-    """Of a request whose ``given`` tokens are all there will be."""
-    return SamplingSpec(
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        repetition_penalty=1.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        max_tokens=given,
-        min_tokens=0,
-        stop_ids=frozenset(),
-        seed=0,
-        top_logprobs=0,
-        logprobs_mode=0,
     )
