@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,54 @@ from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes what runs the linears of a shell's modules. fused: weights that lie side by side, by the names of these."""
+
+    shell: ModelShell
+    ops: Ops
+    fused: Mapping[tuple[str, ...], Tensor]
+
+    def linears(self, path: str, module: nn.Module, names: tuple[str, ...]) -> Linears:
+        """Of a module and its path, the linears with these names."""
+        modules: list[Any] = [module.get_submodule(name) for name in names]
+        weight: Tensor | None
+        if len(names) == 1:
+            weight, bias = matrix_of(modules[0]), modules[0].bias
+        else:
+            weight, bias = (self.fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
+            if bias is None and any(m.bias is not None for m in modules):
+                weight = None  # biases that lie apart: one matmul would leave them out
+        paths = tuple(f"{path}.{name}" for name in names)
+        return Linears(self.ops, paths, modules, self.shell.lora.group(paths), weight, bias)
+
+    def mlp(
+        self,
+        path: str,
+        module: nn.Module,
+        branch: Branch,
+        norm: NormBefore | None = None,
+        post_norm: Norm | None = None,
+    ) -> Mlp | Mixing:
+        gate_up, down = (self.linears(path, module, names) for names in (branch.inputs, (branch.out,)))
+        if branch.act is None:
+            act = branch.plain_act
+            assert act is not None
+            of_its_own: dict[str, Any] = {"norm": norm, "post_norm": post_norm}
+            of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
+            return Mixing(inputs=gate_up, mixer=lambda x, *_: act(x), inner=(), out=down, **of_its_own)
+        return Mlp(
+            gate_up=gate_up,
+            act=branch.act,
+            gate_scale=branch.gate_scale,
+            per_layer=branch.gates_per_layer,
+            down=down,
+            scale=branch.scale,
+            norm=norm,
+            post_norm=post_norm,
+        )
+
+
 class FusedForms:
     """Of the layers of one shell."""
 
@@ -42,11 +91,11 @@ class FusedForms:
                 kind = path if shell.same_keys else self._kind_of(layer, structure)
                 if kind not in known:
                     with on_noise(layer, rotary.module), run_on(layer.modules(), REFERENCE):
-                        trial = _Trial(shell, REFERENCE, {}, rotary, shared, path, layer, structure)
+                        trial = _Trial(Maker(shell, REFERENCE, {}), rotary, shared, path, layer, structure)
                         known[kind] = next((n for n, form in enumerate(trial.forms()) if trial.agrees(form)), None)
                 self._numbers.append(known[kind])
 
-    def found(self, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> Iterator[FusedDecoderLayer | None]:
+    def found(self, maker: Maker) -> Iterator[FusedDecoderLayer | None]:
         """Of each layer, with its weights; None where there is none that gives the same output on a few random tokens."""
         shared = dict[str, Any]()
         with clipping_within_reach(self._shell.module):
@@ -54,7 +103,7 @@ class FusedForms:
                 if number is None:
                     yield None
                     continue
-                trial = _Trial(self._shell, ops, fused, self._rotary, shared, path, layer, structure)
+                trial = _Trial(maker, self._rotary, shared, path, layer, structure)
                 form = next(itertools.islice(trial.forms(), number, None), None)
                 yield form if form is not None and trial.agrees(form) else None
 
@@ -84,18 +133,16 @@ class _Trial:
 
     def __init__(
         self,
-        shell: ModelShell,
-        ops: Ops,
-        fused: Mapping[tuple[str, ...], Tensor],
+        maker: Maker,
         rotary: Rotary,
         shared: dict[str, Any],
         path: str,
         layer: Any,
         structure: Structure,
     ) -> None:
-        self._shell, self._ops, self._rotary, self._layer, self._structure = shell, ops, rotary, layer, structure
-        self._linears = partial(_linears_of, shell, ops, fused, path, layer)
-        self._mlp = partial(mlp_form, shell, ops, fused, path, layer)
+        shell, self._ops = maker.shell, maker.ops
+        self._shell, self._rotary, self._layer, self._structure = shell, rotary, layer, structure
+        self._linears, self._mlp = partial(maker.linears, path, layer), partial(maker.mlp, path, layer)
         named = next((branch.out for branch in structure.branches if branch.out), structure.norms[0])
         like = matrix_of(layer.get_submodule(named))
         self._norms = {name: norm_of(layer.get_submodule(name), like.shape[0], like) for name in structure.norms}
@@ -198,53 +245,3 @@ def _per_layer_width(layer: Any, structure: Structure) -> int:
     """Of what the layer is given besides hidden states; 0 where it is given nothing."""
     outs = [branch.out for branch in structure.branches if branch.gates_per_layer]
     return int(layer.get_submodule(outs[0]).in_features) if outs else 0
-
-
-def _linears_of(
-    shell: ModelShell,
-    ops: Ops,
-    fused: Mapping[tuple[str, ...], Tensor],
-    path: str,
-    module: nn.Module,
-    names: tuple[str, ...],
-) -> Linears:
-    """Of a module and its path, the linears with these names."""
-    modules: list[Any] = [module.get_submodule(name) for name in names]
-    weight: Tensor | None
-    if len(names) == 1:
-        weight, bias = matrix_of(modules[0]), modules[0].bias
-    else:
-        weight, bias = (fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
-        if bias is None and any(m.bias is not None for m in modules):
-            weight = None  # biases that lie apart: one matmul would leave them out
-    paths = tuple(f"{path}.{name}" for name in names)
-    return Linears(ops, paths, modules, shell.lora.group(paths), weight, bias)
-
-
-def mlp_form(
-    shell: ModelShell,
-    ops: Ops,
-    fused: Mapping[tuple[str, ...], Tensor],
-    path: str,
-    module: nn.Module,
-    branch: Branch,
-    norm: NormBefore | None = None,
-    post_norm: Norm | None = None,
-) -> Mlp | Mixing:
-    gate_up, down = (_linears_of(shell, ops, fused, path, module, names) for names in (branch.inputs, (branch.out,)))
-    if branch.act is None:
-        act = branch.plain_act
-        assert act is not None
-        of_its_own: dict[str, Any] = {"norm": norm, "post_norm": post_norm}
-        of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
-        return Mixing(inputs=gate_up, mixer=lambda x, *_: act(x), inner=(), out=down, **of_its_own)
-    return Mlp(
-        gate_up=gate_up,
-        act=branch.act,
-        gate_scale=branch.gate_scale,
-        per_layer=branch.gates_per_layer,
-        down=down,
-        scale=branch.scale,
-        norm=norm,
-        post_norm=post_norm,
-    )

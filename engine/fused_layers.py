@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from stoker.engine.experts import may_be_rounded
 from stoker.engine.fused_decoder import FusedDecoderLayer
-from stoker.engine.fused_forms import FusedForms, mlp_form
+from stoker.engine.fused_forms import FusedForms, Maker
 from stoker.engine.layer_structure import Structure, structure_of
 from stoker.engine.model import ModelShell
 from stoker.engine.plain_model import PlainModel
@@ -65,12 +64,13 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
         candidates, rotary, forms = list(_candidates(shell)), None, None
+        maker = Maker(shell, ops, fused)
         with suppress(Exception):  # of any kind: positions alone do not give them
             rotary = Rotary(shell)
         if rotary is not None:
             forms = FusedForms(shell, rotary, [(path, layer, structure) for path, _, _, layer, structure in candidates])
-        take_over_mixtures(shell.module, ops, shell.lora, partial(mlp_form, shell, ops, fused))
-        found = [] if forms is None else list(zip(candidates, forms.found(ops, fused), strict=True))
+        take_over_mixtures(shell.module, ops, shell.lora, maker.mlp)
+        found = [] if forms is None else list(zip(candidates, forms.found(maker), strict=True))
         done = {replacement.index for _, replacement in found if replacement is not None}
         # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.
         done -= {of for index, of in shell.same_keys.items() if index not in done}
