@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,16 +67,13 @@ class ModelBinding:
     ) -> None:
         self.model = model
         self.deterministic, self.kv_dtype = deterministic, kv_dtype
-        self._of_copies: dict[str, Any] = {
-            "check_finite": check_finite,
-            "gather_bytes": gather_bytes,
-            "stable": virtual_buffer,
-        }
-        self.adapters = AdapterSources(model, deterministic=deterministic, gathering=self._of_copies)
+        copying: dict[str, Any] = {"check_finite": check_finite, "gather_bytes": gather_bytes, "stable": virtual_buffer}
+        self.adapters = AdapterSources(model, deterministic=deterministic, gathering=copying)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
-        self._options = [None if option == "auto" else option for option in (dtype, device)]
+        wanted = (None if option == "auto" else option for option in (dtype, device))
+        self._source_now = partial(source_for, model, *wanted, **copying)
         self._check_finite = check_finite
-        self.source: WeightSource = self._source()
+        self.source: WeightSource = self._source_now()
         check_supported(self.source.module)
         check_experts(self.source.module, self.source.dtype)
         self.max_model_len = 0
@@ -153,7 +151,7 @@ class ModelBinding:
     def rebind(self) -> int:
         """As ``refresh``, where the model has ``moved``."""
         self.source.check()
-        source = self._source()
+        source = self._source_now()
         shell = self._new_shell(source)
         same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
         if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
@@ -377,10 +375,6 @@ class ModelBinding:
     def release(self) -> None:
         """Give the model's parameters storages of their own again."""
         self.source.release()
-
-    def _source(self) -> WeightSource:
-        dtype, device = self._options
-        return source_for(self.model, dtype, device, **self._of_copies)
 
     def _new_shell(self, source: WeightSource) -> ModelShell:
         shell = ModelShell(source.module, self.max_model_len)
