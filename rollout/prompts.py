@@ -72,7 +72,7 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             return _of_processor(name, prompt)
         ids = prompt
     elif isinstance(prompt, (Tensor, np.ndarray)):
-        if prompt.ndim != 1 or str(prompt.dtype).removeprefix("torch.") not in _INTEGERS:
+        if prompt.ndim != 1 or not _holds_integers(prompt):
             raise InvalidRequestError(f"{name} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -125,7 +125,7 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
     fields = {key: _as_tensor(name, key, value) for key, value in prompt.items() if value is not None}
     ids = fields.pop("input_ids")
     ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or ids.shape[0] != 1 or str(ids.dtype).removeprefix("torch.") not in _INTEGERS:
+    if ids.dim() != 2 or ids.shape[0] != 1 or not _holds_integers(ids):
         raise InvalidRequestError(
             f"{name} has input_ids of shape {tuple(ids.shape)} and {ids.dtype}: give what the processor makes of one prompt, "
             "integers [1, T]"
@@ -157,15 +157,19 @@ def _as_tensor(name: str, key: str, value: Any) -> Tensor:
         ) from error
 
 
+def _holds_integers(values: Tensor | NDArray[Any] | np.generic) -> bool:
+    return str(values.dtype).removeprefix("torch.") in _INTEGERS
+
+
 def as_int(value: Any) -> Any:
     """An integer of numpy or torch as Python's; whatever else as it is."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
-        return int(value) if str(value.dtype).removeprefix("torch.") in _INTEGERS else value
+        return int(value) if _holds_integers(value) else value
     return value
 
 
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any, what: str) -> list[list[int]]:
-    if prompts.dim() != 2 or str(prompts.dtype).removeprefix("torch.") not in _INTEGERS:
+    if prompts.dim() != 2 or not _holds_integers(prompts):
         raise InvalidRequestError(
             f"{what}s is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
         )
