@@ -235,6 +235,40 @@ def share_few(connection: Connection, states: int, last: bool) -> None:
 # -- both ends in one process --------------------------------------------------------------------------------------
 
 
+def some_tensors() -> dict[str, Tensor]:
+    """Narrow before wide ones, and some without elements."""
+    return {
+        "flags": torch.rand(3) > 0.5,
+        "none": torch.empty(0, 4),
+        "half": torch.randn(7, dtype=torch.bfloat16),
+        "single": torch.randn(5, 3),
+        "turned": torch.randn(4, 6).t(),
+        "double": torch.randn(9, dtype=torch.float64),
+        "scalar": torch.tensor(5),
+    }
+
+
+class Kept:
+    """A way of a user's own: one end after the other, and what is sent lies between."""
+
+    def __init__(self) -> None:
+        self.came: list[Tensor] = []
+        self.manifest: Any = None
+
+    def begin(self, manifest: Any = None, judge: Any = None) -> Any:
+        self.manifest = manifest or self.manifest
+        assert judge is None or judge(self.manifest.specs) is None
+        return self.manifest
+
+    def bucket(self, data: Tensor | None = None) -> Tensor:
+        if data is None:
+            return self.came.pop(0)
+        self.came.append(data.clone())
+        return data
+
+    def finish(self, error: str | None = None) -> None: ...
+
+
 def over_a_pipe(timeout: float = 10) -> tuple[SharedMemoryTransfer, SharedMemoryTransfer]:
     return tuple(SharedMemoryTransfer(end, timeout=timeout) for end in multiprocessing.Pipe())  # type: ignore[return-value]
 

@@ -20,6 +20,24 @@ from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine
 
 
+@contextmanager
+def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Another thread that makes a call, and what this gave once the block is over."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield results
+    thread.join(timeout=60)
+    assert results and not isinstance(results[0], BaseException), results or "it hangs"
+
+
 def test_threads_share_the_engine() -> None:
     with build(max_num_seqs=3) as engine:
         expected = [engine.generate_batch([p], long(i, n=2))[0] for i, p in enumerate(PROMPTS)]
@@ -56,17 +74,13 @@ def test_a_pause_in_one_thread_holds_the_others() -> None:
             with pytest.raises(TimeoutError):
                 handle.result(timeout=0)
 
-        asking = threading.Thread(target=ask)
-        asking.start()
-        asking.join(timeout=60)
+        with beside(ask):
+            pass
         assert len(handle._requests[0].tokens) == stood, "a step was made while the engine was paused"
-        results: list[Any] = []
-        thread = threading.Thread(target=lambda: results.append(handle.result()))
-        thread.start()
-        time.sleep(0.2)
-        assert not results and len(handle._requests[0].tokens) == stood
-        engine.resume()
-        thread.join(timeout=60)
+        with beside(handle.result) as results:
+            time.sleep(0.2)
+            assert not results and len(handle._requests[0].tokens) == stood
+            engine.resume()
         assert len(results[0].completions[0].token_ids) == 100
 
 
@@ -150,24 +164,6 @@ def test_a_finalizer_at_the_beginning_of_a_turn_does_not_wait_for_its_end() -> N
     assert not loop.has_work("say") and handle.result().completions[0].finish_reason == "abort"
     at_rest(engine)
     engine.close()
-
-
-@contextmanager
-def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Another thread that makes a call, and what this gave once the block is over."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield results
-    thread.join(timeout=60)
-    assert results and not isinstance(results[0], BaseException), results or "it hangs"
 
 
 def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:

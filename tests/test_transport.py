@@ -176,19 +176,6 @@ def test_a_file_of_a_checkpoint_with_other_names_is_refused_and_its_folder_taken
     assert all(torch.equal(t, source.state_dict()[name]) for name, t in model.state_dict().items())
 
 
-def test_an_iterator_that_fails_half_way_changes_nothing() -> None:
-    def pairs() -> Iterator[tuple[str, Tensor]]:
-        for count, pair in enumerate(weights(1).items()):
-            if count == 5:
-                raise KeyboardInterrupt
-            yield pair
-
-    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
-        with pytest.raises(KeyboardInterrupt):
-            engine.update_weights(pairs())
-        sender.check(engine, sender.trained(0), 0)
-
-
 def test_what_are_no_weights(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("no tensors in here")
     (tmp_path / "empty").mkdir()
