@@ -79,19 +79,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     traffic = Traffic(
         rng, min(32, (num_blocks - 1) * block_size), adapters if seed else (None,), budget if seed > 1 else 0
     )
-    arrived: list[Request] = []
-    finished: list[Request] = []
-    for _ in range(1500):
-        if rng.random() < 0.3 and len(scheduler.waiting) < 12:
-            batch = traffic.batch(len(arrived))
-            arrived += batch
-            scheduler.add(batch)
-        if not scheduler.running and not machine.launched and rng.random() < 0.3:
-            scheduler.set_weight_version(scheduler.weight_version + 1)
-        finished += machine.step()
-    finished += machine.drain()
-
-    assert sorted(r.id for r in finished) == list(range(len(arrived)))
+    arrived = traffic.run(machine, 1500)
     assert scheduler.tables.pool.num_free == num_blocks - 1
     counters = scheduler.counters
     assert counters.finished_requests == len(arrived)

@@ -11,7 +11,7 @@ from traffic import Traffic
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.block_pool import BlockPool
 from stoker.engine.block_tables import BlockTables
-from stoker.engine.request import Adapter, Request
+from stoker.engine.request import Adapter
 from stoker.kernels.reference.attention_plan import Visibility
 
 WINDOW, CHUNK = Visibility(window=6), Visibility(chunk=5)
@@ -165,18 +165,7 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
     adapters = [None, *(Adapter(f"a{serial}", serial) for serial in range(3))]
     room = min(40, layout.most_tokens(num_blocks, block_size, budget))
     traffic = Traffic(rng, room, adapters if seed else (None,), budget if seed > 1 else 0)
-    arrived: list[Request] = []
-    finished: list[Request] = []
-    for _ in range(800):
-        if rng.random() < 0.3 and len(scheduler.waiting) < 12:
-            batch = traffic.batch(len(arrived))
-            arrived += batch
-            scheduler.add(batch)
-        if not scheduler.running and not machine.launched and rng.random() < 0.3:
-            scheduler.set_weight_version(scheduler.weight_version + 1)
-        finished += machine.step()
-    finished += machine.drain()
-    assert sorted(r.id for r in finished) == list(range(len(arrived)))
+    traffic.run(machine, 800)
     assert scheduler.tables.pool.num_free == num_blocks - layout.span
     assert (scheduler.counters.prefix_hit_tokens > 0) == caching
     if slabs < 80:

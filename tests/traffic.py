@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from machine import FAULTY, VOCAB, Repeats, make_group, make_images, make_spec
+from machine import FAULTY, VOCAB, Machine, Repeats, make_group, make_images, make_spec
 
 from stoker.engine.images import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec
@@ -25,6 +25,23 @@ class Traffic:
     room: int  # tokens a request may grow to
     adapters: Sequence[Adapter | None] = (None,)
     longest: int = 0
+
+    def run(self, machine: Machine, steps: int) -> list[Request]:
+        """Step while batches arrive and weights change, until all requests have finished; returns these."""
+        rng, scheduler = self.rng, machine.scheduler
+        arrived: list[Request] = []
+        finished: list[Request] = []
+        for _ in range(steps):
+            if rng.random() < 0.3 and len(scheduler.waiting) < 12:
+                batch = self.batch(len(arrived))
+                arrived += batch
+                scheduler.add(batch)
+            if not scheduler.running and not machine.launched and rng.random() < 0.3:
+                scheduler.set_weight_version(scheduler.weight_version + 1)
+            finished += machine.step()
+        finished += machine.drain()
+        assert sorted(r.id for r in finished) == list(range(len(arrived)))
+        return arrived
 
     def batch(self, first_id: int) -> list[Request]:
         requests: list[Request] = []
