@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from stoker.benchmarks import ceilings, command, gate, overhead
+from stoker.benchmarks import ceilings, command, gate, overhead, report
 from stoker.benchmarks.peers import Generate, Peer, Stoker
 from stoker.benchmarks.rollout import timed
 from stoker.benchmarks.workloads import ModelSpec, Workload, dtype_of
@@ -275,24 +275,14 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
     split = [parts(stoker, work.with_images(config, 1000 + n), lengths, device) for n in range(scenario.repeats)]
     prompts = work.with_images(config, 0)
     ceiling_s = best_s(ceiling, stoker.model, prompts, lengths, work.slots)
-    median = {name: statistics.median(each) for name, each in seconds.items()}
+    engines = report.compared(seconds, sum(lengths), ceiling_s)
     stoker.close()
     return {
         "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch."), "parameters": _sizes(stoker.model)},
         "workload": work.describe() | {"longest_prompt": max(map(len, token_ids(prompts)))},
         "gate": checked,
         "ceiling_s": ceiling_s,
-        "engines": {
-            peer.name: {
-                "settings": peer.settings,
-                "seconds": seconds[peer.name],
-                "median_s": median[peer.name],
-                "tokens_per_s": sum(lengths) / median[peer.name],
-                "times_stoker": median[peer.name] / median[stoker.name],
-                "of_ceiling": ceiling_s / median[peer.name],
-            }
-            for peer in peers
-        },
+        "engines": {peer.name: {"settings": peer.settings, **engines[peer.name]} for peer in peers},
         "parts": {name: statistics.median(one[name] for one in split) for name in split[0]},
     }
 
@@ -307,14 +297,8 @@ def table(run: dict[str, Any]) -> list[str]:
     lines = [
         f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts of an image x {work['samples']} samples, "
         f"{work['completion_tokens']} tokens; within {run['gate']['max_abs_diff']:.1e} of the plain forward",
-        f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}",
+        *report.comparison(run["engines"]),
     ]
-    for name, e in run["engines"].items():
-        low, high = min(e["seconds"]), max(e["seconds"])
-        lines.append(
-            f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
-            f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
-        )
     of_rollout = {name: split[f"{name}_s"] for name in ("read", "encode", "prefill", "decode")}
     whole = sum(of_rollout.values())
     lines.append("  stoker: " + ", ".join(f"{name} {s / whole:.1%}" for name, s in of_rollout.items()))

@@ -1,9 +1,38 @@
-"""What a run of ``rollout`` found: one readable table, the targets it reaches, and its headline."""
+"""What engines took for the same work; and what a run of ``rollout`` found, the targets it reaches, and its headline."""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Mapping
 from typing import Any
+
+
+def compared(seconds: Mapping[str, list[float]], tokens: int, ceiling_s: float) -> dict[str, dict[str, Any]]:
+    """Of each engine, what the same work of so many tokens took it, next to "stoker" and to the ceiling."""
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    return {
+        name: {
+            "seconds": times,
+            "median_s": median[name],
+            "tokens_per_s": tokens / median[name],
+            "times_stoker": median[name] / median["stoker"],
+            "of_ceiling": ceiling_s / median[name],
+        }
+        for name, times in seconds.items()
+    }
+
+
+def comparison(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines of a table of what is ``compared``."""
+    lines = [f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}"]
+    for name, e in engines.items():
+        low, high = min(e["seconds"]), max(e["seconds"])
+        lines.append(
+            f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
+            f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
+        )
+    return lines
 
 
 def table(results: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ and, last, one line of JSON. On a CPU only ratios of one run mean anything: run 
 from __future__ import annotations
 
 import random
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stoker.benchmarks import ceilings, command, gate
+from stoker.benchmarks import ceilings, command, gate, report
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec, Workload, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine
 
@@ -112,7 +111,6 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
                 seconds[name].append(ceilings.timed(partial(call, *batch), device))
         prompts, completions = draw(work, spec.config.vocab_size, 0)
         ceiling_s = best_s(ceiling, prompts, completions)
-        median = {name: statistics.median(times) for name, times in seconds.items()}
         return {
             "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch.")},
             "workload": work.describe(),
@@ -120,33 +118,17 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
             "logits_bytes": 4 * config.score_chunk_tokens * spec.config.vocab_size,
             "gate": checked,
             "ceiling_s": ceiling_s,
-            "engines": {
-                name: {
-                    "seconds": times,
-                    "median_s": median[name],
-                    "tokens_per_s": sum(map(len, completions)) / median[name],
-                    "times_stoker": median[name] / median["stoker"],
-                    "of_ceiling": ceiling_s / median[name],
-                }
-                for name, times in seconds.items()
-            },
+            "engines": report.compared(seconds, sum(map(len, completions)), ceiling_s),
         }
 
 
 def table(run: dict[str, Any]) -> list[str]:
     work = run["workload"]
-    lines = [
+    return [
         f"{run['model']['name']} ({run['model']['dtype']}): {work['prompts']} prompts x {work['samples']} samples, "
         f"{work['completion_tokens']} tokens scored; within {run['gate']['max_abs_diff']:.1e} of the plain forward",
-        f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}",
+        *report.comparison(run["engines"]),
     ]
-    for name, e in run["engines"].items():
-        low, high = min(e["seconds"]), max(e["seconds"])
-        lines.append(
-            f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
-            f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
-        )
-    return lines
 
 
 def headline(run: dict[str, Any]) -> dict[str, float]:
