@@ -12,7 +12,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs
+from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, worst_difference
 
 from stoker.integrations.accelerate import AcceleratedEngine
 from stoker.rollout import SamplingParams
@@ -81,18 +81,6 @@ def whole(model: Any) -> Any:
     else:
         twin.load_state_dict(zero.gathered(getattr(model, "module", model)))
     return twin
-
-
-def worst_difference(twin: Any, batch: Any, temperature: float = 1.0) -> float:
-    def plain(prompt: list[int], completion: list[int]) -> list[float]:
-        return plain_logprobs(twin, prompt, completion, temperature)
-
-    return max(
-        abs(a - b)
-        for output in batch
-        for c in output.completions
-        for a, b in zip(c.logprobs, plain(output.prompt_token_ids, c.token_ids), strict=True)
-    )
 
 
 def follow(rank: int, how: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import oracle
 import torch
 from families import make_model
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import PreTrainedModel
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -40,10 +41,14 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "target_modules": TARGETS} | options)
 
 
+def with_lora(model: PreTrainedModel, seed: int = 1, **options: Any) -> PeftModel:
+    adapted = get_peft_model(model, lora(**options)).eval()
+    shake(adapted, seed)
+    return adapted
+
+
 def peft_model(family: str = "llama", seed: int = 1, **options: Any) -> PeftModel:
-    model = get_peft_model(make_model(family), lora(**options)).eval()
-    shake(model, seed)
-    return model
+    return with_lora(make_model(family), seed, **options)
 
 
 def two_adapters() -> PeftModel:

@@ -87,6 +87,14 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys, values and states, when it is first had and at every waking: what is read before it is written shows."""
+    from stoker.engine.virtual_memory import PlainBuffer
+
+    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _factories_are_known() -> None:
     """torch notes at the first ``with torch.device`` which functions make tensors: not while a test has one replaced."""

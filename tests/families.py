@@ -420,6 +420,11 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     return model
 
 
+def draw(seed: int, length: int) -> list[int]:
+    """Token ids of a prompt."""
+    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def experts_modules(model: torch.nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(type(m), "_apply_gate")]
 

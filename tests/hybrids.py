@@ -9,9 +9,9 @@ from typing import Any
 import families
 import oracle
 import torch
-from adapted import lora, shake
-from families import VOCAB
-from peft import PeftModel, get_peft_model
+from adapted import with_lora
+from families import draw
+from peft import PeftModel
 from sharded import by_fsdp2, train
 from transformers import PreTrainedModel
 
@@ -19,10 +19,6 @@ from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingPa
 
 CONFIG = EngineConfig(max_num_seqs=8, max_model_len=96, block_size=4, kv_cache_memory="4MiB", max_num_batched_tokens=16)
 PARAMS = SamplingParams(max_tokens=8, seed=1, temperature=0.9)
-
-
-def draw(seed: int, length: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 PROMPTS = [draw(seed, length) for seed, length in ((1, 23), (2, 5), (3, 8), (4, 1))]
@@ -34,9 +30,7 @@ def make_model(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def peft_model(family: str, seed: int = 1, **options: Any) -> PeftModel:
-    model = get_peft_model(make_model(family), lora(**options)).eval()
-    shake(model, seed)
-    return model
+    return with_lora(make_model(family), seed, **options)
 
 
 def assert_like_plain(batch: RolloutBatch, model: PreTrainedModel, params: SamplingParams = PARAMS) -> None:

@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from typing import Any
@@ -15,6 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+
+@contextmanager
+def noted(case: str) -> Iterator[None]:
+    """Within, an error says of which of several cases it is."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"({case})")
+        raise
 
 
 def run(

@@ -5,28 +5,18 @@ from functools import cache
 
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import make_model
 from transformers import PreTrainedModel
 
-from stoker.engine.virtual_memory import PlainBuffer
 from stoker.rollout import EngineConfig, RolloutEngine, TokenLogprobs
 
 BLOCK = 4
 EXACT = {"rtol": 0, "atol": 1e-4}
 
 
-@pytest.fixture(autouse=True)
-def unwritten_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
-
-
 @cache
 def model_of(family: str) -> PreTrainedModel:
     return make_model(family)
-
-
-def draw(seed: int, length: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @torch.no_grad()

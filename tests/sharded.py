@@ -10,6 +10,7 @@ import oracle
 import torch
 import torch.distributed as dist
 from families import VOCAB, make_model
+from ranks import noted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -132,11 +133,8 @@ def follow_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, wrap in WRAPPERS[world_size].items():
         family = "llama" if "tensor" in name or "1" in name else "mistral+images" if "images" in name else "qwen3"
-        try:
+        with noted(name):
             found[name] = follow_training(rank, wrap, family, 2**16)
-        except BaseException as error:
-            error.add_note(f"({name})")
-            raise
     return found
 
 

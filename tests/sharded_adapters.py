@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero
-from adapted import lora, running, shake
-from families import VOCAB, make_model
-from peft import PeftModel, get_peft_model
-from sharded import CONFIG, by_fsdp1, by_fsdp2, by_fsdp2_of_copies, by_fsdp2_on_any_dimension
+from adapted import lora, running, shake, with_lora
+from families import make_model
+from peft import PeftModel
+from ranks import noted
+from sharded import CONFIG, by_fsdp1, by_fsdp2, by_fsdp2_of_copies, by_fsdp2_on_any_dimension, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -99,20 +100,11 @@ OTHERS: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any
 
 
 def adapted(family: str, options: dict[str, Any], seed: int = 1) -> PeftModel:
-    model = get_peft_model(make_model(family, num_hidden_layers=2), lora(**options)).eval()
-    shake(model, seed)
-    return model
+    return with_lora(make_model(family, num_hidden_layers=2), seed, **options)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    ids = torch.randint(1, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
-    optimizer.zero_grad()
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    optimizer.step()
 
 
 def assert_like(
@@ -141,11 +133,8 @@ def follow_all(rank: int, of_others: bool) -> dict[str, dict[str, Any]]:
     found = {}
     cases, each = (OTHERS, follow_another_model) if of_others else (CASES, follow)
     for name, case in cases[dist.get_world_size()].items():
-        try:
+        with noted(name):
             found[name] = each(*case)
-        except BaseException as error:
-            error.add_note(f"({name})")
-            raise
     return found
 
 

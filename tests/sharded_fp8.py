@@ -12,6 +12,7 @@ import sharded
 import torch
 import torch.distributed as dist
 from families import make_model
+from ranks import noted
 from rounding import names_of, rounded, rounded_base
 from sharded import CONFIG, PARAMS, PROMPT, train
 from sharded_adapters import adapted
@@ -61,11 +62,8 @@ def assert_rounded(engine: RolloutEngine, twin: PreTrainedModel) -> set[int]:
 
 def follow_all(rank: int) -> None:
     for name, wrap in CASES[dist.get_world_size()].items():
-        try:
+        with noted(name):
             follow(rank, name, wrap)
-        except BaseException as error:
-            error.add_note(f"({name})")
-            raise
 
 
 def follow(rank: int, name: str, wrap: Any) -> None:

@@ -15,6 +15,7 @@ import zero
 from accelerated import launched, shard
 from peft import LoraConfig
 from quantised_bases import adapted, quantised
+from ranks import noted
 from sharded import CONFIG, by_fsdp1, by_fsdp2
 from sharded_adapters import assert_like, by_peft_policy, optimizer_of, train
 from sharded_faults import Peak, keep_nothing
@@ -44,11 +45,8 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, torch.dtype, d
 def follow_all(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for name, case in CASES[dist.get_world_size()].items():
-        try:
+        with noted(name):
             found[name] = follow(folder, *case)
-        except BaseException as error:
-            error.add_note(f"({name})")
-            raise
     return found
 
 

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 import torch
-from families import VOCAB, make_model
+from families import draw, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -65,10 +65,6 @@ def build(model: PreTrainedModel | None = None, **config) -> RolloutEngine:
     return RolloutEngine(model or llama(), config=EngineConfig(**fields), tokenizer=with_text)
 
 
-def draw(seed: int, length: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def only(batch: RolloutBatch) -> Completion:
     batch.raise_for_errors()
     ((completion,),) = [o.completions for o in batch]
@@ -107,13 +103,10 @@ def needle_alone() -> RolloutBatch:
         return engine.generate_batch([NEEDLE], NEEDLE_PARAMS)
 
 
-def in_another_process(code: str, **environment: str) -> str:
+def in_another_process(code: str, *arguments: str, **environment: str) -> str:
     """What the code prints. It finds the tests' modules."""
-    env = (
-        os.environ
-        | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
-        | environment
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])
+    env, command = os.environ | {"PYTHONPATH": path} | environment, [sys.executable, "-P", "-c", code, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl_setup
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
@@ -45,12 +46,7 @@ def worst_difference(model: Any, batch: Any) -> float:
     """Of log-probabilities, from the plain forward of a model that autocast has no part in."""
     plain = make_model()
     plain.load_state_dict(model.state_dict())
-    return max(
-        abs(a - b)
-        for output in batch
-        for c in output.completions
-        for a, b in zip(c.logprobs, plain_logprobs(plain, output.prompt_token_ids, c.token_ids), strict=True)
-    )
+    return trl_setup.worst_difference(plain, batch)
 
 
 def train_on(accelerator: Accelerator, model: Any, optimizer: Any, ids: list[int]) -> None:

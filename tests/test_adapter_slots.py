@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 from adapted import GREEDY, PROMPTS, assert_like_peft, expected_tokens, peft_model, tokens, two_adapters
+from live_setup import at_rest
 from machine import Machine, make_group, make_scheduler, make_spec, until
 from peft import PeftModel
 
@@ -117,11 +118,6 @@ def test_the_slot_that_was_idle_for_longest_is_taken() -> None:
 
 
 # -- the engine --------------------------------------------------------------------------------------------------
-
-
-def at_rest(engine: RolloutEngine) -> None:
-    engine.core.scheduler.check()
-    assert not engine.core.has_work and engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
 def one_runs_and_one_waits(engine: RolloutEngine) -> tuple[RolloutHandle, RolloutHandle]:

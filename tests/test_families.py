@@ -5,24 +5,21 @@ from functools import cache
 import oracle
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, REFUSED, VOCAB, make_model
+from families import FAMILIES, HYBRIDS, REFUSED, draw, make_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from stoker.engine.virtual_memory import PlainBuffer
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.engine import RolloutEngine
 from stoker.rollout.outputs import RolloutBatch
 from stoker.rollout.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 NEW_TOKENS = 16
 BLOCK = 4
 BLOCKS = 20  # of 4 tokens: the longest request fills 14, all six would fill 50
-
-
-def draw(seed: int, length: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 PROMPTS = [draw(length, length) for length in (17, 40, 1, 28, 3, 9)]
@@ -30,12 +27,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 SAMPLED = [
     SamplingParams(temperature=0.7 if i % 2 else 1.0, seed=i, max_tokens=NEW_TOKENS) for i in range(len(PROMPTS))
 ]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_kv_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot of the KV cache that is read before it is written spoils the result every time, not now and then."""
-    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 @cache

@@ -17,13 +17,14 @@ from hybrids import CONFIG, draw, make_model, peft_model, step
 from peft import LoraConfig, get_peft_model
 from quantised_bases import quantised
 from torch import nn
-from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, replay, trainers
+from trl_setup import EOS, LOGPROB_TOLERANCE, PAD, MakeTrainer, logged, make_tokenizer, recorded, replay, trainers
 from trl_setup import PROMPTS as TEXTS
 
 from stoker.engine import fused_layers
-from stoker.engine.virtual_memory import PlainBuffer
 from stoker.integrations.ppo import gae, kl_penalty, masked_mean, token_rewards, whiten
-from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 QWEN = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 VARIETIES: list[tuple[str, dict[str, Any]]] = [
@@ -44,11 +45,6 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("nemotron_h", {"target_modules": ["in_proj", "q_proj", "up_proj"], "use_dora": True}),
     ("bamba", {"target_modules": "all-linear"}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -261,14 +257,7 @@ def test_grpo_trains_on_the_engine_as_on_the_same_samples_without_it(
 
     on_engine = made()
     engine = attach(on_engine)
-    sample = engine.generate_batch
-    rollouts: list[RolloutBatch] = []
-
-    def keep(prompts: Any, params: Any) -> RolloutBatch:
-        rollouts.append(sample(prompts, params))
-        return rollouts[-1]
-
-    monkeypatch.setattr(engine, "generate_batch", keep)
+    rollouts = recorded(engine, monkeypatch)
     before = {n: p.detach().clone() for n, p in on_engine.model.named_parameters() if p.requires_grad}
     on_engine.train()
     differences = logged(on_engine, "sampling/sampling_logp_difference/max")

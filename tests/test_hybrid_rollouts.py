@@ -14,17 +14,13 @@ from hybrids import CONFIG, PROMPTS, assert_like_plain, draw, make_model
 from small_engine import EOS, TEXT_VOCAB, encode, tokenizer
 from transformers import PreTrainedModel
 
-from stoker.engine.virtual_memory import PlainBuffer
 from stoker.rollout import EngineConfig, RolloutEngine, RolloutOutput, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 FAMILIES = ["qwen3_5", "lfm2", "lfm3", "granitemoehybrid"]
 BLOCK = CONFIG.block_size
 NARROW = replace(CONFIG, max_num_seqs=3, decode_window=3)
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 def border(length: int) -> int:

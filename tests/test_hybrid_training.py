@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,10 @@ import pytest
 import ranks
 import torch
 from hybrids import CONFIG, PARAMS, PROMPTS, assert_like_plain, check, draw, follow_fsdp2, make_model, step
+from small_engine import in_another_process
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from stoker.engine.virtual_memory import PlainBuffer
 from stoker.kernels.ops import REFERENCE
 from stoker.rollout import (
     EngineConfig,
@@ -28,17 +26,13 @@ from stoker.rollout import (
     binding,
 )
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
+
 FAMILIES = ["qwen3_5", "lfm2", "falcon_h1"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 A_LOG = "model.layers.2.linear_attn.A_log"
 CONV = "model.layers.0.linear_attn.conv1d.weight"
 DT_BIAS = "model.layers.0.linear_attn.dt_bias"
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys and values and of states, when it is first had and at every waking."""
-    monkeypatch.setattr(PlainBuffer, "tensor", property(lambda self: self._tensor.fill_(255)))
 
 
 def named(model: nn.Module, name: str) -> torch.Tensor:
@@ -325,8 +319,7 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_wake_and_rollout_leave_nothing_behind() -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
-    subprocess.run([sys.executable, "-P", "-c", _CYCLES], check=True, env=env, timeout=300)
+    in_another_process(_CYCLES)
 
 
 def test_copies_of_states_give_way_to_new_ones_and_what_is_lost_is_computed_again() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vision
+from live_setup import at_rest
 from transformers import PreTrainedModel
 from vision import (
     BREAK,
@@ -75,12 +76,6 @@ def check(model: PreTrainedModel, prompts: list[Any], batch: RolloutBatch, tempe
 
 def tokens(batch: RolloutBatch) -> list[list[int]]:
     return [completion.token_ids for output in batch for completion in output.completions]
-
-
-def at_rest(engine: RolloutEngine) -> None:
-    engine.core.scheduler.check()
-    assert not engine.core.has_work
-    assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import pytest
 import ranks
 import sharded_images
 import torch
+from live_setup import at_rest
 from numpy.typing import NDArray
-from test_images import EXACT, GREEDY, LAYOUTS, SETTINGS, SOME, TEXT, at_rest, check, engine_of, mixed, model_of, tokens
+from test_images import EXACT, GREEDY, LAYOUTS, SETTINGS, SOME, TEXT, check, engine_of, mixed, model_of, tokens
 from vision import IMAGE, KINDS, Prompt, greedy, logprobs, make_model, make_prompt, token_ids
 
 from stoker.engine.images import ImageFeatures, image_rows

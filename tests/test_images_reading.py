@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_images import EXACT, GREEDY, LAYOUTS, SOME, TEXT, at_rest, check, engine_of, model_of, tokens
+from live_setup import at_rest
+from test_images import EXACT, GREEDY, LAYOUTS, SOME, TEXT, check, engine_of, model_of, tokens
 from test_images_live import nudge
 from vision import IMAGE, KINDS, Prompt, extended, logprobs, make_model, make_prompt, token_ids
 

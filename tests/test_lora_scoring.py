@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from adapted import CONFIG, lora, peft_model, running, shake, state_dict, two_adapters
-from families import make_model
+from families import draw, make_model
 from peft import PeftModel
-from scored import check, draw
+from scored import check
 
 from stoker.rollout import RequestFailedError, RolloutEngine
 

@@ -3,14 +3,13 @@
 import gc
 import json
 import os
-import subprocess
-import sys
 import weakref
 from functools import cache
 
 import pytest
 import torch
 from families import make_model
+from small_engine import in_another_process
 from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
@@ -234,18 +233,9 @@ print(json.dumps({
 """
 
 
-def in_another_process(code: str, *arguments: str) -> dict:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def sleeper() -> dict:
-    return in_another_process(_SLEEP)
+    return json.loads(in_another_process(_SLEEP))
 
 
 def test_sleep_gives_memory_back_to_the_system(sleeper):
@@ -264,7 +254,7 @@ def test_weights_from_a_file_stay_in_the_file(tmp_path):
         "llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=4096, num_attention_heads=8
     )
     model.save_pretrained(tmp_path, max_shard_size="20MB")
-    seen = in_another_process(_MAPPED, str(tmp_path))
+    seen = json.loads(in_another_process(_MAPPED, str(tmp_path)))
     assert seen["weights"] == sum(p.nbytes for p in model.parameters()) > 50 * MIB
     with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB")) as engine:
         (c,) = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))[0].completions

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from families import FAMILIES, VOCAB, make_config, make_model
-from scored import check, clean_engine, draw, engine_of, model_of, shared_engine, unwritten_kv_is_nan  # noqa: F401
+from families import FAMILIES, VOCAB, draw, make_config, make_model
+from scored import check, clean_engine, engine_of, model_of, shared_engine  # noqa: F401
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,10 +5,12 @@ import re
 
 import pytest
 import torch
-from families import VOCAB, make_model
-from scored import check, clean_engine, draw, engine_of, model_of, shared_engine, unwritten_kv_is_nan  # noqa: F401
+from families import VOCAB, draw, make_model
+from scored import check, clean_engine, engine_of, model_of, shared_engine  # noqa: F401
 
 from stoker.rollout import EngineStateError, InvalidRequestError, RequestFailedError, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import make_model
-from scored import check, draw, engine_of, model_of, plain, unwritten_kv_is_nan  # noqa: F401
+from families import draw, make_model
+from scored import check, engine_of, model_of, plain
 
 from stoker.rollout import RequestFailedError, RolloutBatch, RolloutEngine, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 
 def test_scores_are_of_the_weights_there_are():

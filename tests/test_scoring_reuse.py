@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
-from families import make_model
-from scored import check, clean_engine, computed, draw, engine_of, model_of, shared_engine, unwritten_kv_is_nan  # noqa: F401
+from families import draw, make_model
+from scored import check, clean_engine, computed, engine_of, model_of, shared_engine  # noqa: F401
 
 from stoker.engine.scoring import Scoring, TokenScores, Variant
 from stoker.rollout import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

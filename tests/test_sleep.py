@@ -1,13 +1,11 @@
 """Sleep and wake: what each level and tag gives back, and that what wakes is as it was, or asleep as before."""
 
-import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 import torch
 from families import make_model
+from small_engine import in_another_process
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -332,5 +330,4 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_update_wake_and_rollout_leave_nothing_behind():
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *sys.path])}
-    subprocess.run([sys.executable, "-P", "-c", _CYCLES], check=True, env=env, timeout=300)
+    in_another_process(_CYCLES)

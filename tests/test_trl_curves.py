@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PrinterCallback
-from trl_setup import build, logged, make_model, replay
+from trl_setup import build, logged, make_model, recorded, replay
 
 from stoker.rollout import RolloutBatch, SamplingParams
 
@@ -163,14 +163,7 @@ def test_of_the_same_samples_the_trainer_makes_the_same(
     }
     on_engine = make_trainer(kind, **settings)
     engine = attach(on_engine)
-    sample = engine.generate_batch
-    rollouts: list[RolloutBatch] = []
-
-    def keep(prompts: Any, params: Any) -> RolloutBatch:
-        rollouts.append(sample(prompts, params))
-        return rollouts[-1]
-
-    engine.generate_batch = keep  # type: ignore[method-assign, assignment]
+    rollouts = recorded(engine, monkeypatch)
     on_engine.train()
 
     plain = make_trainer(kind, **settings)

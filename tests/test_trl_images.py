@@ -12,9 +12,9 @@ import torch
 import vision
 from PIL import Image
 from processors import FIRST, WORDS, make_model, make_processor, picture
-from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, replay, trainers
+from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, recorded, replay, trainers
 
-from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -166,14 +166,7 @@ def test_of_the_same_samples_the_trainer_makes_the_same(
         settings["learning_rate"] = 3e-4
     on_engine = make_trainer(kind, of, **settings)
     engine = attach(on_engine, config=CONFIG)
-    sample = engine.generate_batch
-    rollouts: list[RolloutBatch] = []
-
-    def keep(prompts: Any, params: Any) -> RolloutBatch:
-        rollouts.append(sample(prompts, params))
-        return rollouts[-1]
-
-    monkeypatch.setattr(engine, "generate_batch", keep)
+    rollouts = recorded(engine, monkeypatch)
     before = policy(on_engine)
     on_engine.train()
     detach(on_engine)

@@ -21,8 +21,8 @@ from trl_setup import (
     MakeTrainer,
     frozen_copy,
     make_tokenizer,
-    plain_logprobs,
     trainers,
+    worst_difference,
 )
 
 from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, RolloutBatch, UnsupportedModelError
@@ -57,16 +57,8 @@ def recorded(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, A
     return calls
 
 
-def worst_difference(model: Any, params: Any, batch: RolloutBatch) -> float:
-    def plain(prompt: list[int], completion: list[int]) -> list[float]:
-        return plain_logprobs(model, prompt, completion, params.temperature)
-
-    return max(
-        abs(a - b)
-        for output in batch
-        for c in output.completions
-        for a, b in zip(c.logprobs, plain(output.prompt_token_ids, c.token_ids), strict=True)
-    )
+def difference(model: Any, params: Any, batch: RolloutBatch) -> float:
+    return worst_difference(model, batch, params.temperature)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,9 +70,9 @@ def test_every_rollout_is_of_the_weights_of_its_step(
     calls = recorded(trainer, monkeypatch)
     trainer.train()
     assert len(calls) == 3 and engine.weight_version == 3
-    assert all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)
+    assert all(difference(*call) < LOGPROB_TOLERANCE for call in calls)
     (_, params, first), (last, *_) = calls[0], calls[-1]
-    assert worst_difference(last, params, first) > 10 * LOGPROB_TOLERANCE  # the weights moved, and the check can tell
+    assert difference(last, params, first) > 10 * LOGPROB_TOLERANCE  # the weights moved, and the check can tell
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "distillation", "gold", "iw_opd", "online_dpo"])
@@ -94,7 +86,7 @@ def test_completions_match_the_pattern_of_the_trainer(
     completions = [c for _, _, batch in calls for output in batch for c in output.completions]
     assert len(completions) >= 12 and {c.finish_reason for c in completions} == {"stop"}
     assert all(re.fullmatch("(ab|c){1,2}d?", c.text) for c in completions)
-    assert all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)  # of the whole vocabulary
+    assert all(difference(*call) < LOGPROB_TOLERANCE for call in calls)  # of the whole vocabulary
 
 
 @pytest.mark.parametrize("kind", WITH_REWARDS)
@@ -145,7 +137,7 @@ def test_evaluation_is_on_the_engine(make_trainer: MakeTrainer, monkeypatch: pyt
     trainer.train()
     calls = recorded(trainer, monkeypatch)
     trainer.evaluate()
-    assert calls and all(worst_difference(*call) < LOGPROB_TOLERANCE for call in calls)
+    assert calls and all(difference(*call) < LOGPROB_TOLERANCE for call in calls)
     assert calls[0][2][0].completions[0].weight_versions[0] == trainer.vllm_generation.engine.weight_version == 2
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import HYBRIDS, VOCAB, make_model
+from families import HYBRIDS, draw, make_model
 
 from stoker.engine.block_layout import BlockLayout
 from stoker.engine.device import CpuRuntime
@@ -46,10 +46,6 @@ _FIELDS: dict[str, dict[str, Any]] = {
 @cache
 def model_of(family: str) -> Any:
     return make_model(family, **_FIELDS.get(family, {}))
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return torch.randint(1, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def engine_of(family: str, blocks: int | None = None, device: str = "cpu", **fields: Any) -> RolloutEngine:
@@ -90,7 +86,7 @@ def check(family: str, prompts: list[list[int]], batch: Any, temperature: float 
 
 def check_on_poisoned_memory(family: str, blocks: int | None, device: str = "cpu") -> None:
     """Groups, prompts in chunks, preemption, cached prefixes, a next turn, scores; by captured steps too, where there are."""
-    prompts = [prompt(1, 45), prompt(2, 3), prompt(3, 20), prompt(1, 45)[:30] + prompt(4, 5)]
+    prompts = [draw(1, 45), draw(2, 3), draw(3, 20), draw(1, 45)[:30] + draw(4, 5)]
     params = SamplingParams(n=4, max_tokens=24, seed=0, ignore_eos=True)
     settings = {"max_num_batched_tokens": 16, "decode_window": 4}
     with engine_of(family, blocks, device, **settings) as engine, poisoned(engine):
@@ -138,7 +134,7 @@ def test_a_long_sequence_holds_what_its_windows_see(family: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(scheduler), "plan", lambda _: counting())
-            engine.generate_batch([prompt(1, 100)], SamplingParams(max_tokens=100, ignore_eos=True)).raise_for_errors()
+            engine.generate_batch([draw(1, 100)], SamplingParams(max_tokens=100, ignore_eos=True)).raise_for_errors()
     assert 4 <= most <= 8  # ceil((12 + 16) / 4) and one in part
 
 
@@ -146,16 +142,16 @@ def test_a_long_sequence_holds_what_its_windows_see(family: str) -> None:
 def test_the_longest_sequence_that_fits_runs_and_no_longer_one_is_taken(family: str, blocks: int) -> None:
     """Alone, in memory that other sequences have left in pieces."""
     with engine_of(family, blocks, max_num_batched_tokens=16) as engine:
-        others = [prompt(seed, 9) for seed in range(12)]
+        others = [draw(seed, 9) for seed in range(12)]
         params = SamplingParams(max_tokens=11, ignore_eos=True)
         engine.generate_batch(others, params).raise_for_errors()
         room = engine._kv.most_tokens(16)
         assert blocks * 4 < room < 256, "more than blocks of all layers would hold"
         longest = SamplingParams(max_tokens=room - 50, ignore_eos=True, temperature=0)
-        prompts = [*others, prompt(5, 50)]
+        prompts = [*others, draw(5, 50)]
         check(family, prompts, engine.generate_batch(prompts, [*[params] * 12, longest]))
         with pytest.raises(InvalidRequestError, match=f"the KV cache holds {room}"):
-            engine.generate_batch([prompt(5, 51)], longest)
+            engine.generate_batch([draw(5, 51)], longest)
 
 
 @pytest.mark.parametrize(

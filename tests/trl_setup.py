@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stoker.rollout import RolloutBatch
+from stoker.rollout import RolloutBatch, RolloutEngine
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns when its experimental trainers are imported
 
@@ -200,6 +200,19 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def recorded(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> list[RolloutBatch]:
+    """What an engine samples from now on, batch by batch."""
+    sample = engine.generate_batch
+    rollouts: list[RolloutBatch] = []
+
+    def keep(prompts: Any, params: Any) -> RolloutBatch:
+        rollouts.append(sample(prompts, params))
+        return rollouts[-1]
+
+    monkeypatch.setattr(engine, "generate_batch", keep)
+    return rollouts
+
+
 def replay(trainer: Any, rollouts: list[RolloutBatch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Train without an engine, on what one has sampled for another trainer."""
     asked = iter(rollouts)
@@ -218,3 +231,15 @@ def replay(trainer: Any, rollouts: list[RolloutBatch], monkeypatch: pytest.Monke
 def plain_logprobs(model: Any, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1)[range(len(completion)), completion].tolist()
+
+
+def worst_difference(model: Any, batch: RolloutBatch, temperature: float = 1.0) -> float:
+    """Of a batch's log-probabilities, from those of the plain forward."""
+    return max(
+        abs(a - b)
+        for output in batch
+        for c in output.completions
+        for a, b in zip(
+            c.logprobs, plain_logprobs(model, output.prompt_token_ids, c.token_ids, temperature), strict=True
+        )
+    )

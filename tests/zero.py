@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import VOCAB, make_model
+from ranks import noted
 from sharded import CONFIG, PARAMS, PROMPT
 from torch import nn
 from transformers import PreTrainedModel
@@ -122,11 +123,8 @@ def follow_all(rank: int) -> dict[str, dict[str, Any]]:
     found = {}
     for name, (ranks, *case) in CASES.items():
         if ranks == dist.get_world_size():
-            try:
+            with noted(name):
                 found[name] = follow(*case)
-            except BaseException as error:
-                error.add_note(f"({name})")
-                raise
     return found
 
 
