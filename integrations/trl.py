@@ -19,21 +19,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from packaging.version import Version
 from transformers import TrainerCallback
 
+from stoker.integrations.trl_checks import check_trainer
 from stoker.integrations.trl_images import with_images
-from stoker.integrations.trl_sampling import check_pattern, live_model, sampling_params, tokenizer_of
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMovedError
+from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
+from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.memory import between_rollouts
 
-_OLDEST, _TOO_NEW = (1, 16), (2,)
 _ABSENT = object()
 
 
@@ -52,7 +50,9 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run,
     ``InvalidRequestError`` for sampling settings that no completion could follow.
     """
-    backend = _check(trainer)(trainer, config)
+    if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):
+        raise EngineStateError("an engine is attached to this trainer already: call detach(trainer) first")
+    backend = _BACKENDS[check_trainer(trainer, _BACKENDS)](trainer, config)
     for owner, name, value in backend.seam():
         backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
@@ -342,15 +342,6 @@ _BACKENDS: dict[str, type[_EngineBackend]] = {
     "IWOPDTrainer": _DistillingBackend,
     "OnlineDPOTrainer": _PairBackend,
 }
-# Those that generate where nothing can take their place, and what to do.
-_REFUSED = {
-    "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
-    "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
-    "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same",
-    "A2POTrainer": "calls model.generate by itself: use GRPOTrainer or RLOOTrainer, or train it without the engine",
-    "CPOTrainer": "generates samples to log and nothing else: train it without the engine",
-    "ORPOTrainer": "generates samples to log and nothing else: train it without the engine",
-}
 
 
 class _BothEnds(TrainerCallback):  # type: ignore[misc]
@@ -364,44 +355,3 @@ class _BothEnds(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._backend.end()
-
-
-def check_version() -> None:
-    """Raise ``InvalidConfigError`` where TRL is not there, or of another version than this works with."""
-    try:
-        found = version("trl")
-    except PackageNotFoundError:
-        raise InvalidConfigError("TRL is not installed: pip install trl datasets") from None
-    if not _OLDEST <= Version(found).release < _TOO_NEW:
-        raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
-
-
-def _check(trainer: Any) -> type[_EngineBackend]:
-    """The backend for this kind of trainer. Raises for whatever would not work, before anything is changed."""
-    check_version()
-    of_trl = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
-    kind = next((name for name in of_trl if name in _BACKENDS), None)
-    if kind is None:
-        if (name := next((name for name in of_trl if name in _REFUSED), None)) is not None:
-            raise InvalidConfigError(f"{name} {_REFUSED[name]}")
-        known = ", ".join(_BACKENDS)
-        raise InvalidConfigError(f"attach takes one of TRL's {known}, and this is a {type(trainer).__name__}")
-    if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):
-        raise EngineStateError("an engine is attached to this trainer already: call detach(trainer) first")
-    if trainer.use_vllm:
-        raise InvalidConfigError("the trainer generates with vLLM: build it with use_vllm=False")
-    if getattr(trainer, "use_transformers_continuous_batching", False):
-        raise InvalidConfigError(
-            "the trainer generates with transformers' continuous batching: build it with "
-            "use_transformers_continuous_batching=False"
-        )
-    # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
-    vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction
-    if vespo and trainer.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
-        raise InvalidConfigError(
-            f"VESPO loss needs a correction by token, vllm_importance_sampling_mode is "
-            f"{trainer.vllm_importance_sampling_mode!r}: set it to 'token_truncate' or 'token_mask', or set "
-            "vllm_importance_sampling_correction=False"
-        )
-    check_pattern(trainer, sampling_params(trainer))
-    return _BACKENDS[kind]

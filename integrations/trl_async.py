@@ -26,8 +26,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from stoker.integrations.async_steps import AsyncSteps
-from stoker.integrations.trl import check_version
-from stoker.integrations.trl_sampling import sampling_params
+from stoker.integrations.trl_checks import check_version, kinds_of
+from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -111,8 +111,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         cannot be; ``EngineStateError`` where it is attached already; ``UnsupportedModelError`` for a model the engine does
         not run.
         """
-        kinds = [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
-        if "AsyncGRPOTrainer" not in kinds:
+        if "AsyncGRPOTrainer" not in kinds_of(trainer):
             raise InvalidConfigError(
                 f"AsyncRollouts is for TRL's AsyncGRPOTrainer, and this is a {type(trainer).__name__}: use "
                 "stoker.integrations.trl.attach"
@@ -132,7 +131,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         if main:
             args = trainer.args
             self.engine = RolloutEngine(
-                trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False),
+                live_model(trainer),
                 config=self._config or EngineConfig(seed=args.seed),
                 tokenizer=trainer.processing_class,
             )

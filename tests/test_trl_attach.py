@@ -284,7 +284,7 @@ def test_after_detach_the_trainer_generates_by_itself(
 def test_other_versions_of_trl_are_refused(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
-    monkeypatch.setattr("stoker.integrations.trl.version", lambda _: found)
+    monkeypatch.setattr("stoker.integrations.trl_checks.version", lambda _: found)
     refused(make_trainer(), InvalidConfigError, rf"TRL {found} .*>=1\.16,<2")
 
 

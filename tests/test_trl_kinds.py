@@ -31,7 +31,8 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 import trl
 
-from stoker.integrations.trl import _BACKENDS, _REFUSED, attach, detach
+from stoker.integrations.trl import _BACKENDS, attach, detach
+from stoker.integrations.trl_checks import _REFUSED
 
 WITH_REWARDS = tuple(kind for kind in KINDS if kind not in ("distillation", "sdft", "gold", "iw_opd"))
 OFF_POLICY_IN_EVALUATION = ("gold", "iw_opd", "online_dpo")  # these sample in training only

@@ -1,0 +1,68 @@
+"""Whether an engine can generate for one of TRL's trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from stoker.integrations.trl_sampling import check_pattern, sampling_params
+from stoker.kernels.errors import InvalidConfigError
+
+_OLDEST, _TOO_NEW = (1, 16), (2,)
+# Those that generate where nothing can take their place, and what to do.
+_REFUSED = {
+    "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
+    "AsyncDistillationTrainer": "wants a vLLM server of its own protocol: use DistillationTrainer",
+    "GKDTrainer": "calls model.generate by itself: use GOLDTrainer, whose loss without ULD is the same",
+    "A2POTrainer": "calls model.generate by itself: use GRPOTrainer or RLOOTrainer, or train it without the engine",
+    "CPOTrainer": "generates samples to log and nothing else: train it without the engine",
+    "ORPOTrainer": "generates samples to log and nothing else: train it without the engine",
+}
+
+
+def check_version() -> None:
+    """Raise ``InvalidConfigError`` where TRL is not there, or of another version than this works with."""
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise InvalidConfigError("TRL is not installed: pip install trl datasets") from None
+    if not _OLDEST <= Version(found).release < _TOO_NEW:
+        raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
+
+
+def kinds_of(trainer: Any) -> list[str]:
+    """Names of TRL's classes that a trainer is of, the nearest first."""
+    return [c.__name__ for c in type(trainer).__mro__ if c.__module__.partition(".")[0] == "trl"]
+
+
+def check_trainer(trainer: Any, known: Collection[str]) -> str:
+    """Which of the known kinds a trainer is. Raises a ``StokerError`` where no engine could generate for it as it is set up."""
+    check_version()
+    kinds = kinds_of(trainer)
+    kind = next((name for name in kinds if name in known), None)
+    if kind is None:
+        if (name := next((name for name in kinds if name in _REFUSED), None)) is not None:
+            raise InvalidConfigError(f"{name} {_REFUSED[name]}")
+        raise InvalidConfigError(
+            f"attach takes one of TRL's {', '.join(known)}, and this is a {type(trainer).__name__}"
+        )
+    if trainer.use_vllm:
+        raise InvalidConfigError("the trainer generates with vLLM: build it with use_vllm=False")
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        raise InvalidConfigError(
+            "the trainer generates with transformers' continuous batching: build it with "
+            "use_transformers_continuous_batching=False"
+        )
+    # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
+    vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction
+    if vespo and trainer.vllm_importance_sampling_mode not in ("token_truncate", "token_mask"):
+        raise InvalidConfigError(
+            f"VESPO loss needs a correction by token, vllm_importance_sampling_mode is "
+            f"{trainer.vllm_importance_sampling_mode!r}: set it to 'token_truncate' or 'token_mask', or set "
+            "vllm_importance_sampling_correction=False"
+        )
+    check_pattern(trainer, sampling_params(trainer))
+    return kind
