@@ -59,6 +59,7 @@ class ModelShell:
         self.vocab = int(self.module.get_output_embeddings().weight.shape[0])
         self.has_wide_head = False
         self.same_keys: dict[int, int] = {}  # of layers that attend to the keys of another: which one
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}  # of tensors, by name
         self.stood_for: dict[str, str] = {}  # tensors that others of the model's are bound in place of, by name
 
     def bind(self, tensors: Mapping[str, Tensor], modules: Mapping[str, nn.Module]) -> None:
@@ -85,6 +86,7 @@ class ModelShell:
             module = self.module.get_submodule(path)
             registry = module._parameters if name in own else module._buffers
             registry[leaf] = tensors[name]
+            self._places[name] = registry, leaf
         for path, module in self.module.named_modules():
             theirs = vars(modules[path]) if path in modules else {}
             is_split = "_is_expert_parallel" in theirs  # and says how many experts this rank has
@@ -97,6 +99,10 @@ class ModelShell:
         self._base, self._tail, self._given = _split(self.module)
         self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
         self.has_wide_head = self._cast_to_wide_head()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it runs on now, by name: that of layers which others have replaced, too."""
+        return {name: registry[leaf] for name, (registry, leaf) in self._places.items()}
 
     def _cast_to_wide_head(self) -> bool:
         """Where the head is wider than the layers (TRL's ``cast_lm_head_to_fp32``), cast what it is given; returns whether.

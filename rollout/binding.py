@@ -85,7 +85,6 @@ class ModelBinding:
         self._rounded: Fp8Weights | None = None  # where they are
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
-        self._slots: dict[str, tuple[dict[str, Tensor | None], str]]
         self._fused: dict[tuple[str, ...], Tensor] = {}
         self._casts: Casts = {}
         self._refill = False  # the memory of weights that was given back
@@ -348,7 +347,7 @@ class ModelBinding:
         """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
         self.in_order()
         expected, trainer = self.source.tensors(), self.source.names()
-        used = {name: registry[leaf] for name, (registry, leaf) in self._slots.items()}
+        used = self.shell.tensors()
         expected = expected | {name: expected[other] for name, other in self.shell.stood_for.items()}
         wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
         read = (item for item in self._fused.items() if self.source.passing.isdisjoint(item[0]))
@@ -384,13 +383,6 @@ class ModelBinding:
 
     def _fuse(self, shell: ModelShell, source: WeightSource) -> ModelShell:
         """Returns the shell, or another one where more weights are to be kept than it was made for."""
-        self._slots = {
-            f"{path}.{leaf}" if path else leaf: (registry, leaf)
-            for path, module in shell.module.named_modules(remove_duplicate=False)
-            for registry in (module._parameters, module._buffers)
-            for leaf, tensor in registry.items()
-            if tensor is not None
-        }
         with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
             modules = dict(shell.module.named_modules())
             take_over_experts(shell.module, self.ops)

@@ -176,7 +176,7 @@ def test_norms_that_stay_in_fp32_under_fp16(how, tmp_path):
     ):
         batch = engine.generate_batch(PROMPTS, SAMPLED)
         batch.raise_for_errors()
-        used = {n: registry[leaf] for n, (registry, leaf) in engine._binding._slots.items()}
+        used = engine._binding.shell.tensors()
         names = {n for n, _ in model.named_parameters() if used[n].dtype == torch.float32}
         assert names == {n for n, _ in model.named_parameters() if "norm" in n}
         assert engine.verify_weights().source == ("mirror" if how == "mirror" else "aliased")
