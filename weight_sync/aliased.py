@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.mirror import Consumer
-from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.naming import main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import is_packed, scales_of
 from stoker.weight_sync.staging import copy_each
 
@@ -36,6 +36,8 @@ class AliasedSource:
     nbytes = 0
     adapters: Mapping[str, Tensor] = MappingProxyType({})  # none of them is sharded
     wider: Mapping[torch.dtype, torch.dtype] = MappingProxyType({})
+    passing: frozenset[str] = frozenset()
+    resident = stable_addresses = at_hand = True
 
     def __init__(self, model: nn.Module, *, check_finite: bool = False) -> None:
         self.module = unwrap(model)
@@ -45,16 +47,10 @@ class AliasedSource:
         self._scaled: list[tuple[nn.Module, Any]] = []  # modules with quantised weights, and these
         self._sums: list[int] | None = None
         self.complete = True
-        sizes: dict[torch.dtype, int] = {}
-        for parameter in self.module.parameters():
-            # Quantised weights say nothing of what they are computed in.
-            if parameter.is_floating_point() and not is_packed(parameter):
-                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-            self.device = parameter.device
-        self.dtype = max(sizes, key=lambda d: sizes[d])
-
-    stable_addresses = True
-    passing: frozenset[str] = frozenset()
+        self.device = next(self.module.parameters()).device
+        # Quantised weights say nothing of what they are computed in.
+        plain = (p for p in self.module.parameters() if p.is_floating_point() and not is_packed(p))
+        self.dtype = main_dtype((p.dtype, p.numel()) for p in plain)
 
     def tensors(
         self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
@@ -196,19 +192,11 @@ class AliasedSource:
         """Take over the duty to give the parameters that another source has moved storages of their own again."""
         self._rehomed = former._rehomed
 
-    @property
-    def resident(self) -> bool:
-        return True
-
     def give_back(self, *, drop: bool) -> None:
         """The memory is the trainer's."""
 
     def take_again(self) -> None:
         pass
-
-    @property
-    def at_hand(self) -> bool:
-        return True
 
     def fill(self) -> bool:
         return False

@@ -14,7 +14,7 @@ from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
-from stoker.weight_sync.naming import engine_dtypes, unwrap
+from stoker.weight_sync.naming import engine_dtypes, main_dtype, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
@@ -70,10 +70,8 @@ class MirroredSource:
         device = device or own
         self.converts = self._dtypes != held.dtypes or device.type != own.type  # so that it holds other bits
         self.device = torch.empty(0, device=device).device  # "cuda" has no index, and its tensors' device has
-        sizes: dict[torch.dtype, int] = {}
-        for name in parameters - self._packed.keys():  # packed ones say nothing of what they are computed in
-            sizes[self._dtypes[name]] = sizes.get(self._dtypes[name], 0) + held.shapes[name].numel()
-        self.dtype = max(sizes, key=lambda d: sizes[d], default=torch.float32)
+        plain = parameters - self._packed.keys()  # packed ones say nothing of what they are computed in
+        self.dtype = main_dtype((self._dtypes[name], held.shapes[name].numel()) for name in plain)
         self.mirror: Mirror | None = None
         self._consumer: Consumer | None = None
         self._kept: set[str] = set()  # of those that could pass through

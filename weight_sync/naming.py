@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cache
 from typing import Any
@@ -133,10 +134,17 @@ def tensors_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, 
             continue
         for registry in (module._parameters, module._buffers):
             for leaf, tensor in registry.items():
-                if tensor is not None and not getattr(
-                    tensor, "_is_flat_param", False
-                ):  # FSDP1's own, which it describes
+                is_flat = getattr(tensor, "_is_flat_param", False)  # FSDP1's own, which it describes
+                if tensor is not None and not is_flat:
                     yield f"{path}.{leaf}" if path else leaf, tensor, leaf not in module._non_persistent_buffers_set
+
+
+def main_dtype(sizes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype that most of the numbers are in, of tensors' dtypes and how many numbers each has."""
+    numbers = Counter[torch.dtype]()
+    for dtype, count in sizes:
+        numbers[dtype] += count
+    return max(numbers, key=numbers.__getitem__, default=torch.float32)
 
 
 def engine_dtypes(
