@@ -249,9 +249,27 @@ def test_the_reference_computes_in_fp32_whatever_the_logits_are(dtype: torch.dty
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
+def test_columns_of_wider_tensors() -> None:
+    """As a scorer's likeliest tokens are, and logits of which some are left out."""
+
+    def apart(x: Tensor) -> Tensor:
+        return torch.stack((x, x.flip(0)), dim=-1)[..., 0]
+
+    logits, inverse = torch.randn(6, 300, device=DEVICE), torch.linspace(0.4, 3, 6, device=DEVICE)
+    greedy, given = torch.arange(6, device=DEVICE) % 3 == 0, torch.arange(6, device=DEVICE) * 50
+    at = numbers(6)
+    noise = TRITON.gumbel_noise(*at, 300)
+    assert torch.equal(TRITON.gumbel_noise(*map(apart, at), 300), noise)
+    cut = on([0, 5, 0, 9, 9, 0], [1.0, 1.0, 0.5, 0.9, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.1, 0.1])
+    for op, *rest in ((TRITON.score_tokens, inverse, given), (TRITON.sample, inverse, greedy), (TRITON.truncate, *cut)):
+        more = (noise,) if op is TRITON.sample else ()
+        found, wanted = (op(*map(same, (logits, *rest)), *more) for same in (apart, Tensor.clone))
+        assert all(map(torch.equal, found, wanted))
+
+
 # -- truncate ----------------------------------------------------------------------------------------------------
 
-SETTINGS = list(product([0, 8, 5000], [1.0, 0.9, 1e-6], [0.0, 0.05]))
+SETTINGS = list(product([0, 8, 999, 5000], [1.0, 0.9, 1e-6], [0.0, 0.05]))
 
 
 @pytest.mark.parametrize("vocab", [1, 1000])
@@ -291,7 +309,8 @@ def test_equal_logits_share_a_fate(implementation: str, p: float) -> None:
             torch.arange(70) * 2.0**-149,
         )
     )
-    for k, min_p in zip([0, 1, 30, 2**40], [0.0, 0.1, 0.0, 0.1] if p == 0.61 else [0.1, 0.0, 0.1, 0.0], strict=True):
+    min_ps = [0.0, 0.1, 0.0, 0.0, 0.1] if p == 0.61 else [0.1, 0.0, 0.1, 0.0, 0.0]
+    for k, min_p in zip([0, 1, 30, 69, 2**40], min_ps, strict=True):
         count = len(rows)
         out = ops.truncate(rows.to(DEVICE), *on([k] * count, [p] * count, [min_p] * count)).cpu()
         wanted = torch.stack([by_rule(row, k, p, min_p) for row in rows])
