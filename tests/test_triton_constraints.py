@@ -30,7 +30,7 @@ class Automata:
             self.kinds.append(kinds.tolist())
             self.tables.append(table.tolist())
         self.of_slot = [random.randrange(count) for _ in range(slots)]
-        self.states = [random.randrange(FIRST + 4) for _ in range(slots)]
+        self.states = random.sample(range(FIRST + 4), FIRST + 4) + [FREE] * (slots - FIRST - 4)
         self.first_end = [random.randrange(20) for _ in range(slots)]
         base = [bases[number] for number in self.of_slot]
         columns = (torch.tensor(column, device=DEVICE) for column in (base, self.states, self.first_end))
@@ -42,15 +42,18 @@ class Automata:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "vocab"), [(1, 7), (5, 300), (3, 5000)])
+@pytest.mark.parametrize(("count", "vocab"), [(1, 7), (8, 300), (3, 5000)])
 @OPS
 def test_tokens_that_may_not_come_are_masked(ops: Ops, count: int, vocab: int, dtype: torch.dtype) -> None:
     automata = Automata(vocab, slots=8)
-    slots, positions = torch.randperm(8, device=DEVICE)[:count], torch.randint(20, (count,), device=DEVICE)
+    slots = torch.randperm(8, device=DEVICE)[:count]
+    positions = automata.rows.first_end[slots] + torch.randint(-1, 2, (count,), device=DEVICE)
     logits = torch.randn(count, vocab + 3).to(DEVICE, dtype)[:, :vocab]
     logits[0, 3] = float("nan")  # it has to reach the log-probability, by which it is found
     found = ops.constrain(logits, automata.rows, slots, positions)
     assert found.dtype == torch.float32
+    columns = logits.t().contiguous().t()
+    assert torch.equal(ops.constrain(columns, automata.rows, slots, positions).nan_to_num(), found.nan_to_num())
     for row, slot in enumerate(slots.tolist()):
         after = [automata.after(slot, token) for token in range(vocab)]
         early = int(positions[row]) < automata.first_end[slot]

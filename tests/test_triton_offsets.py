@@ -15,6 +15,7 @@ from triton_oracle import DEVICE
 
 from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.reference.attention_plan import Visibility
+from stoker.kernels.reference.constraints import FIRST, HEADER, REFUSED, ConstraintRows
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.moe import Gate
@@ -44,6 +45,11 @@ def norms_and_activations(same: Same) -> list[Tensor]:
     return [TRITON.rms_norm(x, torch.ones(64), 1e-6, residual=x), TRITON.act_mul(x, "silu")]
 
 
+def gates(same: Same) -> list[Tensor]:
+    x, a = same(torch.randn(4, 2, 32)), same(torch.randn(4, 2))
+    return [TRITON.gated_rms_norm(x, x, torch.ones(32), 1e-6), *TRITON.delta_gates(a, a, torch.ones(2), torch.ones(2))]
+
+
 def weights(same: Same) -> list[Tensor]:
     weight, arrived, found = same(torch.randn(6, 64)), torch.zeros(1, dtype=torch.int32), []
     for residual in (None, same(torch.randn(4, 6))):
@@ -64,7 +70,11 @@ def logits(same: Same) -> list[Tensor]:
     scores, ones, ids = same(torch.randn(4, 300)), torch.ones(4), torch.tensor([1, 2, 3, 299])
     noise = same(TRITON.gumbel_noise(ids, ids, ids, 300))
     cut = torch.tensor([5, 0, 0, 3]), torch.tensor([1.0, 0.9, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.1, 0.0])
+    automaton = torch.cat([torch.full((HEADER,), 2), ids[0] * torch.randint(2, (300,)), torch.tensor([FIRST, REFUSED])])
+    at = torch.zeros(4, dtype=torch.long)
+    constraints = ConstraintRows(automaton.short(), at, torch.full_like(at, FIRST), at)
     return [
+        TRITON.constrain(scores, constraints, torch.arange(4), ids),
         *TRITON.score_tokens(scores, ones, ids),
         *TRITON.sample(scores, ones, None, noise),
         TRITON.truncate(scores, *cut),
@@ -124,7 +134,17 @@ def states_of_sequences(same: Same) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "run",
-    [norms_and_activations, weights, logits, keys_and_values, projected_heads, adapters, experts, states_of_sequences],
+    [
+        norms_and_activations,
+        gates,
+        weights,
+        logits,
+        keys_and_values,
+        projected_heads,
+        adapters,
+        experts,
+        states_of_sequences,
+    ],
 )
 def test_the_numbers_are_the_same(run: Callable[[Same], list[Tensor]]) -> None:
     found = []
