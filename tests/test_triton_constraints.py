@@ -22,9 +22,10 @@ class Automata:
         self.vocab, self.kinds, self.tables = vocab, [], []
         parts, bases = [torch.full((5,), 77)], []
         for number in range(count):
-            classes, states = 2 + 3 * number, 4 + number
+            classes, states = 4 + 3 * number, 4 + number
             kinds = torch.randint(classes, (vocab,))
             table = torch.randint(FIRST + states, (states, classes))
+            table[:, 0], table[:, 1] = REFUSED, MAY_END
             bases.append(sum(map(len, parts)))
             parts += [torch.tensor([classes] + [9] * (HEADER - 1)), kinds, table.flatten(), torch.full((number,), 77)]
             self.kinds.append(kinds.tolist())
@@ -47,7 +48,7 @@ class Automata:
 def test_tokens_that_may_not_come_are_masked(ops: Ops, count: int, vocab: int, dtype: torch.dtype) -> None:
     automata = Automata(vocab, slots=8)
     slots = torch.randperm(8, device=DEVICE)[:count]
-    positions = automata.rows.first_end[slots] + torch.randint(-1, 2, (count,), device=DEVICE)
+    positions = automata.rows.first_end[slots] + torch.arange(count, device=DEVICE) % 3 - 1
     logits = torch.randn(count, vocab + 3).to(DEVICE, dtype)[:, :vocab]
     logits[0, 3] = float("nan")  # it has to reach the log-probability, by which it is found
     found = ops.constrain(logits, automata.rows, slots, positions)
