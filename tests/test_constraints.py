@@ -44,14 +44,15 @@ def may_follow(pattern: str, tokens: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def oracle(pattern: str, max_tokens: int, prompt: list[int] = PROMPT) -> tuple[list[int], list[float], list[float]]:
-    """Greedy tokens, and their log-probabilities among those that may come, and among all."""
+def oracle(pattern: str, max_tokens: int, presence: float = 0.0) -> tuple[list[int], list[float], list[float]]:
+    """Greedy tokens, and their log-probabilities among those that may come, and among all, without a penalty."""
     tokens, processed, scaled = [], [], []
     while len(tokens) < max_tokens and EOS not in tokens:
-        logits = model()(torch.tensor([prompt + tokens])).logits[0, -1].double()
+        logits = model()(torch.tensor([PROMPT + tokens])).logits[0, -1].double()
         may = may_follow(pattern, tokens)
         among = torch.full_like(logits, float("-inf"))
         among[may] = logits[may]
+        among[list({*tokens})] -= presence
         tokens.append(int(among.argmax()))
         processed.append(float(among.log_softmax(-1)[tokens[-1]]))
         scaled.append(float(logits.log_softmax(-1)[tokens[-1]]))
@@ -71,6 +72,16 @@ def test_greedy_completions_are_those_of_the_plain_forward_under_a_mask(pattern:
             assert found.finish_reason == ("stop" if tokens[-1] == EOS else "length")
     if tokens[-1] == EOS:
         assert re.fullmatch(pattern, text_of(tokens)) and found.stop_reason == EOS
+
+
+def test_penalties_hold_among_what_may_come() -> None:
+    pattern = "[a-h]{12}"
+    tokens, processed, _ = oracle(pattern, 24, presence=2.0)
+    assert tokens != oracle(pattern, 24)[0]
+    params = {"temperature": 0, "presence_penalty": 2.0, "max_tokens": 24, "logprobs_mode": "processed"}
+    with build() as engine:
+        found = only(engine.generate_batch([PROMPT], SamplingParams(regex=pattern, **params)))
+    assert found.token_ids == tokens and found.logprobs == pytest.approx(processed, abs=1e-4)
 
 
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.2, "temperature": 1.5}])

@@ -278,6 +278,10 @@ def run(sampler: Sampler, names: list[str], modes: list[int], top: int = 0) -> t
         )
         wanted.append(bases[full["mode"]].double().log_softmax(0))
         assert bases[PROCESSED][out.tokens[row]].isfinite(), "drew what was taken away"
+        drawn = bases[PROCESSED][None]
+        (noise,) = sampler.noise(make_rows(request), positions(1, 40 + row), 1)
+        (token,) = REFERENCE.sample(drawn, torch.ones(1), None, noise)[0]
+        assert out.tokens[row] == token, "drew by other chances"
     return out, wanted
 
 
