@@ -103,6 +103,6 @@ class StateCache:
     def check(self) -> None:
         """Prove the books: every row for copies is free once or holds one. Raises AssertionError."""
         rows = [*self._free, *self._row_of.values()]
-        first = 0 if self.layout is None else self.layout.zeros + 1
-        assert sorted(rows) == list(range(first, first + len(rows))), "rows are lost or held twice"
+        there_are = range(0) if self.layout is None else range(self.layout.zeros + 1, self.layout.num_rows)
+        assert sorted(rows) == list(there_are), "rows are lost or held twice"
         assert not self._begun and not self._kept and not self._coming, "copies were asked for and not taken"

@@ -45,6 +45,25 @@ def test_the_copy_used_longest_ago_makes_room():
     states.check()
 
 
+def test_one_copy_for_all_that_come_to_the_same_place_in_a_plan():
+    states = cache()
+    for slot in range(3):
+        states.keep(slot, KEYS[0])
+    assert len(states.take()[1]) == 1
+    states.check()
+    states.keep(0, KEYS[1])
+    states.take()
+    assert list(states.known(KEYS[:2])) == [2, 1], "a row was lost"
+
+
+def test_a_lost_row_is_noticed():
+    for end in (0, -1):
+        states = cache()
+        del states._free[end]
+        with pytest.raises(AssertionError, match="lost"):
+            states.check()
+
+
 def test_no_room_for_more_copies_than_there_are_rows():
     states = cache()
     for slot, key in enumerate(KEYS[:3]):

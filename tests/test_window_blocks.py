@@ -103,6 +103,19 @@ def test_a_piece_takes_the_place_of_what_was_used_least_recently_be_it_a_piece_o
     assert pool.allocate_piece() == (slab if slab_is_older else piece) == evicted.pop() and not evicted
 
 
+def test_of_pieces_in_slabs_that_are_held_the_one_used_longest_ago_goes_first() -> None:
+    evicted: list[int] = []
+    pool = BlockPool(8, evicted.append, span=4)
+    held, *pieces = (pool.allocate_piece() for _ in range(4))
+    for piece in pieces:
+        pool.retain(piece)
+    pool.free([pieces[1], pieces[0], pieces[2]])
+    pool.share(pieces[1])  # used again: now the most recent of all
+    pool.free([pieces[1]])
+    for piece in (pieces[0], pieces[2], pieces[1]):
+        assert pool.allocate_piece(held) == piece == evicted.pop() and not evicted
+
+
 def test_the_end_of_a_sequence_goes_before_its_beginning_in_both_kinds_of_layers() -> None:
     evicted: list[int] = []
     tables = BlockTables(9, 2, BlockLayout(1, 1, (WINDOW,)))
