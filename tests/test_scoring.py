@@ -1,5 +1,7 @@
 """Log-probabilities of given tokens, against the plain forward and torch's own log_softmax, topk and entropy."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families import FAMILIES, VOCAB, draw, make_config, make_model
@@ -7,6 +9,9 @@ from scored import check, clean_engine, engine_of, model_of, shared_engine  # no
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from stoker.engine.device import CpuRuntime
+from stoker.engine.scorer import Scorer, ScoreRows
+from stoker.kernels.ops import REFERENCE
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, binding
 
@@ -160,6 +165,18 @@ def test_a_model_that_is_more_than_base_and_head_is_refused():
         RolloutEngine(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_logits_of_16_bits_are_exact_where_they_are_compared(dtype):
+    logits, inverse, targets = torch.randn(7, 90).to(dtype), torch.linspace(0.4, 3, 7), torch.arange(7) * 12
+    logits[::2, 5] = 37.25  # so far from the others that 16 bits hold no difference
+    model = SimpleNamespace(logits_of=lambda hidden, rows, adapters: logits[rows])
+    rows = ScoreRows([range(3, 10)], torch.arange(7), targets, inverse, 5)
+    (scores,) = Scorer(REFERENCE, CpuRuntime(torch.device("cpu")), 3)(model, logits, rows, None).read()
+    expected = (logits.double() * inverse[:, None]).log_softmax(-1)
+    torch.testing.assert_close(scores.logprobs.double(), expected[torch.arange(7), targets], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.top_logprobs.double(), expected.topk(5).values, rtol=0, atol=1e-5)
+
+
 # -- prompt log-probabilities --------------------------------------------------------------------------------------
 
 
@@ -176,6 +193,15 @@ def test_prompt_logprobs_are_computed_once_a_group(engine):
     for output, top_k in zip(outputs[1:], (2, 2, 0), strict=True):
         check(output.prompt_logprobs, model, prompt, 1, 1.0, top_k)
     assert engine.stats().scored_tokens - before == 2 * 13
+
+
+def test_each_prompt_of_a_plan_is_scored_as_it_asks():
+    asked = [(1.0, 0), (0.5, 4), (2.0, 1)]
+    prompts = [draw(i, 5 + 2 * i) for i in range(3)]
+    with engine_of(model_of("qwen3"), max_num_batched_tokens=64) as engine:
+        params = [SamplingParams(max_tokens=2, temperature=t, prompt_logprobs=k) for t, k in asked]
+        for output, (temperature, top_k) in zip(engine.generate_batch(prompts, params), asked, strict=True):
+            check(output.prompt_logprobs, model_of("qwen3"), output.prompt_token_ids, 1, temperature, top_k)
 
 
 def test_prompt_logprobs_of_a_first_token_that_ends_it_all():
