@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import oracle
@@ -13,7 +14,7 @@ from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, sam
 
 from stoker.engine.request import Request
 from stoker.engine.step_inputs import StepInputs
-from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError, UnsupportedModelError
 
 
 def test_handles_give_what_a_batch_gives() -> None:
@@ -336,6 +337,22 @@ def test_what_is_no_adapter_ends_nobodys_request() -> None:
         for name in ("more", [3], None):
             with pytest.raises(InvalidRequestError, match="is not known"):
                 engine.unload_adapter(name)  # type: ignore[arg-type]
+        assert handle.result().error is None
+        at_rest(engine)
+
+
+def test_what_is_refused_between_two_steps_ends_nobodys_request() -> None:
+    """As images that the model makes nothing of, or an adapter that they cannot go through."""
+
+    def refuse(error: type[Exception]) -> None:
+        raise error("no")
+
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        for kind in (InvalidRequestError, UnsupportedModelError):
+            with pytest.raises(kind, match="no"):
+                engine._loop.attempt("read images", partial(refuse, kind))
         assert handle.result().error is None
         at_rest(engine)
 
