@@ -99,6 +99,21 @@ def test_the_prefix_cache_loses_tails_first_and_never_a_held_block() -> None:
     assert cache.lookup(keys) == [] and len(cache) == 0
 
 
+def test_what_was_cleared_serves_nobody_and_its_keys_can_be_taken_again() -> None:
+    """Of both kinds of layers."""
+    pool = BlockPool(9)
+    cache = PrefixCache(pool, 1, enabled=True)
+    keys: list[bytes] = []
+    cache.extend(keys, cache.root(0), [1, 2], 2)
+    for _ in range(2):
+        blocks, windows = ([pool.allocate() for _ in keys] for _ in range(2))
+        for held, window in ((blocks, False), (windows, True)):
+            assert all(cache.insert(key, block, window=window) for key, block in zip(keys, held, strict=True))
+        assert cache.lookup(keys) == blocks and cache.lookup_window(keys) == windows
+        cache.clear()
+        assert cache.lookup(keys) == [] and cache.lookup_window(keys) == [0, 0]
+
+
 def test_a_disabled_prefix_cache_keeps_nothing() -> None:
     pool = BlockPool(3)
     cache = PrefixCache(pool, 1, enabled=False)
