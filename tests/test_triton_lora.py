@@ -141,13 +141,16 @@ def test_many_tokens(ops: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ops", OPS)
 def test_matrices_of_which_16_bytes_at_a_time_can_be_read(ops: str, dtype: torch.dtype) -> None:
     """And beside some of which they cannot."""
-    table = make_table([32, 48], 64, {1: 8, 2: 16, 4: 24}, dtype)
     slots = torch.tensor([1, 0, 2, 4, 4, 1], device=DEVICE)
-    assert table.aligned
-    check(OPS[ops].lora, table, 64, slots, dtype)
-    table.put(1, 2, LoraWeights(randn(16 * 64 + 1, dtype=dtype)[1:].view(16, 64), randn(48, 16, dtype=dtype), 0.5))
-    assert not table.aligned
-    check(OPS[ops].lora, table, 64, slots, dtype)
+    for odd_a, odd_b in ((1, 0), (0, 1)):
+        table = make_table([32, 48], 64, {1: 8, 2: 16, 4: 24}, dtype)
+        assert table.aligned
+        check(OPS[ops].lora, table, 64, slots, dtype)
+        a = randn(16 * 64 + odd_a, dtype=dtype)[odd_a:].view(16, 64)
+        b = randn(48 * 16 + odd_b, dtype=dtype)[odd_b:].view(48, 16)
+        table.put(1, 2, LoraWeights(a, b, 0.5))
+        assert not table.aligned
+        check(OPS[ops].lora, table, 64, slots, dtype)
     odd = make_table([32], 64, {1: 8, 2: 3}, dtype)
     assert not odd.aligned
     check(OPS[ops].lora, odd, 64, slots, dtype)
