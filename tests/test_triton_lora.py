@@ -21,7 +21,7 @@ from triton_oracle import (
 
 from stoker.kernels.grouping import order_by_group
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, PointerBlock, expert_slots
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.weight_sync.adapters import by_expert
@@ -154,6 +154,23 @@ def test_matrices_of_which_16_bytes_at_a_time_can_be_read(ops: str, dtype: torch
     odd = make_table([32], 64, {1: 8, 2: 3}, dtype)
     assert not odd.aligned
     check(OPS[ops].lora, odd, 64, slots, dtype)
+
+
+def test_a_device_of_its_own_memory_is_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that a slot does nothing any more: its matrices may be gone."""
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    tables = [LoraTable([24, 9], [None, None], 3, DEVICE) for _ in range(2)]
+    block = PointerBlock(tables)
+    block._rows = torch.zeros_like(block._host)
+    for table, rows in zip(tables, block._rows.split(block._rows.numel() // 2), strict=True):
+        table.rows = rows.view(table.rows.shape)
+    weights = [LoraWeights(randn(4, 16), randn(n, 4), 0.5) for n in (24, 9)]
+    changes = [(0, 0, 2, weights[0]), (1, 1, 1, weights[1]), (0, 0, 2, None), (0, 0, 2, weights[0]), (1, 1, 1, None)]
+    for number, linear, slot, given in changes:
+        tables[number].put(linear, slot, given)
+        a, b = (0, 0) if given is None else (given.a.data_ptr(), given.b.data_ptr())
+        assert tables[number].pointers[linear, slot, :2].tolist() == [a, b]
+        assert torch.equal(block._rows, block._host)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
