@@ -49,6 +49,19 @@ def test_chunks_are_the_completion_in_pieces() -> None:
         assert sum(len(c.token_ids) for c in handle) == 48
 
 
+def test_a_handle_runs_until_the_last_of_its_samples_ends() -> None:
+    with build() as engine:
+        one, other = engine.generate_batch([PROMPTS[0]], long(n=2, logprobs=2))[0].completions
+        stop = next(t for t in one.token_ids[1:8] if t not in other.token_ids)
+        handle = engine.submit(PROMPTS[0], long(n=2, logprobs=2, stop_token_ids=[stop]))
+        seen = [(handle.status, chunk) for chunk in handle]
+        alone = [status for status, _ in seen[-5:]]
+        assert alone == ["running"] * 4 + ["finished"]
+        ended, whole = handle.result().completions
+        assert len(ended.token_ids) < 9 and whole.token_ids == other.token_ids
+        assert [t for _, c in seen if c.index == 1 for t in c.top_logprobs or ()] == whole.top_logprobs
+
+
 def test_polls_are_the_completion_in_pieces() -> None:
     """And step nothing: what there is comes of whoever steps."""
     with build() as engine:
