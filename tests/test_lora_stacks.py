@@ -158,6 +158,7 @@ def test_stacks_serve_what_is_left_of_a_batch(copied: list[int], monkeypatch: py
         ([1] * 20 + [2, 3, 4, 5], [3, 4, 5], "12345111"),
         ([1] * 20 + [2, 2, 3, 3, 4, 4, 5, 5], [], "12345111"),
         ([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], [], "12345111"),  # by the first five
+        ([5, 5, 4, 4, 2, 2, 3, 3, 1, 1], [], "12345111"),  # side by side, but not as the pieces are
         ([1] * 8 + [5], [], "15"),
     ):
         check(REFERENCE.lora, table, 16, torch.tensor(slots, device=DEVICE), torch.float32)
