@@ -71,6 +71,16 @@ def test_biases_of_adapters(ops: str) -> None:
     check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 5, 3], device=DEVICE), torch.float32)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_bias_alone_says_nothing_of_the_dtype_of_matrices(ops: str, dtype: torch.dtype) -> None:
+    table = LoraTable([24], [None], NUM_SLOTS, DEVICE)
+    other = torch.float32 if dtype == torch.float16 else torch.float16
+    table.put(0, 1, LoraWeights(randn(0, 33, dtype=other), randn(24, 0, dtype=other), 1.0, shift=randn(24)))
+    table.put(0, 2, LoraWeights(randn(4, 33, dtype=dtype), randn(24, 4, dtype=dtype), 0.7))
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 0, 2], device=DEVICE), dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", OPS)
 def test_matrices_that_lie_column_after_column(ops: str, dtype: torch.dtype) -> None:
