@@ -194,6 +194,50 @@ def test_rows_and_stacks_change_in_turns() -> None:
 
 
 @pytest.mark.parametrize("largest", [0, 1 << 20])
+def test_an_adapter_that_changes_another_linear_than_before(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that comes in another dtype."""
+    monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
+    table, slots = LoraTable([24, 24], [None, None], 5, DEVICE), torch.tensor([1, 0, 1], device=DEVICE)
+    for linear, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float32), (0, torch.float32)):
+        weights = LoraWeights(randn(4, 16, dtype=dtype), randn(24, 4, dtype=dtype), 1.5)
+        table.put(1 - linear, 1, None)
+        table.put(linear, 1, weights)
+        check(REFERENCE.lora, table, 16, slots, dtype)
+
+
+def test_copies_that_were_broken_off_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C, say, when one adapter is over another already."""
+    table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4}, torch.float32)
+    write = lora_stacks._write
+
+    def strike(*args: Any) -> None:
+        write(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lora_stacks, "_FEW", 0)
+    some, others = (torch.tensor(slots, device=DEVICE) for slots in ([1, 1, 2, 2], [3, 3, 4, 4]))
+    check(REFERENCE.lora, table, 16, some, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_stacks, "_write", strike)
+        with pytest.raises(KeyboardInterrupt):
+            check(REFERENCE.lora, table, 16, others, torch.float32)
+    assert table.stacks._slots == (3, 4)
+    check(REFERENCE.lora, table, 16, some, torch.float32)
+
+
+@pytest.mark.parametrize("way", [Bags, Together, OneByOne])
+def test_adapters_in_fp32_over_a_model_in_16_bits(way: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_stacks, "_FEW", 4 if way is Bags else 0)
+    monkeypatch.setattr(lora_stacks, "_TOKENS", 0 if way is OneByOne else 32)
+    rows = AdapterRows(torch.tensor([2, 2, 1, 1], device=DEVICE))
+    assert isinstance(rows.through(Stacks()), way)
+    table = make_table([24], 33, {1: 3, 2: 8}, torch.float32)
+    x, out = randn(4, 33, dtype=torch.bfloat16), randn(4, 24, dtype=torch.bfloat16)
+    expected = dense(x, out, table, rows.slots)
+    assert_close(REFERENCE.lora(x, out, table, rows), expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("largest", [0, 1 << 20])
 @pytest.mark.parametrize("slots", [[1] * 5, [0, 2, 2, 2, 0], [3, 0, 3, 0], [1] * 40 + [0] + [2] * 50])
 def test_tokens_of_few_adapters(slots: list[int], largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One product for each of them."""
