@@ -126,12 +126,13 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_bags_take_what_is_held(copied: list[int]) -> None:
     """However the tokens lie, and whatever else is there."""
-    table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4}, torch.float32)
+    table = make_table([24], 16, {1: 4, 2: 4, 3: 4, 4: 4, 5: 4}, torch.float32)
     for slots, expected in (
         ([1, 2, 3, 3], [1, 2, 3]),
         ([3, 0, 2, 1, 3, 2], []),
         ([3, 2], []),
         ([1, 4, 2, 2], [4]),
+        ([3, 5, 2, 3], [1, 2, 3, 4, 5]),  # where there is no more room
     ):
         rows = AdapterRows(torch.tensor(slots, device=DEVICE))
         assert isinstance(rows.through(table.stacks), Bags)
@@ -193,15 +194,18 @@ def test_rows_and_stacks_change_in_turns() -> None:
         table.put(linear, slot, None if rank is None else LoraWeights(randn(rank, 16), randn(width, rank), 0.7))
 
 
+@pytest.mark.parametrize("found", [[1, 0, 1], [1, 0, 2, 1]], ids=["one", "sums"])
 @pytest.mark.parametrize("largest", [0, 1 << 20])
-def test_an_adapter_that_changes_another_linear_than_before(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_changes_another_linear_than_before(
+    largest: int, found: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And that comes in another dtype."""
     monkeypatch.setattr(lora_stacks, "_BLOCK_DIAGONAL", largest)
-    table, slots = LoraTable([24, 24], [None, None], 5, DEVICE), torch.tensor([1, 0, 1], device=DEVICE)
+    table, slots = LoraTable([24, 24], [None, None], 5, DEVICE), torch.tensor(found, device=DEVICE)
     for linear, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (1, torch.float32), (0, torch.float32)):
-        weights = LoraWeights(randn(4, 16, dtype=dtype), randn(24, 4, dtype=dtype), 1.5)
-        table.put(1 - linear, 1, None)
-        table.put(linear, 1, weights)
+        for slot in (1, 2):
+            table.put(1 - linear, slot, None)
+            table.put(linear, slot, LoraWeights(randn(4, 16, dtype=dtype), randn(24, 4, dtype=dtype), 1.5))
         check(REFERENCE.lora, table, 16, slots, dtype)
 
 
