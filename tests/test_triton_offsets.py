@@ -98,9 +98,13 @@ def keys_and_values(same: Same) -> list[Tensor]:
 
 def projected_heads(same: Same) -> list[Tensor]:
     """Slots of a cache lie side by side, so its blocks are as large as they are many."""
-    qkv, caches = same(torch.randn(4, 6, 16)), [torch.zeros(4, 4, 2, 16) for _ in range(2)]
-    query = TRITON.qk_norm_rotary_write(qkv, 2, 2, None, None, *caches, torch.tensor([5, 1, 9, 15]))
-    return [query, *caches]
+    qkv, slots = same(torch.randn(4, 6, 16)), torch.tensor([5, 1, 9, 15])
+    caches = [same(torch.zeros(16, 2, 16)).unflatten(0, (4, 4)) for _ in range(2)]
+    query = TRITON.qk_norm_rotary_write(qkv, 2, 2, None, None, *caches, slots)
+    angles = (torch.rand(4, 8), torch.rand(4, 8))
+    latents = [same(torch.zeros(16, 2, dim)).unflatten(0, (4, 4)) for dim in (16, 12)]
+    parts = same(torch.randn(4, 2, 16)), same(torch.randn(4, 2, 20)), same(torch.randn(4, 8))
+    return [query, *caches, TRITON.latent_heads_write(*parts, angles, *latents, slots), *latents]
 
 
 def adapters(same: Same) -> list[Tensor]:
