@@ -22,6 +22,7 @@ from stoker.kernels.reference.window import Record
 
 _log = logging.getLogger("stoker")
 _Key = tuple[object, ...]
+_MOST_GRAPHS = 256  # eight ways of sampling, each at all sizes of steps of 256 rows or fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,15 @@ class GraphStep:
     """An ``EagerStep`` that replays decode windows.
 
     The first batch of a kind runs eagerly, which also compiles what there is to compile; then its step is captured. A
-    step that cannot be captured, or for which memory is short, goes on running eagerly; the log says so once.
+    step that cannot be captured, or for which memory is short, goes on running eagerly; the log says so once. Each graph
+    takes memory: of too many, the one that has not been replayed for longest goes.
     """
 
     def __init__(self, eager: EagerStep, window: int) -> None:
         self.eager = eager
         self.runtime = eager.runtime
         self.window = window
-        self._graphs: dict[_Key, _Graph | None] = {}
+        self._graphs: dict[_Key, _Graph | None] = {}  # the one replayed last at the end
         self._layout: int | None = None  # of the adapters that were captured
         self._inputs = 0  # where the numbers are that captured steps are sent
 
@@ -88,11 +90,13 @@ class GraphStep:
         automata = None if followed is None else followed.automata.data_ptr()  # elsewhere where there was no room
         key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]), batch.turns is None, automata)
         if key in self._graphs:
-            graph = self._graphs[key]
+            graph = self._graphs[key] = self._graphs.pop(key)
             return self.eager(batch) if graph is None else self._replay(graph, batch)
         pending = self.eager(batch)
         if automata is not None:
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (None, automata)}
+        while len(self._graphs) >= _MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = self._capture(batch)
         return pending
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stoker.engine import graphs
 from stoker.engine.device import CpuRuntime, CudaRuntime
 from stoker.kernels.ops import Ops
 from stoker.rollout import SamplingParams
@@ -46,6 +47,25 @@ def test_a_bucket_is_captured_once_and_never_for_mixed_batches() -> None:
         engine.update_weights()
         engine.generate_batch(prompts(4), greedy)
         assert len(captured) == 2  # the weights are where they were
+
+
+def test_of_too_many_graphs_the_one_that_was_not_replayed_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 3)
+    Counting.captures.clear()
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with build(runtime=Counting) as engine:
+
+        def captures_of(rows: int) -> int:
+            before = len(Counting.captures)
+            engine.generate_batch(prompts(rows), greedy).raise_for_errors()
+            return len(Counting.captures) - before
+
+        assert [captures_of(rows) for rows in (1, 2, 4)] == [1, 1, 1]
+        assert captures_of(1) == 0
+        assert captures_of(8) == 1  # in the place of two rows'
+        assert [captures_of(rows) for rows in (4, 1, 8)] == [0, 0, 0]
+        assert [captures_of(rows) for rows in (2, 4)] == [1, 1]
+        assert len(engine.core.runner._graphs) == 3  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5", "llava"])
