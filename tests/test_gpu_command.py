@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / ".ci/gpu").is_file(), reason="in the checkout alone")
 
 
-def given(tmp_path: Path, parts: str, **settings: str) -> list[int]:
-    """Seconds that each command of a run may take, none of which takes any."""
+def given(tmp_path: Path, parts: str, *, also: str = "true", **settings: str) -> list[int]:
+    """Seconds that each command of a run may take, none of which takes any. also: what else it does."""
     log = tmp_path / "log"
-    notes = f'echo "$4" >> {log}; echo "$*" >> {tmp_path / "commands"}'
+    notes = f'{also}; echo "$4" >> {log}; echo "$*" >> {tmp_path / "commands"}'
     for name, does in {"python": "exit 0", "timeout": notes}.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{does}\n")
@@ -44,6 +44,19 @@ def test_a_part_by_itself_has_the_time_of_the_other(tmp_path: Path) -> None:
 
 def test_what_is_asked_for_is_given(tmp_path: Path) -> None:
     assert given(tmp_path, "tests", TEST_SECONDS="100", ALONE_SECONDS="30") == [100, 30]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="a system without /proc")
+def test_nothing_that_a_part_leaves_behind_goes_on_while_the_next_is_measured(tmp_path: Path) -> None:
+    """As the workers of tests whose own process had to be killed."""
+    program, left = tmp_path / "leave", tmp_path / "left"
+    program.write_text(f"#!/bin/sh\nsleep 300 &\necho $! >> {left}\n")
+    program.chmod(0o755)
+    given(tmp_path, "tests benchmarks", also=str(program), BENCHMARKS="scoring")
+    for process in left.read_text().split():
+        status = Path("/proc", process, "stat")
+        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody waits for it
+    assert len(left.read_text().split()) == 4
 
 
 def test_a_file_that_cannot_be_imported_costs_only_its_own_tests(tmp_path: Path) -> None:
