@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -86,11 +87,13 @@ def run(
 
     scenarios: by device and whether the run is a quick one, each with a ``spec``. measure: what one of them gives, or
     again and again what is known of it so far, which is written at once. table, headline: of one scenario, for a terminal
-    and for the last line. figure: of all of them, given pyplot.
+    and for the last line. figure: of all of them, given pyplot. A scenario that fails, or whose results are wrong, leaves what
+    it had found, and why under ``failed``; the others go on. So does a part of one that says so in its own ``failed``.
     """
     args = flags(description, quick).parse_args()
     results = Results(name, args)
     runs = results.found[name] = []
+    whole, failed = list[dict[str, Any]](), list[str]()
     for scenario in scenarios[args.device, args.quick]:
         if args.only not in scenario.spec.name:
             continue
@@ -99,18 +102,31 @@ def run(
             for number, found in enumerate([made] if isinstance(made, dict) else made):
                 runs[len(runs) - (number > 0) :] = [found]
                 results.write()
-        except GateError as error:
-            print(f"gate: {error}; nothing was timed further", file=sys.stderr)
-            return 1
-        print("", *table(runs[-1]), sep="\n", flush=True)
-    if not runs:
+        except Exception as error:  # of memory, say: what the other scenarios find is not lost
+            if isinstance(error, GateError):
+                print(f"gate: {error}; no more of {scenario.spec.name} is timed", file=sys.stderr)
+            else:
+                traceback.print_exc()
+            failed.append(f"{scenario.spec.name}: {reason(error)}")
+            results.found["failed"] = failed
+            results.write()
+            continue
+        whole.append(runs[-1])
+        print("", *table(runs[-1]), *runs[-1].get("failed", []), sep="\n", flush=True)
+    if not whole and not failed:
         print(f"no model's name contains {args.only!r}", file=sys.stderr)
         return 2
-    if figure is not None:
-        results.draw(lambda pyplot: figure(pyplot, runs))
+    if figure is not None and whole:
+        results.draw(lambda pyplot: figure(pyplot, whole))
     print(f"\nwrote {results.path}")
-    print(json.dumps({"device": args.device, name: [{"model": r["model"]["name"], **headline(r)} for r in runs]}))
-    return 0
+    print(json.dumps({"device": args.device, name: [{"model": r["model"]["name"], **headline(r)} for r in whole]}))
+    return int(any([failed, *(run.get("failed") for run in whole)]))
+
+
+def reason(error: Exception) -> str:
+    """Why there is no figure, in one line."""
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"[:300]
 
 
 def _environment(device: str) -> dict[str, Any]:
@@ -127,7 +143,11 @@ def _environment(device: str) -> dict[str, Any]:
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
     if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
+        properties = torch.cuda.get_device_properties("cuda")
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+        found["gpu_free_bytes"] = torch.cuda.mem_get_info("cuda")[0]
+        found["gpu_multiprocessors"] = properties.multi_processor_count
         found["cuda"] = torch.version.cuda
     return found
 

@@ -30,6 +30,15 @@ def used(device: str) -> dict[str, int]:
     return {"resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
 
 
+def room(device: str, wanted: int, besides: int = 0) -> int:
+    """Of ``wanted`` bytes, as many as the device has room for with ``besides`` still to come; a tenth of it stays free. On a CPU,
+    where nothing is that large, all."""
+    if device != "cuda":
+        return wanted
+    clear(device)
+    return min(wanted, max(0, int(0.9 * torch.cuda.mem_get_info()[0]) - besides))
+
+
 def keep_nothing(keep: int = 2**16) -> None:
     """Make a CPU's figures exact, at the cost of time; to be called before this process has allocated much.
 

@@ -9,8 +9,10 @@ of one run mean anything.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +21,11 @@ import torch
 from transformers import PreTrainedModel
 
 from stoker.benchmarks import ceilings, command
-from stoker.benchmarks.footprint import clear, used
+from stoker.benchmarks.footprint import clear, room, used
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.workloads import LLAMA_1B, QWEN_7B, SMALL, TOY, ModelSpec
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.rollout.config import parse_bytes
 
 LEVELS = (1, 2, 3)
 PROMPTS = [[5, 17, 3], [9] * 40, [7, 8] * 10, [2, 4, 8, 16]]
@@ -32,9 +35,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     spec: ModelSpec
-    kv_cache_memory: str
+    kv_cache_memory: str  # less on a device that has no room for it beside the model and its mirror
     repeats: int  # of each level
     cycles: int
+    limit_s: float = math.inf  # after which no further cycle is begun
 
 
 SCENARIOS = {
@@ -44,8 +48,8 @@ SCENARIOS = {
     ],
     ("cpu", True): [Scenario(spec=TOY, kv_cache_memory="32MiB", repeats=1, cycles=20)],
     ("cuda", False): [
-        Scenario(spec=LLAMA_1B, kv_cache_memory="100GB", repeats=5, cycles=1000),
-        Scenario(spec=QWEN_7B, kv_cache_memory="60GB", repeats=5, cycles=100),
+        Scenario(spec=LLAMA_1B, kv_cache_memory="100GB", repeats=5, cycles=1000, limit_s=200),
+        Scenario(spec=QWEN_7B, kv_cache_memory="60GB", repeats=5, cycles=100, limit_s=100),
     ],
     ("cuda", True): [Scenario(spec=LLAMA_1B, kv_cache_memory="40GB", repeats=2, cycles=30)],
 }
@@ -93,7 +97,10 @@ def cycles(engine: RolloutEngine, model: PreTrainedModel, scenario: Scenario, de
     weight = next(p for name, p in model.named_parameters() if name.endswith("o_proj.weight"))
     expected: list[list[list[int]]] = []
     held: list[dict[str, int]] = []
+    start = time.perf_counter()
     for cycle in range(scenario.cycles):
+        if cycle >= 20 and time.perf_counter() - start > scenario.limit_s:
+            break
         tokens = rollout(engine)
         if cycle < 2:
             expected.append(tokens)
@@ -108,13 +115,14 @@ def cycles(engine: RolloutEngine, model: PreTrainedModel, scenario: Scenario, de
         if cycle % 10 == 0:
             gc.collect()
         held.append(used(device))
-    tenth = max(1, scenario.cycles // 10)
+    tenth = max(1, len(held) // 10)
 
     def most(some: list[dict[str, int]], kind: str) -> int:
         return max(h[kind] for h in some)
 
     return {
-        "cycles": scenario.cycles,
+        "cycles": len(held),
+        "cycles_wanted": scenario.cycles,
         "identical_output": True,
         "outputs_differ_with_weights": expected[0] != expected[1],
         "held": held,
@@ -127,15 +135,17 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     model(torch.tensor([PROMPTS[0]], device=device))  # what libraries set up at their first use is the trainer's
     clear(device)
     trainer = used(device)
-    config = EngineConfig(
-        dtype=torch.bfloat16, kv_cache_memory=scenario.kv_cache_memory, max_num_seqs=64, max_model_len=2048
-    )
+    mirror = sum(p.nbytes for p in model.parameters()) // 2
+    wanted = parse_bytes(scenario.kv_cache_memory, "kv_cache_memory")
+    memory = room(device, wanted, besides=mirror)
+    config = EngineConfig(dtype=torch.bfloat16, kv_cache_memory=memory, max_num_seqs=64, max_model_len=2048)
     with RolloutEngine(model, config=config) as engine:
         rollout(engine)
         stats = engine.stats()
         found = {
-            "model": {"name": scenario.spec.name, "weight_bytes": sum(p.nbytes for p in model.parameters()) // 2},
+            "model": {"name": scenario.spec.name, "weight_bytes": mirror},
             "kv_cache_bytes": stats.kv_cache_bytes,
+            "kv_cache_wanted_bytes": wanted,
             "trainer": trainer,
             "levels": levels(engine, scenario, device, trainer),
         }

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import math
+import os
 import random
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from stoker.benchmarks import ceilings, command, gate, overhead, phases, plots, 
 from stoker.benchmarks.footprint import clear
 from stoker.benchmarks.outside import LMDeploy, Vllm
 from stoker.benchmarks.peers import Generate, GenerateBatchAsCalled, GenerateBatchTuned, Peer, Stoker, TooSlowError
+from stoker.benchmarks.scenarios import SCENARIOS, Scenario
 from stoker.benchmarks.workloads import (
     HYBRID_2B,
     LLAMA_1B,
@@ -40,66 +44,9 @@ from stoker.benchmarks.workloads import (
 )
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
+_COMMAND = (sys.executable, "-P", "-m", "stoker.benchmarks.rollout")
 PEERS: dict[str, type[Peer]] = {
     p.name: p for p in (Generate, GenerateBatchAsCalled, GenerateBatchTuned, Vllm, LMDeploy)
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A comparison: ``repeats`` timed rounds of all engines in turn.
-
-    After the first round, an engine whose turn would end more than ``budget_s`` seconds after the start sits out.
-    """
-
-    spec: ModelSpec
-    workload: Workload
-    repeats: int
-    extras: bool = True  # also lengths dealt to other requests, and whole cycles
-    budget_s: float = float("inf")
-    peer_limit_s: float = float("inf")  # a peer whose warm-up takes longer is not timed
-    warm_up_tokens: int | None = None  # of a completion, at most; None: warm-ups are as long as what is timed
-
-    @property
-    def warm_up_lengths(self) -> list[int]:
-        most = self.warm_up_tokens or self.workload.cap
-        return [min(n, most) for n in self.workload.lengths]
-
-
-# GRPO groups: (i) median 0.4 of the cap, all in flight at once; (ii) median 0.17 of it, more requests than slots. The last one
-# of a CPU has lengths of a real training, where attention costs every engine its share.
-_CPU_I = Workload(name="i", prompts=8, samples=8, prompt_tokens=(64, 256), median=100, sigma=0.7, cap=256, slots=64)
-_CPU_II = Workload(name="ii", prompts=24, samples=8, prompt_tokens=(64, 256), median=44, sigma=1.0, cap=256, slots=64)
-_CPU_FULL = Workload(
-    name="i, full length", prompts=8, samples=8, prompt_tokens=(256, 1024), median=400, sigma=0.7, cap=1024, slots=64
-)
-_GPU_I = Workload(name="i", prompts=16, samples=8, prompt_tokens=(256, 1024), median=200, sigma=0.7, cap=512, slots=128)
-_GPU_II = Workload(
-    name="ii", prompts=32, samples=8, prompt_tokens=(256, 1024), median=700, sigma=0.9, cap=4096, slots=256
-)
-_QUICK = Workload(name="quick", prompts=8, samples=8, prompt_tokens=(16, 64), median=26, sigma=0.7, cap=64, slots=64)
-
-SCENARIOS = {
-    ("cpu", False): (
-        Scenario(spec=TOY, workload=_CPU_I, repeats=5),
-        Scenario(spec=TOY, workload=_CPU_II, repeats=3),
-        Scenario(spec=TOY, workload=_CPU_FULL, repeats=3, extras=False, budget_s=300, warm_up_tokens=32),
-        Scenario(spec=SMALL, workload=_CPU_I, repeats=3),
-        Scenario(spec=SMALL, workload=_CPU_FULL, repeats=3, extras=False, budget_s=1500, warm_up_tokens=32),
-        Scenario(spec=TOY_HYBRID, workload=_CPU_I, repeats=3),
-    ),
-    ("cpu", True): (
-        Scenario(spec=TOY, workload=_QUICK, repeats=3),
-        Scenario(spec=TOY_HYBRID, workload=_QUICK, repeats=1),
-        Scenario(spec=SMALL, workload=_QUICK, repeats=1),
-    ),
-    ("cuda", False): (
-        Scenario(spec=LLAMA_1B, workload=_GPU_I, repeats=5, budget_s=30, peer_limit_s=25),
-        Scenario(spec=LLAMA_1B, workload=_GPU_II, repeats=5, extras=False, budget_s=25, peer_limit_s=20),
-        Scenario(spec=QWEN_7B, workload=_GPU_I, repeats=5, extras=False, budget_s=30, peer_limit_s=20),
-        Scenario(spec=HYBRID_2B, workload=_GPU_I, repeats=5, extras=False, budget_s=20, peer_limit_s=20),
-    ),
-    ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, budget_s=30, peer_limit_s=30),),
 }
 
 
@@ -126,8 +73,10 @@ def timed(peer: Peer, prompts: list[list[int]], lengths: Sequence[int], device: 
     return seconds
 
 
-def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[str, Any]:
-    """Gate, interleaved timings, ceiling and step times of one scenario."""
+def compare(
+    scenario: Scenario, device: str, peer_names: Sequence[str], note: Callable[[dict[str, Any]], object] = dict
+) -> dict[str, Any]:
+    """Gate, interleaved timings, ceiling and step times of one scenario. note: is told what is known so far."""
     spec, work = scenario.spec, scenario.workload
     dtype = dtype_of(device)
     vocab, lengths = spec.config.vocab_size, work.lengths
@@ -143,31 +92,38 @@ def compare(scenario: Scenario, device: str, peer_names: Sequence[str]) -> dict[
         stoker.warm_up(first, scenario.warm_up_lengths)
     assert stoker.batch is not None
     checked = gate.check_logprobs(stoker.model, stoker.batch.outputs[:: work.samples][:8])
+    results: dict[str, Any] = {
+        "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch."), "parameters": _size(stoker.model)},
+        "workload": work.describe(),
+        "gate": checked,
+        "ceiling": asdict(ceiling),
+        "ceiling_s": ceiling.rollout_s(work.draw(vocab, 0), lengths, work.slots),
+        "start_up_s": stoker.start_up_s,
+        "first_token_s": first_token_s,
+        "capture_ms": capture_ms,
+        # Where others may take the device with them.
+        **({"alone_s": timed(stoker, work.draw(vocab, -2), lengths, device)} if device == "cuda" else {}),
+        "stats": asdict(stoker.engine.stats()),
+    }
+    note(results)
     engines = race(stoker, scenario, device, dtype, peer_names)
-    ceiling_s = ceiling.rollout_s(work.draw(vocab, 0), lengths, work.slots)
     median = {name: statistics.median(e["seconds"]) for name, e in engines.items() if "skipped" not in e}
     for name, seconds in median.items():
         engines[name].update(
             median_s=seconds,
             tokens_per_s=sum(lengths) / seconds,
             times_stoker=seconds / median[stoker.name],
-            of_ceiling=ceiling_s / seconds,
+            of_ceiling=results["ceiling_s"] / seconds,
         )
-    results = {
-        "model": {"name": spec.name, "dtype": str(dtype).removeprefix("torch."), "parameters": _size(stoker.model)},
-        "workload": work.describe(),
-        "gate": checked,
-        "ceiling": asdict(ceiling),
-        "ceiling_s": ceiling_s,
+    note(results | {"engines": engines})
+    results |= {
         "engines": engines,
-        "start_up_s": stoker.start_up_s,
-        "first_token_s": first_token_s,
-        "capture_ms": capture_ms,
         **_steps(stoker, work, vocab),
         "prefill": phases.prefill(stoker.engine, ceiling, work, vocab),
         "maintenance": phases.maintenance(stoker.engine, device),
         "stats": asdict(stoker.engine.stats()),
     }
+    note(results)
     if scenario.extras:
         results["shuffled"] = _shuffled(stoker, scenario, device, median[stoker.name])
         results["cycle"] = phases.cycle(stoker.engine, stoker.model, work, vocab, device)
@@ -223,8 +179,7 @@ def race(
 
 def _reason(error: Exception) -> str:
     """Why there is no figure, in one line."""
-    first = str(error).strip().partition("\n")[0]
-    return first if isinstance(error, TooSlowError) else f"{type(error).__name__}: {first}"[:300]
+    return str(error) if isinstance(error, TooSlowError) else command.reason(error)
 
 
 def _size(model: torch.nn.Module) -> int:
@@ -277,23 +232,36 @@ def growth(device: str, quick: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement of a run: what it adds under ``key``, begun where at least ``needs_s`` seconds are left."""
+    """One measurement of a run: what it adds under ``key``, begun where at least ``needs_s`` seconds are left.
+
+    measure: gives a dictionary, or one thing after the other, each of which is written at once.
+    """
 
     key: str
     needs_s: float
-    measure: Callable[[], Any]
+    measure: Callable[[], dict[str, Any] | Iterable[Any]]
 
 
-def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limited: bool) -> list[Part]:
+def parts(
+    device: str,
+    quick: bool,
+    only: str,
+    peer_names: Sequence[str],
+    limited: bool,
+    note: Callable[[dict[str, Any]], object],
+) -> list[Part]:
     """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
 
     On CUDA ``needs_s`` adds up to 440 seconds, of which `make gpu` allows 230 after the tests, and 360 without them: what
-    comes after the profiles may be missing there. limited: sweeps take no longer than ``needs_s`` either.
+    comes after the profiles may be missing there. limited: sweeps take no longer than ``needs_s`` either. note: as of ``compare``.
     """
 
     def scenario(number: int, needs_s: float = 0) -> list[Part]:
         chosen = SCENARIOS[device, quick][number]
-        return of(chosen.spec, Part("rollouts", needs_s, lambda: [compare(chosen, device, peer_names)]))
+        return of(
+            chosen.spec,
+            Part("rollouts", needs_s, lambda: (compare(chosen, device, peer_names, note) for _ in range(1))),
+        )
 
     def decode(
         spec: ModelSpec, points: Sequence[tuple[int, int]], needs_s: float, key: str = "sweep", **options: Any
@@ -302,9 +270,9 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         return of(spec, Part(key, needs_s, lambda: sweeps.decode(spec, device, points, budget_s, **options)))
 
     def steps(spec: ModelSpec, batches: Sequence[int], context: int, needs_s: float = 0) -> list[Part]:
-        def measure() -> list[dict[str, Any]]:
+        def measure() -> Iterator[dict[str, Any]]:
             count = 16 if quick else 64
-            return [step_profile.measure(spec.name, device, batch, context, count) for batch in batches]
+            return (step_profile.measure(spec.name, device, batch, context, count) for batch in batches)
 
         return of(spec, Part("profiles", needs_s, measure))
 
@@ -327,8 +295,8 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
         ]
     return [
         *scenario(0, 85),
-        *start_up(LLAMA_1B, 35),
         *decode(LLAMA_1B, ((64, 512), (1, 512), (256, 512), (512, 512)), 15),
+        *start_up(LLAMA_1B, 35),
         *scenario(1, 70),
         *decode(LLAMA_1B, ((64, 512), (256, 512)), 10, deterministic=True),
         *steps(LLAMA_1B, (64, 256), 512, 15),
@@ -344,10 +312,22 @@ def parts(device: str, quick: bool, only: str, peer_names: Sequence[str], limite
     ]
 
 
+def answers(device: str) -> bool:
+    """Whether the device does any more work of this process."""
+    try:
+        ceilings.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def main() -> int:
     parser = command.flags(__doc__, "small workloads")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="all, less those that take minutes on CUDA")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, about; what comes late is left out")
+    parser.add_argument(
+        "--resume", type=Path, help="go on with the run of this file, whose process has lost the device"
+    )
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     peer_names = args.peers
@@ -359,10 +339,19 @@ def main() -> int:
 
     start = time.perf_counter()
     written = command.Results("rollout", args, peers=peer_names, budget_s=str(args.budget))
+    written.found.update(rollouts=[], part_s=[], left_out=[], begun=0, seconds=0.0)
+    if args.resume is not None:
+        written.path, written.found = args.resume, json.loads(args.resume.read_text())
     results = written.found
-    results.update(rollouts=[], part_s=[], left_out=[])
-    failed = False
-    for part in parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf):
+    start -= results["seconds"]
+
+    def note(found: dict[str, Any]) -> None:
+        results["unfinished"] = found
+        written.write()
+
+    failed = args.resume is not None
+    for part in parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf, note)[results["begun"] :]:
+        results["begun"] += 1
         began = time.perf_counter()
         left = args.budget - (began - start)
         if left < part.needs_s:
@@ -371,17 +360,27 @@ def main() -> int:
         print(f"{part.key}, after {began - start:.0f} s ...", file=sys.stderr, flush=True)
         try:
             found = part.measure()
+            if isinstance(found, dict):
+                results[part.key] = found
+            for one in () if isinstance(found, dict) else found:
+                results.setdefault(part.key, []).append(one)
+                results.pop("unfinished", None)
+                written.write()
         except Exception as error:  # the gate's too: what the other parts have found and will find is not lost
             traceback.print_exc()
             results["left_out"].append(f"{part.key}: {_reason(error)}")
+            if "unfinished" in results:
+                results.setdefault("broken_off", []).append(results.pop("unfinished"))
             failed = True
         else:
-            results[part.key] = results.get(part.key, []) + found if isinstance(found, list) else found
             results["part_s"].append((part.key, time.perf_counter() - began))
+        results["seconds"] = time.perf_counter() - start
         written.write()
+        if not answers(args.device):  # and never will in this process, as after an illegal access
+            print("the device is lost; another process goes on", file=sys.stderr, flush=True)
+            os.execv(sys.executable, [*_COMMAND, *sys.argv[1:], "--resume", str(written.path)])
         clear(args.device)
     results["targets"] = report.targets(results)
-    results["seconds"] = time.perf_counter() - start
     written.write()
     written.draw(lambda pyplot: plots.draw(pyplot, results))
     print(report.table(results))

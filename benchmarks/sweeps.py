@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from stoker.benchmarks import ceilings
+from stoker.benchmarks.footprint import room
 from stoker.benchmarks.workloads import ModelSpec, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -40,17 +41,22 @@ def decode(
     deterministic: bool = False,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     quantization: Literal["fp8"] | None = None,
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Steps of ``points``, each a batch and a context: the difference of a long and a short rollout of cached prompts.
 
-    No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason; what was begun is returned.
+    No point is begun after ``budget_s`` seconds, and none whose KV cache is beyond any reason, or the device. Each is
+    given as soon as it is known.
     """
     dtype = dtype_of(device)
     token_bytes = ceilings.kv_token_bytes(spec.config, torch.float8_e4m3fn if kv_cache_dtype == "fp8" else dtype)
-    fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= _MOST_KV_BYTES]
-    batches = [batch for batch, _ in fitting]
-    found: list[dict[str, Any]] = []
     start = time.perf_counter()
+    model = spec.build(device, dtype)
+    rounded = sum(p.nbytes for p in model.parameters()) // 2 if quantization else 0
+    most = room(device, _MOST_KV_BYTES, besides=rounded)
+    fitting = [(b, c) for b, c in points if b * (c + 2 * STEPS) * token_bytes <= most]
+    if not fitting:
+        raise MemoryError(f"none of {len(points)} points fits into {most / 1e9:.1f} GB")
+    batches = [batch for batch, _ in fitting]
     config = EngineConfig(
         max_num_seqs=max(batches),
         max_model_len=max(context for _, context in fitting) + 2 * STEPS,
@@ -59,14 +65,14 @@ def decode(
         quantization=quantization,
         deterministic=deterministic,
     )
-    with RolloutEngine(model := spec.build(device, dtype), config=config) as engine:
+    with RolloutEngine(model, config=config) as engine:
         ceiling = ceilings.measure(model, device, rows=(max(batches), 4096), kv_tokens=0)
         ceiling = replace(ceiling, kv_bytes=token_bytes)
         if quantization is not None:
             head = model.get_output_embeddings().weight
             ceiling = replace(ceiling, weight_bytes=engine.stats().mirror_bytes + head.nbytes)
-        for batch, context in fitting:
-            if found and time.perf_counter() - start > budget_s:
+        for number, (batch, context) in enumerate(fitting):
+            if number and time.perf_counter() - start > budget_s:
                 break
             prompts = _prompts(spec, batch, context, f"{batch}/{context}")
             engine.update_weights()  # empties the prefix cache
@@ -74,19 +80,16 @@ def decode(
             times = [_seconds(engine, prompts, 1 + STEPS) - _seconds(engine, prompts, 1) for _ in range(_REPEATS)]
             step_s = statistics.median(times) / STEPS
             best_s = ceiling.step_s(batch, batch * (context + STEPS // 2))
-            found.append(
-                {
-                    "model": spec.name,
-                    "deterministic": deterministic,
-                    "kv_cache_dtype": kv_cache_dtype,
-                    "quantization": quantization,
-                    "batch": batch,
-                    "context": context,
-                    "step_ms": step_s * 1e3,
-                    "range_ms": [min(times) / STEPS * 1e3, max(times) / STEPS * 1e3],
-                    "ceiling_ms": best_s * 1e3,
-                    "tokens_per_s": batch / step_s,
-                    "of_ceiling": best_s / step_s,
-                }
-            )
-    return found
+            yield {
+                "model": spec.name,
+                "deterministic": deterministic,
+                "kv_cache_dtype": kv_cache_dtype,
+                "quantization": quantization,
+                "batch": batch,
+                "context": context,
+                "step_ms": step_s * 1e3,
+                "range_ms": [min(times) / STEPS * 1e3, max(times) / STEPS * 1e3],
+                "ceiling_ms": best_s * 1e3,
+                "tokens_per_s": batch / step_s,
+                "of_ceiling": best_s / step_s,
+            }

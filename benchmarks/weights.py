@@ -11,6 +11,7 @@ import importlib.util
 import statistics
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -62,24 +63,33 @@ class Way:
 
 
 def race(ways: dict[str, Way], device: str, repeats: int, bandwidth: float) -> dict[str, Any]:
-    """All ways by turns. The first round is for what is made once; every round is checked."""
+    """All ways by turns. The first round is for what is made once; every round is checked. One that fails is left out."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     extra, moved = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
+    failed: dict[str, Any] = {}
     for repeat in range(-1, repeats):
         for name, way in ways.items():
-            way.prepare()
-            peak = Peak(device)
-            written: list[int] = []
-            took = ceilings.timed(lambda w=way, n=written: n.append(w.update()), device)  # type: ignore[misc]
+            if name in failed:
+                continue
+            try:
+                way.prepare()
+                peak = Peak(device)
+                written: list[int] = []
+                took = ceilings.timed(lambda w=way, n=written: n.append(w.update()), device)  # type: ignore[misc]
+            except Exception as error:  # the device's, say, where one process may not open another's memory
+                traceback.print_exc()
+                failed[name] = {"skipped": command.reason(error)}
+                continue
             if repeat >= 0:
                 seconds[name].append(took)
                 extra[name] = max(extra[name], peak.extra())
             moved[name] = written[0]
             if not way.check():
                 raise GateError(f"{name}: the engine does not run what it was given")
-    return {
+    return failed | {
         name: entry(times, moved[name], extra_bytes=extra[name], traffic=ways[name].traffic, bandwidth=bandwidth)
         for name, times in seconds.items()
+        if name not in failed
     }
 
 
@@ -137,12 +147,19 @@ def sender(
         connection.send("done")
 
 
-def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path) -> dict[str, Any]:
-    """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
+def of_one_dtype(
+    scenario: Scenario, device: str, bandwidth: float, folder: Path, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Ways into the model's own tensors, which is what an engine of the model's dtype runs on.
+
+    found: has them before the other processes are told to end, which may go wrong where a way has failed.
+    """
     dtype = dtype_of(device)
     model = scenario.spec.build(device, dtype)
-    start = {name: p.clone() for name, p in model.named_parameters()}
-    new = {name: -p for name, p in start.items()}
+    new = {name: -p for name, p in model.named_parameters()}
+    start = {
+        name: p.to("cpu", copy=True) for name, p in model.named_parameters()
+    }  # there are copies enough on the device
     size = sum(t.nbytes for t in new.values())
     train(model)
     expected = sums(model)  # and those of ``new``
@@ -191,10 +208,8 @@ def of_one_dtype(scenario: Scenario, device: str, bandwidth: float, folder: Path
         }
         if device == "cpu":
             ways["broadcast"] = from_process(str(folder / "store"))
-        found = race(ways, device, scenario.repeats, bandwidth)
-    if device != "cpu":
-        found["broadcast"] = {"skipped": "NCCL takes one rank a GPU, and this run has one"}
-    return found
+        found |= race(ways, device, scenario.repeats, bandwidth)
+    return {} if device == "cpu" else {"broadcast": {"skipped": "NCCL takes one rank a GPU, and this run has one"}}
 
 
 def of_masters(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
@@ -293,14 +308,19 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
         "ways": ways,
     }
     with tempfile.TemporaryDirectory() as folder:
-        for part in (
-            lambda: of_one_dtype(scenario, device, bandwidth, Path(folder)),
-            lambda: of_masters(scenario, device, bandwidth),
-            lambda: of_rounded(scenario, device, bandwidth),
-            lambda: of_shards(scenario, device, Path(folder)),
-            lambda: of_adapter(scenario, device),
-        ):
-            ways |= part()
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth, Path(folder), ways),
+            "of masters": lambda: of_masters(scenario, device, bandwidth),
+            "rounded": lambda: of_rounded(scenario, device, bandwidth),
+            "of shards": lambda: of_shards(scenario, device, Path(folder)),
+            "of an adapter": lambda: of_adapter(scenario, device),
+        }
+        for name, part in parts.items():
+            try:
+                ways |= part()
+            except Exception as error:  # of another process, say, or of its way to this one: the others go on
+                traceback.print_exc()
+                found.setdefault("failed", []).append(f"{name}: {command.reason(error)}")
             clear(device)
             yield found
 
@@ -323,11 +343,11 @@ def table(run: dict[str, Any]) -> list[str]:
             f"  {name:27}{1e3 * way['median_s']:10.3f}{f'{low:.3f} - {high:.3f}':>20}{way['bytes'] / 1e6:12.1f}{extra}"
             + (f"{part:14.1%}" if part is not None else "")
         )
-    gathered = run["ways"]["gathered"]
-    lines.append(
-        f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
-        f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides, and one layer's weights where they are rounded"
-    )
+    if gathered := run["ways"].get("gathered"):
+        lines.append(
+            f"  gathered: {gathered['ranks']} ranks, of the bandwidth of all_gather; promised are "
+            f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides, and one layer's weights where they are rounded"
+        )
     held = ", ".join(f"{n} {w['held_bytes'] / 1e6:.1f} MB" for n, w in run["ways"].items() if "held_bytes" in w)
     lines.append(f"  held by the engine: {held}")
     return lines
@@ -337,7 +357,7 @@ def figure(pyplot: Any, runs: list[dict[str, Any]]) -> Any:
     made, panel = pyplot.subplots(figsize=(8.5, 4.5))
     sizes = [run["model"]["bytes"] for run in runs]
     for number, name in enumerate(runs[0]["ways"]):
-        timed = [(size, run["ways"][name]) for size, run in zip(sizes, runs, strict=True)]
+        timed = [(size, run["ways"][name]) for size, run in zip(sizes, runs, strict=True) if name in run["ways"]]
         points = [(size, 1e3 * way["median_s"]) for size, way in timed if "skipped" not in way]
         if points:
             panel.plot(*zip(*points, strict=True), "o-" if number < 10 else "s--", label=name)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from stoker.benchmarks import ceilings, command, images
+from stoker.benchmarks import ceilings, images
 from stoker.benchmarks.ceilings import best_time
-from stoker.benchmarks.scoring import SCENARIOS
 from stoker.engine import image_reader
 from stoker.integrations.cli import main
 
@@ -140,37 +137,6 @@ def test_windows_against_all_keys(tmp_path: Path, capsys: pytest.CaptureFixture[
     windows, whole = found["ways"]["windows"], found["ways"]["all keys"]
     assert windows["at_a_time"] > whole["at_a_time"] and sum(windows["preemptions"]) <= sum(whole["preemptions"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["windows"][0]["x_at_a_time"] > 1
-
-
-def test_a_run_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(scenario: Any, device: str) -> dict[str, Any]:
-        if scenario is SCENARIOS[device, True][1]:
-            raise KeyboardInterrupt
-        return {"model": {"name": scenario.spec.name}}
-
-    monkeypatch.setattr("sys.argv", ["name", "--quick", "--output", str(tmp_path)])
-    with pytest.raises(KeyboardInterrupt):
-        command.run("name", None, SCENARIOS, measure, lambda run: [run["model"]["name"]], lambda run: {})
-    (path,) = tmp_path.glob("*")
-    assert json.loads(path.read_text())["name"] == [{"model": {"name": "qwen3-toy"}}]
-
-
-def test_a_scenario_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(scenario: Any, device: str) -> Iterator[dict[str, Any]]:
-        found: dict[str, Any] = {"model": {"name": scenario.spec.name}, "ways": {}}
-        for way in ("one", "other"):
-            found["ways"][way] = 1
-            yield found
-        if scenario is SCENARIOS[device, True][1]:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("sys.argv", ["name", "--quick", "--output", str(tmp_path)])
-    tables: list[dict[str, Any]] = []
-    with pytest.raises(KeyboardInterrupt):
-        command.run("name", None, SCENARIOS, measure, lambda run: tables.append(run) or [], lambda run: {})
-    (path,) = tmp_path.glob("*")
-    written = json.loads(path.read_text())["name"]
-    assert [run["ways"] for run in written] == 2 * [{"one": 1, "other": 1}] and tables == written[:1]
 
 
 def test_a_model_that_no_scenario_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import other_engines
 import pytest
 import torch
 
-from stoker.benchmarks import outside, overhead, peers, report, rollout, scoring, step_profile, sweeps
+from stoker.benchmarks import outside, overhead, peers, phases, report, rollout, scoring, step_profile, sweeps
 from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
 from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
 from stoker.engine.device import CpuRuntime, HostCopy
@@ -142,13 +142,18 @@ def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytes
     monkeypatch.setattr(sweeps, "_MOST_KV_BYTES", 8 * (16 + 2 * sweeps.STEPS) * token_bytes)
     monkeypatch.setattr(sweeps, "_REPEATS", 1)
     points = ((2, 16), (9, 16), (8, 16), (1, 32))
-    found = sweeps.decode(TOY, "cpu", points, float("inf"))
+    found = list(sweeps.decode(TOY, "cpu", points, float("inf")))
     assert [(p["batch"], p["context"]) for p in found] == [(2, 16), (8, 16), (1, 32)]
     (narrow,) = sweeps.decode(TOY, "cpu", points[1:2], 0.0, kv_cache_dtype="fp8")
     assert narrow["batch"] == 9 and narrow["kv_cache_dtype"] == "fp8"
-    plain, rounded = found[0], sweeps.decode(TOY, "cpu", points[:1], 0.0, quantization="fp8")[0]
+    plain, (rounded,) = found[0], sweeps.decode(TOY, "cpu", points[:1], 0.0, quantization="fp8")
     assert rounded["quantization"] == "fp8" and plain["quantization"] is None
-    assert len(sweeps.decode(TOY, "cpu", points, 0.0)) == 1
+    assert len(list(sweeps.decode(TOY, "cpu", points, 0.0))) == 1
+    monkeypatch.setattr(sweeps, "room", lambda device, wanted, besides: wanted - besides - 1)
+    assert [(p["batch"], p["context"]) for p in sweeps.decode(TOY, "cpu", points, 1e9)] == [(2, 16), (1, 32)]
+    monkeypatch.setattr(sweeps, "room", lambda *_, **__: 0)
+    with pytest.raises(MemoryError, match=r"none of 4 points fits into 0.0 GB"):
+        list(sweeps.decode(TOY, "cpu", points, 1e9))
 
 
 # -- what a machine allows --------------------------------------------------------------------------------------------
@@ -203,30 +208,6 @@ def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeyp
 # -- a run and what it says ------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_out_or_fails_is_written_beside_what_was_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> None:
-        raise RuntimeError("an illegal address")
-
-    def parts(*_: Any) -> list[rollout.Part]:
-        return [
-            rollout.Part("growth", 1, fail),
-            rollout.Part("sweep", 1000, fail),
-            rollout.Part("prefill", 1, lambda: [{"found": 1}]),
-            rollout.Part("prefill", 1, lambda: [{"found": 1}]),
-        ]
-
-    monkeypatch.setattr(rollout, "parts", parts)
-    monkeypatch.setattr(sys, "argv", ["rollout", "--budget", "100", "--output", str(tmp_path)])
-    assert rollout.main() == 1
-    results = json.loads(next(tmp_path.glob("*.json")).read_text())
-    failed, late = results["left_out"]
-    assert failed == "growth: RuntimeError: an illegal address" and late.endswith("s were left, it needs 1000 s")
-    assert results["prefill"] == [{"found": 1}] * 2
-    assert "left out, growth: RuntimeError: an illegal address" in capsys.readouterr().out
-
-
 def point(model: str, batch: int, context: int, of_ceiling: float, step_ms: float, exact: bool = False) -> dict:
     return {
         "model": model,
@@ -241,7 +222,7 @@ def point(model: str, batch: int, context: int, of_ceiling: float, step_ms: floa
 
 
 FAST: dict[str, Any] = {
-    "environment": {"device": "cuda"},
+    "environment": {"device": "cuda", "gpu": "NVIDIA H200"},
     "configuration": {"quick": False},
     "rollouts": [
         {
@@ -276,6 +257,30 @@ def test_targets_that_are_just_reached() -> None:
     assert list(found.values()).count(True) == 11 and False not in found.values()
     assert found["qwen2.5-7b, 64 x 512: of its ceiling"] is None  # not measured
     assert found["GRPO workload ii: times generate_batch"] is None
+
+
+def test_another_gpu_is_asked_for_the_same_share_of_what_its_memory_allows() -> None:
+    other = copy.deepcopy(FAST)
+    other["environment"]["gpu"] = "NVIDIA H100 80GB HBM3"
+    other["sweep"][0].update(tokens_per_s=700.0, of_ceiling=0.58)
+    assert verdicts(other)["1B, batch 1, context 512: of its ceiling"] is True
+    other["sweep"][0].update(of_ceiling=0.57)
+    assert verdicts(other)["1B, batch 1, context 512: of its ceiling"] is False
+
+
+def test_a_cold_start_that_takes_too_long_is_told_and_no_warm_one_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def run(*_: Any, timeout: float, **__: Any) -> Any:
+        starts.append(timeout)
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = phases.start_up("qwen3-toy", "cuda", limit_s=60.0)
+    assert found == {"cold_over_s": 60.0} and starts == [60.0]
+    told = FAST | {"rollouts": [], "sweep": [], "profiles": [], "left_out": [], "start_up": {"toy": found}}
+    assert "toy: no first token of a new process after 60 s" in report.table(told)
+    assert not any("first token" in target["what"] and target["reached"] for target in report.targets(told))
 
 
 def test_a_start_of_milliseconds_is_not_told_as_none_at_all() -> None:
