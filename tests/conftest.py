@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+_MOST_ERROR = 10_000  # characters of one test, in the file of outcomes
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if not HAS_CUDA:
@@ -49,8 +50,11 @@ class _Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             found = {"test": report.nodeid, "outcome": report.outcome, "when": report.when, "seconds": report.duration}
+            if report.failed:  # where all fail alike, as may be, the file is still one that can be sent
+                error = report.longreprtext
+                found["error"] = error if len(error) <= _MOST_ERROR else f"{error[:2000]}\n[...]\n{error[-8000:]}"
             with open(self.path, "a") as file:
-                print(json.dumps(found | {"error": report.longreprtext} if report.failed else found), file=file)
+                print(json.dumps(found), file=file)
 
 
 @pytest.hookimpl(trylast=True)  # after the report went to the process that collects them

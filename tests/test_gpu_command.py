@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -70,3 +71,16 @@ def test_a_file_that_cannot_be_imported_costs_only_its_own_tests(tmp_path: Path)
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tmp_path)]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert "1 passed, 1 error" in done.stdout, done.stdout
+
+
+def test_outcomes_of_tests_stay_short_whatever_they_say(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text("def test_it(): raise ValueError('begin' + 100_000 * 'x' + 'end')\n")
+    outcomes = tmp_path / "outcomes.jsonl"
+    run = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "conftest", f"--outcomes={outcomes}", str(test)]
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT / 'tests'}"}
+    subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    (found,) = map(json.loads, outcomes.read_text().splitlines())
+    assert found["outcome"] == "failed" and 5000 < len(found["error"]) < 11_000
+    assert "def test_it" in found["error"] and "[...]" in found["error"]
