@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import other_engines
 import pytest
 import torch
 
-from stoker.benchmarks import outside, overhead, peers, phases, report, rollout, scoring, step_profile, sweeps
+from stoker.benchmarks import ceilings, outside, overhead, peers, phases, report, rollout, scoring, step_profile, sweeps
 from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
 from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
 from stoker.engine.device import CpuRuntime, HostCopy
@@ -203,6 +204,20 @@ def test_a_profile_s_steps_are_those_it_saw(spec: ModelSpec, ahead: int, monkeyp
     monkeypatch.setattr(step_profile, "profile", Kept)
     found = step_profile.measure(spec.name, "cpu", 4, 16, 12)
     assert found["steps"] == sum(event.name == "aten::embedding" for event in traces[0].events()) >= 12
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_profile_without_kernels_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no device that was always at work."""
+    monkeypatch.setattr(step_profile, "MODELS", {"toy": replace(TOY, name="toy")})
+    monkeypatch.setattr(
+        ModelSpec, "build", lambda spec, device, dtype, build=ModelSpec.build: build(spec, "cpu", dtype)
+    )
+    monkeypatch.setattr(step_profile, "dtype_of", lambda device: torch.float32)
+    monkeypatch.setattr(ceilings, "synchronize", lambda device: None)
+    monkeypatch.setattr(ceilings, "measure", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="saw no kernels"):
+        step_profile.measure("toy", "cuda", 2, 8, 4)
 
 
 # -- a run and what it says ------------------------------------------------------------------------------------------
