@@ -312,8 +312,8 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
             "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth, Path(folder), ways),
             "of masters": lambda: of_masters(scenario, device, bandwidth),
             "rounded": lambda: of_rounded(scenario, device, bandwidth),
-            "of shards": lambda: of_shards(scenario, device, Path(folder)),
             "of an adapter": lambda: of_adapter(scenario, device),
+            "of shards": lambda: of_shards(scenario, device, Path(folder)),  # last: each rank is a process to start
         }
         for name, part in parts.items():
             try:
