@@ -18,7 +18,7 @@ def given(tmp_path: Path, parts: str, *, also: str = "true", **settings: str) ->
     """Seconds that each command of a run may take, none of which takes any. also: what else it does."""
     log = tmp_path / "log"
     notes = f'{also}; echo "$4" >> {log}; echo "$*" >> {tmp_path / "commands"}'
-    for name, does in {"python": "exit 0", "timeout": notes}.items():
+    for name, does in {"python": f'echo "$*" >> {tmp_path / "pythons"}', "timeout": notes, "nproc": "echo 16"}.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\n{does}\n")
         program.chmod(0o755)
@@ -58,6 +58,14 @@ def test_nothing_that_a_part_leaves_behind_goes_on_while_the_next_is_measured(tm
         status = Path("/proc", process, "stat")
         assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody waits for it
     assert len(left.read_text().split()) == 4
+
+
+def test_kernels_of_benchmarks_are_compiled_while_tests_run(tmp_path: Path) -> None:
+    given(tmp_path, "tests", also="sleep 1")
+    assert "stoker.benchmarks.rollout --device cuda --quick --peers --output" in (tmp_path / "pythons").read_text()
+    (tmp_path / "pythons").unlink()
+    given(tmp_path, "benchmarks", also="sleep 1", BENCHMARKS="")
+    assert "stoker.benchmarks" not in (tmp_path / "pythons").read_text()
 
 
 def test_a_file_that_cannot_be_imported_costs_only_its_own_tests(tmp_path: Path) -> None:
