@@ -46,7 +46,7 @@ def generate_batch(
     if generation_config.top_k is None:
         settings["top_k"] = 0  # ``generate`` would take 50
     params = SamplingParams.from_generation_config(generation_config, ignore_eos=True, **settings)
-    batch = engine.generate_batch(list(inputs), params, progress_bar=progress_bar)
+    batch = engine.generate_batch(inputs, params, progress_bar=progress_bar)
     outputs = {}
     for row, output in enumerate(batch):
         for completion in output.completions:

@@ -139,8 +139,8 @@ class SamplingParams:
         ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences``
         ``n``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
         is 50 as it is there. Keyword arguments win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
-        does not do (beam search, constraints, ...), and for a key of a mapping that is a field of this class and not of
-        a ``GenerationConfig`` (``max_tokens``, ...), instead of dropping it silently.
+        does not do (beam search, constraints, ...), and for a name that is a field of this class and none of
+        transformers' (``max_tokens``, ...), instead of dropping it silently.
         """
         from transformers import GenerationConfig
 
@@ -150,13 +150,13 @@ class SamplingParams:
                 "of its fields"
             )
         get = config.get if isinstance(config, Mapping) else vars(config).get
-        if isinstance(config, Mapping):
-            alien = [f.name for f in fields(cls) if f.name not in _GENERATION_FIELDS and get(f.name) is not None]
-            if alien:
-                raise InvalidRequestError(
-                    f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: "
-                    "take it out, and give it as a keyword argument"
-                )
+        # A GenerationConfig keeps whatever names it was given, and transformers reads none of these.
+        alien = [f.name for f in fields(cls) if f.name not in _GENERATION_FIELDS and get(f.name) is not None]
+        if alien:
+            raise InvalidRequestError(
+                f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: "
+                "take it out, and give it as a keyword argument"
+            )
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
             value = get(name)
             if value is not None and value not in neutral:

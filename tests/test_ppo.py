@@ -247,6 +247,10 @@ def test_what_cannot_be_served_is_refused_at_once(model: Any) -> None:
             generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, num_beams=2))
         with pytest.raises(InvalidRequestError, match="prompt 1 has 20 tokens"):
             generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2))
+        with pytest.raises(InvalidRequestError, match="presence_penalty"):
+            generate_batch(engine, PROMPTS, GenerationConfig(max_new_tokens=2, presence_penalty=1.5))
+        with pytest.raises(InvalidRequestError, match="^prompts is one str"):
+            generate_batch(engine, "abc", GenerationConfig(max_new_tokens=2))  # type: ignore[arg-type]
         for call in (
             lambda: generate_batch(model, PROMPTS, GenerationConfig(max_new_tokens=2)),
             lambda: generate_batch(engine, PROMPTS, None),  # type: ignore[arg-type]

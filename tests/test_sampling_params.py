@@ -170,11 +170,12 @@ def test_what_is_no_generation_config_is_refused(config):
         SamplingParams.from_generation_config(config)
 
 
-def test_names_that_would_be_dropped_are_refused():
+@pytest.mark.parametrize("kind", [dict, GenerationConfig])
+def test_names_that_would_be_dropped_are_refused(kind):
     with pytest.raises(
         InvalidRequestError, match=r"^generation config sets max_tokens, stop, a field of .*keyword arg"
     ):
-        SamplingParams.from_generation_config({"do_sample": True, "max_tokens": 7, "stop": "x"})
+        SamplingParams.from_generation_config(kind(do_sample=True, max_tokens=7, stop="x"))
     assert SamplingParams.from_generation_config({"max_tokens": None, "do_sample": False}, max_tokens=7).max_tokens == 7
 
 
