@@ -195,7 +195,7 @@ def _serve(args: argparse.Namespace) -> int:
         raise CommandError(
             f"stoker serve needs {error.name}, which is not installed: pip install 'stoker[server]'"
         ) from error
-    key = args.api_key or os.environ.get("STOKER_API_KEY")
+    key = os.environ.get("STOKER_API_KEY") if args.api_key is None else args.api_key
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a service, as Ctrl-C
     with (
         load(args) as engine,

@@ -187,6 +187,9 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
     settings = fields.pop("chat_template_kwargs", {})
     if not isinstance(settings, dict):
         raise InvalidRequestError(f"chat_template_kwargs={shown(settings)}: give an object")
+    for name in ("add_generation_prompt", "continue_final_message", "tools"):
+        if name in settings:  # would lose to the field
+            raise InvalidRequestError(f"chat_template_kwargs has {name}: give it as a field of the request")
     go_on = _flag(fields, "continue_final_message")
     begin = _flag(fields, "add_generation_prompt", default=not go_on)
     settings = {**settings, "add_generation_prompt": begin, "continue_final_message": go_on}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import socket
 import threading
 import time
@@ -19,7 +20,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import uvicorn
@@ -73,7 +73,8 @@ def serve(
     as a bearer token, where there is one. control: also serve what changes the engine (pause, resume, sleep,
     wake_up, update_weights, load and unload of adapters), which read files whose paths a request names.
 
-    Raises ``InvalidConfigError`` where it cannot listen there, ``InvalidRequestError`` where there is no such adapter.
+    Raises ``InvalidConfigError`` where it cannot listen there or no request could bring the key, ``InvalidRequestError``
+    where there is no such adapter.
     """
     return Server(engine, host, port, name, api_key, control, adapter)
 
@@ -95,6 +96,14 @@ class Server:
             raise InvalidRequestError(
                 f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
             )
+        # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
+        if api_key is not None and not (
+            api_key.strip() == api_key != "" and api_key.isascii() and api_key.isprintable()
+        ):
+            raise InvalidConfigError(
+                "api_key is empty, or has what a header does not carry: give printable ASCII without spaces around it, "
+                "or None for no key"
+            )
         self._engine, self._adapter = engine, adapter
         self._name = name
         self._api_key = api_key
@@ -103,7 +112,7 @@ class Server:
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
         self._socket = _listen(host, port)
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         app = Starlette(
             routes=self._routes(control),
             lifespan=self._running,
@@ -233,7 +242,7 @@ class Server:
         return await self._health(request)
 
     def _update_weights(self, path: str = "", version: int | None = None) -> None:
-        if not path or not Path(path).exists():
+        if not path or not os.path.exists(path):  # which says no to what can be no path, too
             raise InvalidRequestError(f"path={shown(path)}: give a safetensors file or a folder that is there")
         self._engine.update_weights(path, version=version)
 
@@ -310,9 +319,11 @@ class Server:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError, TypeError) as error:
-        raise InvalidConfigError(f"nothing can listen at {host}:{port} ({error}): give another port, or 0") from error
+        raise InvalidConfigError(
+            f"nothing can listen at {host}:{port} ({error}): give another host or port, of which 0 is any free one"
+        ) from error
 
 
 def _read(body: bytes) -> Any:
@@ -334,6 +345,7 @@ def _error(status: int, message: str) -> Response:
 
 def _as_json(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    message = message.encode(errors="backslashreplace").decode()  # may quote half a character, which no answer can hold
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import socket
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -84,6 +86,11 @@ def test_bad_requests(server: Server, client: Any, body: Any, status: int, messa
         ),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs without logprobs"),
         ({"messages": CHAT, "chat_template_kwargs": 3}, "chat_template_kwargs=3"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"add_generation_prompt": False}},
+            "chat_template_kwargs has add_generation_prompt: give it as a field",
+        ),
+        ({"messages": CHAT, "chat_template_kwargs": {"padding": "\ud800"}}, "\\ud800 is not a valid"),
         ({"messages": CHAT, "prompt": "a"}, "'prompt' is no field"),
         ({"messages": CHAT, "parallel_tool_calls": False}, "parallel_tool_calls=False: the server does not do that"),
         (
@@ -108,6 +115,29 @@ def test_where_nothing_can_listen(engine: RolloutEngine, server: Server) -> None
     for port in (int(server.url.rpartition(":")[2]), 70000, "http"):
         with pytest.raises(InvalidConfigError, match="nothing can listen at"):
             serve(engine, port=port)
+    with pytest.raises(InvalidConfigError, match="give another host or port"):
+        serve(engine, host="192.0.2.1", port=0)  # an address of documents, and no machine's
+
+
+def test_an_ipv6_address(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine has none: what would be asked of its system."""
+    asked: list[Any] = []
+
+    def create_server(address: Any, family: int) -> socket.socket:
+        asked.append((address[0], family))
+        return listen(("127.0.0.1", address[1]), family=socket.AF_INET)
+
+    listen = socket.create_server
+    monkeypatch.setattr(socket, "create_server", create_server)
+    with serve(engine, host="::1", port=0) as server:
+        assert asked == [("::1", socket.AF_INET6)] and re.fullmatch(r"http://\[::1\]:\d+", server.url)
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret\n", "sécret"])
+def test_a_key_that_no_request_could_bring(engine: RolloutEngine, key: str) -> None:
+    with pytest.raises(InvalidConfigError, match="^api_key is empty, or has") as error:
+        serve(engine, port=0, api_key=key)
+    assert "secret" not in str(error.value)
 
 
 def test_a_key(engine: RolloutEngine) -> None:

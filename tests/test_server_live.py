@@ -252,12 +252,14 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
         for path, bad, message in (
             ("/update_weights", {"path": str(tmp_path / "nowhere")}, "give a safetensors file"),
             ("/update_weights", {}, "give a safetensors file"),
+            ("/update_weights", {"path": "x" * 10000}, "give a safetensors file"),
             ("/update_weights", {"path": str(tmp_path / "new"), "version": 3}, "version=3"),
             ("/pause", {"mode": "later"}, "mode='later'"),
             ("/pause", {"mood": "keep"}, "give an object with mode (str)"),
             ("/sleep", {"level": True}, "give an object with level (int)"),
             ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x"}, "is the served model's"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, "nowhere"),
+            ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "\ud800"}, "\\ud800"),
             ("/v1/unload_lora_adapter", {"lora_name": "a"}, "adapter"),
         ):  # fmt: skip
             status, body = post(server, path, bad)
@@ -294,6 +296,14 @@ def test_the_command(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_empty_key_is_not_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--api-key "$KEY"``, where the variable is not set, served whoever came."""
+    from cli_setup import make_folder
+
+    assert cli.main(["serve", make_folder(tmp_path), "--port", "0", "--kv-cache-memory", "1MiB", "--api-key", ""]) == 1
+    assert "stoker: api_key is empty" in capsys.readouterr().err
 
 
 def test_the_command_without_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
