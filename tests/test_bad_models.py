@@ -3,6 +3,7 @@
 Both leave the model as it was.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -354,6 +355,9 @@ def test_a_folder_that_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(InvalidConfigError, match=r"cannot be loaded"):
         RolloutEngine.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InvalidConfigError, match=r"cannot be loaded"):
+        RolloutEngine.from_pretrained(tmp_path)
     llama().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidConfigError, match=r"the tokenizer in .* cannot be loaded"):
@@ -361,6 +365,16 @@ def test_a_folder_that_is_no_model(tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(InvalidConfigError, match=r"cannot be loaded on cuda"):
             RolloutEngine.from_pretrained(tmp_path, tokenizer=None, config=EngineConfig(device="cuda"))
+
+
+def test_a_quantised_folder_whose_package_lacks(tmp_path, monkeypatch):
+    llama().save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    monkeypatch.setattr("transformers.quantizers.quantizer_gptq.is_optimum_available", lambda: False)
+    with pytest.raises(InvalidConfigError, match=r"cannot be loaded on cpu: .*pip install optimum"):
+        RolloutEngine.from_pretrained(tmp_path, config=EngineConfig(device="cpu"))
 
 
 def test_a_checkpoint_with_a_tensor_missing_is_not_filled_up_at_random(tmp_path):
