@@ -41,19 +41,25 @@ def read_lines(path: Path, *, kinds: tuple[str, ...], results: tuple[str, ...]) 
     """
     lines = []
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        # What is no UTF-8 comes through, as half characters, for the line it is in to be named.
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, text in enumerate(file, start=1):
                 if text.strip():
                     fields = _parse(text, f"{path} line {number}")
                     prompt = _prompt(fields, kinds, f"{path} line {number}")
                     kept = {name: value for name, value in fields.items() if name not in results}
                     lines.append(Line(number, kept, prompt))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise CommandError(f"cannot read {path}: {error}") from error
     return lines
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00  # as ``surrogateescape`` writes it
+        raise CommandError(f"{where} is not UTF-8: it has the byte 0x{byte:02x}. Save the file as UTF-8") from error
     try:
         fields = json.loads(text)
         if "\\u" in text:  # may be half a character, which neither a tokenizer nor the output takes

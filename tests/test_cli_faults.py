@@ -229,6 +229,19 @@ def test_a_bad_line_is_named_before_any_work(
     assert message in error and "Traceback" not in error and not target.exists()
 
 
+@pytest.mark.parametrize(
+    ("data", "byte"),
+    [(b'{"prompt": "\xff"}', "ff"), (b'{"prompt": "\xe4"}', "e4"), (b'{"prompt": "a"}\xed\xa0\x80', "ed")],
+)
+def test_a_line_of_another_encoding_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, byte: str
+) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(b'{"prompt": "a"}\n' * 4999 + data + b"\n")
+    assert main(["generate", "no/model/is/loaded", str(source), str(target)]) == 1
+    assert f"line 5000 is not UTF-8: it has the byte 0x{byte}. Save the file as UTF-8" in capsys.readouterr().err
+
+
 def test_blank_lines_are_none(folder: str, tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('\n{"token_ids": [3]}\n\n{"token_ids": [4]}\n')
