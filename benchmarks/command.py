@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -34,6 +35,30 @@ def flags(description: str | None, quick: str) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The flags given. What would fail under way, or only once all is measured, is refused as argparse refuses a flag."""
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"argument --device: torch {torch.__version__} sees no CUDA device here")
+    for name in ("threads", "batch", "context", "steps"):
+        if getattr(args, name, 1) < 1:
+            parser.error(f"argument --{name}: it has to be at least 1")
+    if args.output is not None:
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=args.output):
+                pass
+        except OSError as error:
+            parser.error(f"argument --output: nothing can be written to {args.output} ({error.strerror}): name another")
+    return args
+
+
+def no_model(args: argparse.Namespace) -> int:
+    """Say that ``--only`` leaves nothing; returns the exit code."""
+    print(f"no model's name contains {args.only!r}", file=sys.stderr)
+    return 2
+
+
 class Results:
     """A run's one JSON file. Written whenever more is known, so that a run that is cut off leaves what it has found."""
 
@@ -47,7 +72,6 @@ class Results:
             "environment": environment,
             "configuration": {"quick": args.quick, "only": args.only, **configuration},
         }
-        args.output.mkdir(parents=True, exist_ok=True)
         self.path: Path = args.output / f"{name}-{args.device}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
 
     def write(self) -> None:
@@ -90,7 +114,7 @@ def run(
     and for the last line. figure: of all of them, given pyplot. A scenario that fails, or whose results are wrong, leaves what
     it had found, and why under ``failed``; the others go on. So does a part of one that says so in its own ``failed``.
     """
-    args = flags(description, quick).parse_args()
+    args = parse(flags(description, quick))
     results = Results(name, args)
     runs = results.found[name] = []
     whole, failed = list[dict[str, Any]](), list[str]()
@@ -114,8 +138,7 @@ def run(
         whole.append(runs[-1])
         print("", *table(runs[-1]), *runs[-1].get("failed", []), sep="\n", flush=True)
     if not whole and not failed:
-        print(f"no model's name contains {args.only!r}", file=sys.stderr)
-        return 2
+        return no_model(args)
     if figure is not None and whole:
         results.draw(lambda pyplot: figure(pyplot, whole))
     print(f"\nwrote {results.path}")

@@ -328,7 +328,7 @@ def main() -> int:
     parser.add_argument(
         "--resume", type=Path, help="go on with the run of this file, whose process has lost the device"
     )
-    args = parser.parse_args()
+    args = command.parse(parser)
     transformers.logging.set_verbosity_error()
     peer_names = args.peers
     if peer_names is None:
@@ -349,8 +349,11 @@ def main() -> int:
         results["unfinished"] = found
         written.write()
 
+    planned = parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf, note)
+    if {part.key for part in planned} <= {"growth"}:  # which is of no model of ``--only``
+        return command.no_model(args)
     failed = args.resume is not None
-    for part in parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf, note)[results["begun"] :]:
+    for part in planned[results["begun"] :]:
         results["begun"] += 1
         began = time.perf_counter()
         left = args.budget - (began - start)

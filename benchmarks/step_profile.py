@@ -20,7 +20,7 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from stoker.benchmarks import ceilings
+from stoker.benchmarks import ceilings, command
 from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--output", type=Path, help="a folder to write the JSON line to as a file")
-    args = parser.parse_args()
+    args = command.parse(parser)
     name = args.model or (LLAMA_1B.name if args.device == "cuda" else TOY.name)
     found = measure(name, args.device, args.batch, args.context, args.steps)
     print(
@@ -149,7 +149,6 @@ def main() -> int:
         print(f"  {part:24}{us:10.1f} us {us / found['step_us']:7.1%}")
     print(json.dumps(found))
     if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
         path = args.output / f"profile-{args.device}-{name}-{args.batch}x{args.context}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
     return 0

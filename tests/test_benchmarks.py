@@ -139,7 +139,22 @@ def test_windows_against_all_keys(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["windows"][0]["x_at_a_time"] > 1
 
 
-def test_a_model_that_no_scenario_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "scoring", "--quick", "--only", "70b", "--output", str(tmp_path)]) == 2
+@pytest.mark.parametrize("name", ["scoring", "rollout"])
+def test_a_model_that_no_scenario_has_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--quick", "--only", "70b", "--output", str(tmp_path)]) == 2
     assert "no model's name contains '70b'" in capsys.readouterr().err
     assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize("name", ["scoring", "rollout", "step_profile"])
+def test_wrong_flags_are_refused_before_anything_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    bad = [("--output", str(tmp_path / "file")), ("--output", str(tmp_path / "file" / "below"))]
+    bad += [("--batch", "0"), ("--steps", "0")] if name == "step_profile" else [("--threads", "0")]
+    bad += [] if torch.cuda.is_available() else [("--device", "cuda")]
+    for flag in bad:
+        assert main(["bench", name, *flag]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"stoker bench {name}: error: argument {flag[0]}: "), error
