@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def parse_arguments() -> argparse.Namespace:
     try:
         args.problems = read_problems(args.dataset) if args.dataset else None
         args.output.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=args.output):  # or it would fail once the model is made
+            pass
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
     except ValueError as error:

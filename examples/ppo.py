@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import random
 import time
 from typing import Any
@@ -47,6 +48,9 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("steps", "prompts", "samples", "prompt_length", "completion_length", "epochs", "minibatches"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} has to be at least 1")
+    for name in ("learning_rate", "clip", "kl_coefficient"):
+        if not 0 <= getattr(args, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} has to be a finite number of at least 0")
     if args.prompts * args.samples < args.minibatches:
         parser.error("--minibatches is larger than the completions of a rollout")
     return args

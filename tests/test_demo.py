@@ -50,6 +50,7 @@ def test_an_adapter_is_trained_and_its_updates_are_timed(tmp_path):
     [
         (["--num-generations", "3"], "multiple of --num-generations"),
         (["--model", "nowhere"], "go together"),
+        (["--output", "/proc"], "/proc"),  # which is there, and takes no files
         (["--model", "nowhere", "--dataset", "nothing.jsonl"], "nowhere"),
     ],
 )

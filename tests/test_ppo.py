@@ -161,10 +161,20 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert found and float(found[2]) > float(found[1]) + 0.3, printed
 
 
-def test_the_example_refuses_bad_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--steps", "0", "has to be at least 1"),
+        ("--learning-rate", "nan", "has to be a finite"),
+        ("--clip", "-1", "has to be a finite"),
+    ],
+)
+def test_the_example_refuses_bad_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str, message: str
+) -> None:
     with pytest.raises(SystemExit) as exit_:
-        run_example(monkeypatch, "--steps", "0")
-    assert exit_.value.code == 2 and "--steps has to be at least 1" in capsys.readouterr().err
+        run_example(monkeypatch, flag, value)
+    assert exit_.value.code == 2 and f"{flag} {message}" in capsys.readouterr().err
 
 
 # -- transformers' generate_batch --------------------------------------------------------------------------------------
