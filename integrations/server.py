@@ -13,6 +13,7 @@ import asyncio
 import hmac
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -73,8 +74,8 @@ def serve(
     as a bearer token, where there is one. control: also serve what changes the engine (pause, resume, sleep,
     wake_up, update_weights, load and unload of adapters), which read files whose paths a request names.
 
-    Raises ``InvalidConfigError`` where it cannot listen there or no request could bring the key, ``InvalidRequestError``
-    where there is no such adapter.
+    Raises ``InvalidConfigError`` where it cannot listen there, no request could bring the key or ``engine`` is none,
+    ``InvalidRequestError`` where there is no such adapter.
     """
     return Server(engine, host, port, name, api_key, control, adapter)
 
@@ -96,10 +97,13 @@ class Server:
             raise InvalidRequestError(
                 f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
             )
+        if not isinstance(engine, RolloutEngine):
+            raise InvalidConfigError(
+                f"serve takes a RolloutEngine, and this is a {type(engine).__name__}: RolloutEngine(model, tokenizer=tokenizer), "
+                "attach(trainer), or the engine of an AcceleratedEngine"
+            )
         # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
-        if api_key is not None and not (
-            api_key.strip() == api_key != "" and api_key.isascii() and api_key.isprintable()
-        ):
+        if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]([ -~]*[!-~])?", api_key)):
             raise InvalidConfigError(
                 "api_key is empty, or has what a header does not carry: give printable ASCII without spaces around it, "
                 "or None for no key"

@@ -133,8 +133,15 @@ def test_an_ipv6_address(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch)
         assert asked == [("::1", socket.AF_INET6)] and re.fullmatch(r"http://\[::1\]:\d+", server.url)
 
 
-@pytest.mark.parametrize("key", ["", " ", "secret\n", "sécret"])
-def test_a_key_that_no_request_could_bring(engine: RolloutEngine, key: str) -> None:
+def test_what_is_no_engine() -> None:
+    with pytest.raises(
+        InvalidConfigError, match=r"^serve takes a RolloutEngine, and this is a Llama.*attach\(trainer\)"
+    ):
+        serve(text_model(), port=0)
+
+
+@pytest.mark.parametrize("key", ["", " ", "secret\n", "sécret", 5])
+def test_a_key_that_no_request_could_bring(engine: RolloutEngine, key: Any) -> None:
     with pytest.raises(InvalidConfigError, match="^api_key is empty, or has") as error:
         serve(engine, port=0, api_key=key)
     assert "secret" not in str(error.value)
