@@ -128,12 +128,18 @@ def _read(args: argparse.Namespace, kinds: tuple[str, ...], results: tuple[str, 
 
 
 def _write(
-    args: argparse.Namespace, lines: list[Line], records: Callable[[Any, list[Line]], Iterator[dict[str, Any]]]
+    args: argparse.Namespace,
+    lines: list[Line],
+    records: Callable[[Any, list[Line]], Iterator[dict[str, Any]]],
+    is_result: Callable[[dict[str, Any]], bool],
 ) -> int:
-    """Write what ``records(engine, lines)`` gives for the lines that are not done yet; returns the exit code."""
+    """Write what ``records(engine, lines)`` gives for the lines that are not done yet; returns the exit code.
+
+    is_result: whether a record, read from an output, may be one of them.
+    """
     from tqdm import tqdm
 
-    with ResumableWriter(args.output, lines, overwrite=args.overwrite) as writer:
+    with ResumableWriter(args.output, lines, overwrite=args.overwrite, is_result=is_result) as writer:
         first = writer.done
         if first == len(lines):
             done = f"{args.output} is complete: {first} lines" if lines else f"{args.input} has no lines"
@@ -188,7 +194,12 @@ def _generate(args: argparse.Namespace) -> int:
     except InvalidRequestError as error:
         args.parser.error(str(error))
     lines = _read(args, ("prompt", "messages", "token_ids"), ("completions", "error"))
-    return _write(args, lines, lambda engine, todo: _completions(engine, todo, params, args))
+    return _write(
+        args,
+        lines,
+        lambda engine, todo: _completions(engine, todo, params, args),
+        lambda record: isinstance(made := record.get("completions"), list) and len(made) == params.n,
+    )
 
 
 def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -233,7 +244,13 @@ def _score(args: argparse.Namespace) -> int:
     if not SMALLEST <= args.temperature <= LARGEST:
         args.parser.error(f"--temperature {args.temperature}: it has to be from {SMALLEST} to {LARGEST:g}")
     lines = _read(args, ("text", "token_ids"), ("scored_token_ids", "logprobs", "entropies", "error"))
-    return _write(args, lines, lambda engine, todo: _scores(engine, todo, args))
+    made = ("scored_token_ids", "logprobs", *(("entropies",) if args.entropy else ()))
+    return _write(
+        args,
+        lines,
+        lambda engine, todo: _scores(engine, todo, args),
+        lambda record: all(name in record for name in made),
+    )
 
 
 def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -102,12 +103,21 @@ class ResumableWriter:
 
     An output that is there already is taken for what an earlier run with this input has done: its whole lines are kept,
     a torn last one is cut off, and ``done`` says how many there are, ``failed`` how many of them have an error. With
-    ``overwrite`` they go when the first new one is written. Raises ``CommandError`` where it is of another input, or cannot be written; what was written stays, and
+    ``overwrite`` they go when the first new one is written. Raises ``CommandError`` where it is of another input, or of
+    another command, which ``is_result`` says of a line without an error, or cannot be written; what was written stays, and
     of a run that fails before it has written anything, no trace. Standard output is only written to, wherever it goes.
     """
 
-    def __init__(self, path: Path, inputs: list[Line], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        inputs: list[Line],
+        *,
+        overwrite: bool = False,
+        is_result: Callable[[dict[str, Any]], bool] = lambda _: True,
+    ) -> None:
         self.path = path
+        self._is_result = is_result
         self.done = 0
         self.failed = 0
         self._end = 0
@@ -156,6 +166,11 @@ class ResumableWriter:
                     raise CommandError(
                         f"{self.path} line {number} is not of line {number} of this input: name another output, or "
                         "start anew with --overwrite"
+                    )
+                if "error" not in found and not self._is_result(found):
+                    raise CommandError(
+                        f"{self.path} line {number} is not what this command with these flags writes: give those of the run "
+                        "that wrote it, name another output, or start anew with --overwrite"
                     )
                 self.done, self._end = number, self._end + len(text)
                 self.failed += "error" in found

@@ -90,6 +90,25 @@ def test_the_output_of_something_else_is_not_touched(
     assert "line 1 is not of line 1" in capsys.readouterr().err and Path(target).read_text() == kept
 
 
+def test_the_output_of_another_command_or_other_flags_is_not_taken_for_done(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was complete, as far as the fields of the input go: so is a copy of that."""
+    source, target = write(tmp_path / "in", [{"token_ids": [3, 4]}]), tmp_path / "out"
+    runs = [
+        ["score"],
+        ["generate", "--max-tokens", "2"],
+        ["generate", "--max-tokens", "2", "--n", "2"],
+        ["score", "--entropy"],
+    ]
+    target.write_bytes(Path(source).read_bytes())
+    for name, *flags in runs:
+        before, command = target.read_bytes(), [name, folder, source, str(target), *flags]
+        assert main(command) == 1 and target.read_bytes() == before
+        assert "line 1 is not what this command with these flags writes" in capsys.readouterr().err
+        assert main([*command, "--overwrite"]) == 0 == main(command)
+
+
 def test_an_output_with_more_lines_than_the_input_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"token_ids": [3]}\n' * 2)
@@ -164,7 +183,7 @@ def test_two_runs_do_not_write_to_one_output(
 ) -> None:
     source, target = files
     with ResumableWriter(Path(target), []) as writer:
-        writer.write({"prompt": "abc", "id": 7, "completions": []})
+        writer.write({"prompt": "abc", "id": 7, "completions": [{}]})
         kept = Path(target).read_bytes()
         for flags in ([], ["--overwrite"]):
             assert main(["generate", folder, source, target, "--max-tokens", "2", *flags]) == 1
