@@ -67,10 +67,14 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
     if not parses(tokenizer):
         return unparsed
     ids = completion.token_ids[:-1] if isinstance(completion.stop_reason, int) else completion.token_ids
+    if not ids:  # an end at once, which to the parser would be no text, and not an empty one
+        return unparsed
     try:
         found = tokenizer.parse_response(ids, prefix=output.prompt_token_ids, tools=call.tools)
         message = {name: value for name, value in found.items() if name not in ("role", "tool_calls")}
         if calls := found.get("tool_calls"):
+            if not all(isinstance(c["function"]["name"], str) for c in calls):
+                return unparsed
             message["tool_calls"] = [_tool_call(c["function"]) for c in calls]
         if not message:
             return unparsed
@@ -78,7 +82,8 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
         if isinstance(completion.stop_reason, str) and (text := message.get(last)):
             # Parsed with the stop string, which may be what ends a call; the text ends before it.
             message[last] = text.rpartition(completion.stop_reason)[0] or text
-    except (ValueError, TypeError, KeyError):
+        json.dumps(message, ensure_ascii=False, allow_nan=False).encode()  # or no answer can hold it: half a character
+    except Exception:  # parsers raise errors of many kinds over what a model may write
         return unparsed
     return message
 

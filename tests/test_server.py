@@ -15,7 +15,7 @@ import pytest
 import torch
 from adapted import two_adapters
 from server_setup import CHAT, CONFIG, client_of, openai, post, text_engine, text_model
-from small_engine import only, tokenizer
+from small_engine import TEXT_VOCAB, only, tokenizer
 from tokenizer_kinds import CORPUS, KINDS
 from tokenizer_kinds import tokenizer as tokenizer_of_kind
 
@@ -298,6 +298,37 @@ def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream
         assert choice.message.content is None and len(choice.message.tool_calls) == 1, "it is not said twice"
     finally:
         del engine.tokenizer.response_template
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_parser_makes_a_message_of_is_content(
+    engine: RolloutEngine, client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """An end at once, a call by a name that is none, and text over which a parser gives up."""
+    monkeypatch.setattr(engine.tokenizer, "response_template", RESPONSES, raising=False)
+
+    def ask(**body: Any) -> Any:
+        answer = client.chat.completions.create(
+            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, stream=stream, extra_body=body
+        )
+        (choice,) = (list(answer) if stream else [answer])[-1].choices
+        message = choice.delta if stream else choice.message
+        assert choice.finish_reason == "stop" and not message.tool_calls
+        return message.content
+
+    eos = engine.tokenizer.eos_token_id
+    assert ask(suppress_token_ids=[token for token in range(TEXT_VOCAB) if token != eos]) == ""
+    for written in (
+        r'<call>{"name": "\ud800", "arguments": {}}</call>',
+        '<call>{"name": null, "arguments": {}}</call>',
+    ):
+        assert ask(structured_outputs={"choice": [written]}) == written
+
+    def parse_response(*_: Any, **__: Any) -> Any:
+        raise RecursionError  # as over a thousand brackets
+
+    monkeypatch.setattr(engine.tokenizer, "parse_response", parse_response, raising=False)
+    assert ask(structured_outputs={"choice": ["<call>[[["]}) == "<call>[[["
 
 
 def test_adapters_by_name() -> None:
