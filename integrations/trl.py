@@ -6,7 +6,7 @@
 
 TRL has no registry of generation backends. Most of its trainers ask ``trainer.vllm_generation`` for completions while
 ``trainer.use_vllm`` is set, and want two methods of it: ``sync_weights`` and ``generate``. ``OnlineDPOTrainer`` calls
-its own ``_generate_vllm``. ``attach`` puts an object with these methods there, has the end of a rollout's last turn
+its own ``_generate``. ``attach`` puts an object with these methods there, has the end of a rollout's last turn
 reported to it, and patches nothing else. For GRPO this also turns on what TRL ties to a backend that returns
 log-probabilities: the importance-sampling correction, and the ``sampling/`` metrics that compare the engine's
 log-probabilities with the trainer's. The two agree best in one dtype: over fp32 weights TRL's default ``bf16=True`` runs
@@ -301,23 +301,24 @@ class _PairBackend(_EngineBackend):
     """OnlineDPO: it asks a method of its own for two completions of each prompt, as padded tensors."""
 
     def seam(self) -> list[tuple[Any, str, Any]]:
-        trainer = self._trainer
-        return [*super().seam(), (trainer, "_generate_vllm", self.generate), (trainer.args, "use_vllm", True)]
+        # Not ``_generate_vllm``, which it calls where its arguments say ``use_vllm``: they are saved in its checkpoints.
+        return [*super().seam(), (self._trainer, "_generate", self.generate)]
 
     def generate(
-        self, prompts: list[Any], images: Sequence[Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, model: Any, prompts: list[Any], images: Sequence[Any] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, None]:
         """Prompt ids and mask [2B, P], left-padded, and completion ids and mask [2B, C], right-padded, all int64.
 
-        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them there.
+        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them there. The
+        None stands for what the trainer's forward would take for images.
         """
         from trl.data_utils import maybe_apply_chat_template
 
         trainer = self._trainer
         if images is not None and any(image is not None for image in images):
             raise UnsupportedModelError(
-                "the prompts carry images, and OnlineDPOTrainer leaves them out of its loss where another generates: use "
-                "GRPOTrainer or RLOOTrainer, or train without the engine"
+                "the prompts carry images, which the engine does not take from an OnlineDPOTrainer: use GRPOTrainer or "
+                "RLOOTrainer, or train without the engine"
             )
         if trainer.state.global_step != trainer._last_loaded_step:
             self.sync_weights()
@@ -328,7 +329,7 @@ class _PairBackend(_EngineBackend):
         tensors = batch.to_tensors(tokenizer.pad_token_id, device=trainer.accelerator.device)
         by_pair = (tensors.prompt_ids, tensors.prompt_mask, tensors.completion_ids, tensors.completion_mask)
         prompt_ids, prompt_mask, completion_ids, completion_mask = (torch.cat([t[::2], t[1::2]]) for t in by_pair)
-        return prompt_ids, prompt_mask, completion_ids, completion_mask
+        return prompt_ids, prompt_mask, completion_ids, completion_mask, None
 
 
 # By name, as importing what is experimental in TRL warns, and may fail in a version that has moved it.

@@ -213,6 +213,17 @@ def test_attached_again_is_attached_once(make_trainer: MakeTrainer, kind: str) -
     assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_arguments_in_a_checkpoint_are_those_given(make_trainer: MakeTrainer, tmp_path: Path, kind: str) -> None:
+    """With ``use_vllm`` in them a trainer built from them would want vLLM."""
+    trainer = make_trainer(kind, max_steps=1, save_strategy="steps", save_steps=1)
+    before = trainer.args.to_dict()
+    attach(trainer)
+    trainer.train()
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.to_dict() == before and not saved.use_vllm
+
+
 # -- OnlineDPO ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +231,7 @@ def test_pairs_come_in_two_blocks(make_trainer: MakeTrainer, monkeypatch: pytest
     trainer = make_trainer("online_dpo")
     attach(trainer)
     calls = recorded(trainer, monkeypatch)
-    prompt_ids, prompt_mask, completion_ids, completion_mask = trainer._generate_vllm(["abc", "d"])
+    prompt_ids, prompt_mask, completion_ids, completion_mask, _ = trainer._generate(trainer.model, ["abc", "d"])
     batch = calls[0][2]
     assert prompt_ids.tolist() == [[3, 4, 5], [PAD, PAD, 6]] * 2 and prompt_mask.tolist() == [[1, 1, 1], [0, 0, 1]] * 2
     for row, (prompt, sample) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
@@ -238,7 +249,7 @@ def test_pairs_of_chats_use_the_chat_template(make_trainer: MakeTrainer) -> None
     )
     attach(trainer)
     chat = [{"role": "user", "content": "ab"}]
-    assert trainer._generate_vllm([chat])[0].tolist() == [make_tokenizer()("habg")["input_ids"]] * 2
+    assert trainer._generate(trainer.model, [chat])[0].tolist() == [make_tokenizer()("habg")["input_ids"]] * 2
 
 
 def test_pairs_take_weights_once_a_step(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +264,10 @@ def test_pairs_with_images_are_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("online_dpo")
     attach(trainer)
     with pytest.raises(
-        UnsupportedModelError, match=r"^the prompts carry images, and OnlineDPOTrainer .*: use GRPOTrainer"
+        UnsupportedModelError, match=r"^the prompts carry images.*from an OnlineDPOTrainer: use GRPOTrainer"
     ):
-        trainer._generate_vllm(["abc"], ["an image"])
-    assert len(trainer._generate_vllm(["abc"], [None])[0]) == 2
+        trainer._generate(trainer.model, ["abc"], ["an image"])
+    assert len(trainer._generate(trainer.model, ["abc"], [None])[0]) == 2
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ def trainers(output_dir: str) -> Iterator[MakeTrainer]:
 
     yield make
     for trainer in made:
-        if trainer.args.use_vllm or trainer.use_vllm:
+        if trainer.use_vllm:
             detach(trainer)
 
 
