@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from stoker.kernels.errors import InvalidConfigError
+from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.memory import between_rollouts
@@ -78,8 +78,7 @@ class AcceleratedEngine:
         self._deepspeed = _deepspeed_engine(accelerator, model)
         self._steps_seen = self._deepspeed_steps()
         self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
-        if sleep:
-            self._send_to_sleep()
+        self._sleep_if_told()
 
     def generate_batch(
         self,
@@ -114,9 +113,13 @@ class AcceleratedEngine:
                 progress_bar=progress_bar and self._accelerator.is_main_process,
             )
             seconds = time.perf_counter() - start
-        finally:
-            if self._sleep:
-                self._send_to_sleep()
+        except BaseException as error:  # which goes on, whether sleeping works or not: other requests may be under way
+            try:
+                self._sleep_if_told()
+            except EngineStateError as busy:
+                error.add_note(f"and the rollout engine is still awake: {busy}")
+            raise
+        self._sleep_if_told()
         lengths = [len(c.token_ids) for output in batch for c in output.completions]
         metrics = {
             "rollout/seconds": seconds,
@@ -128,8 +131,9 @@ class AcceleratedEngine:
         self._accelerator.log(metrics, step=step, log_kwargs={} if step is not None else {"wandb": {"commit": False}})
         return batch
 
-    def _send_to_sleep(self) -> None:
-        self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
+    def _sleep_if_told(self) -> None:
+        if self._sleep:
+            self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
 
     def close(self) -> None:
         """Close the engine, and stop watching optimizers. Also a context manager: ``with AcceleratedEngine(...):``."""

@@ -75,8 +75,14 @@ def detach(trainer: Any) -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
-    trainer.remove_callback(backend.callback)
+    remove_callback(trainer, backend.callback)
     backend.engine.close()
+
+
+def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
+    """Into a new list: where a callback does this, its caller walks over the old one, and would leave out the next."""
+    handler = trainer.callback_handler
+    handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
 
 class _EngineBackend:
@@ -105,6 +111,10 @@ class _EngineBackend:
             (self._trainer, "use_vllm", True),
             (self._trainer, self.last_sync, -1),  # no step: weights are taken before the first generation
         ]
+
+    @property
+    def is_attached(self) -> bool:
+        return getattr(self._trainer, "vllm_generation", None) is self
 
     def sync_weights(self) -> None:
         """Called before a generation when the optimizer has stepped since the last one."""
@@ -142,23 +152,43 @@ class _EngineBackend:
 
         images: of each prompt the list of those that its ids have placeholders for, or None.
         """
-        with self._timed():
-            params = self._params(prompts, n)
-            given = with_images(self._trainer.processing_class, prompts, images)
-            self._wake_up()
-            try:
+        with nullcontext() if self._turns_to_come else self._rollout():
+            with self._timed():
+                params = self._params(prompts, n)
+                given = with_images(self._trainer.processing_class, prompts, images)
+                self._wake_up()
+                self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
                 batch = self.engine.generate_batch(given, params)
-            finally:
-                if self._trainer.args.vllm_enable_sleep_mode:
-                    if self._turns_to_come:
-                        self._to_sleep = True
-                    else:
-                        self._send_to_sleep()
-        batch.raise_for_errors()
-        self._tokens += sum(len(c.token_ids) for output in batch for c in output.completions)
-        if not self._turns_to_come:
-            self._log_cost()
+            batch.raise_for_errors()
+            self._tokens += sum(len(c.token_ids) for output in batch for c in output.completions)
         return batch
+
+    @contextmanager
+    def _rollout(self) -> Iterator[None]:
+        """From the first turn to the last one: KV is kept between them, and afterwards the engine sleeps if told to.
+
+        An exception within goes on, whether sleeping works or not: requests of the user's may still be under way.
+        """
+        self._turns_to_come = True
+        try:
+            yield
+        except BaseException as error:
+            self._turns_to_come, self._longest = False, None
+            try:
+                self._sleep_if_told()
+            except EngineStateError as busy:
+                error.add_note(f"and the rollout engine is still awake: {busy}")
+            self._seconds, self._tokens = 0.0, 0
+            raise
+        self._turns_to_come, self._longest = False, None
+        self._sleep_if_told()
+        self._log_cost()
+
+    def _sleep_if_told(self) -> None:
+        if self._to_sleep:
+            self._to_sleep = False
+            with self._timed():
+                self._send_to_sleep()
 
     def _wake_up(self) -> None:
         if self._dropped:
@@ -201,22 +231,12 @@ class _EngineBackend:
         self._seconds, self._tokens = 0.0, 0
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """What asks for all turns of a rollout, as one generation: KV is kept between them, and the engine sleeps after.
-
-        In a turn with a tool's answer there is then no more to compute than the answer.
-        """
+        """What asks for all turns of a rollout, as one generation: in a turn with a tool's answer there is then no more to
+        compute than the answer."""
 
         def generation(*args: Any, **kwargs: Any) -> Any:
-            self._turns_to_come = True
-            try:
+            with self._rollout():
                 return generate(*args, **kwargs)
-            finally:
-                self._turns_to_come, self._longest = False, None
-                if self._to_sleep:
-                    self._to_sleep = False
-                    with self._timed():
-                        self._send_to_sleep()
-                self._log_cost()
 
         return generation
 
@@ -352,7 +372,9 @@ class _BothEnds(TrainerCallback):  # type: ignore[misc]
         self._backend = backend
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._backend.begin()
+        if self._backend.is_attached:  # another callback may have detached it just now
+            self._backend.begin()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._backend.end()
+        if self._backend.is_attached:
+            self._backend.end()

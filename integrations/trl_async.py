@@ -26,6 +26,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from stoker.integrations.async_steps import AsyncSteps
+from stoker.integrations.trl import remove_callback
 from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
@@ -152,7 +153,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self.stop()
         del self._trainer._sync_weight_merged
         if self._callback is not None:
-            self._trainer.remove_callback(self._callback)
+            remove_callback(self._trainer, self._callback)
         if self.engine is not None:
             self.engine.close()
         self._trainer = self._callback = self.engine = None

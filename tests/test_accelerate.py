@@ -134,6 +134,19 @@ def test_asleep_outside_of_rollouts() -> None:
         assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
 
 
+def test_an_error_is_not_hidden_by_one_of_falling_asleep() -> None:
+    accelerator, model, _ = prepared()
+    with AcceleratedEngine(accelerator, model, sleep=True) as engine:
+        engine.engine.wake_up()
+        handle = engine.engine.submit(PROMPTS[0], PARAMS)  # with it the engine does not sleep
+        with pytest.raises(InvalidRequestError, match="prompt 0 is empty") as raised:
+            engine.generate_batch([[]])
+        assert any("the rollout engine is still awake" in note for note in raised.value.__notes__)
+        handle.abort()
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.is_sleeping
+
+
 def test_adapters_are_chosen_by_row() -> None:
     peft = pytest.importorskip("peft")
     accelerator = Accelerator(cpu=True)

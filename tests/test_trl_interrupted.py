@@ -1,0 +1,103 @@
+"""TRL's trainers where a run does not go to its end, or a callback detaches: what was asked for happens, and nothing is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, ask, logged, plain_logprobs, trainers
+
+from stoker.rollout import SamplingParams
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from stoker.integrations.trl import attach, detach
+
+# Every test is of the end of runs, not of how they train.
+PLAIN: dict[str, Any] = {"optim": "sgd", "max_steps": 2}
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    yield from trainers(str(tmp_path))
+
+
+def check_parity(trainer: Any) -> None:
+    prompt = [3, 4, 5]
+    (completion,), (logprobs,) = ask(trainer, [prompt])
+    expected = plain_logprobs(trainer.model.eval(), prompt, completion)
+    torch.testing.assert_close(logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_goes_on_though_requests_are_under_way(
+    make_trainer: MakeTrainer, error: type[BaseException]
+) -> None:
+    """With them the engine does not sleep, which is no reason to hide what ended the run."""
+    interrupted = False
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        nonlocal interrupted
+        ids = trainer.processing_class(prompts)["input_ids"]
+        handles = [trainer.vllm_generation.engine.submit(p, SamplingParams(max_tokens=100)) for p in ids]
+        if not interrupted:
+            interrupted = True
+            raise error("in the middle")
+        for handle in handles:
+            handle.abort()
+        _, completions, logprobs, _ = trainer.vllm_generation.generate(ids, None, 1)
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[x[0] for x in row] for row in logprobs]}
+
+    trainer = make_trainer(more={"rollout_func": rollout}, vllm_enable_sleep_mode=True, **PLAIN)
+    engine = attach(trainer)
+    with pytest.raises(error, match="in the middle") as raised:
+        trainer.train()
+    assert any("the rollout engine is still awake" in note for note in raised.value.__notes__)
+    assert "rollout/seconds" not in trainer._metrics["train"]  # no rollout was made
+    del raised  # and with it the handles
+    trainer.train()
+    assert trainer.state.global_step == 2 and engine.is_sleeping
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
+    check_parity(trainer)
+
+
+class Listens(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("step")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.heard.append("end")
+
+
+class Detaches(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, trainer: Any, at: str) -> None:
+        self._trainer = trainer
+        setattr(self, f"on_{at}", self._detach)
+
+    def _detach(self, *_: Any, **__: Any) -> None:
+        if self._trainer.use_vllm:
+            detach(self._trainer)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before-the-engines", "after-the-engines"])
+@pytest.mark.parametrize("at", ["step_end", "train_end"])
+def test_a_callback_that_detaches(make_trainer: MakeTrainer, at: str, first: bool) -> None:
+    """The other callbacks miss nothing, and that of an engine that is not there does nothing."""
+    trainer = make_trainer(vllm_enable_sleep_mode=True, **PLAIN)
+    listens = Listens()
+    if first:
+        trainer.add_callback(Detaches(trainer, at))
+    attach(trainer)
+    if not first:
+        trainer.add_callback(Detaches(trainer, at))
+    trainer.add_callback(listens)
+    trainer.train()
+    assert listens.heard == ["step", "step", "end"]
+    assert not trainer.use_vllm and not {"vllm_generation", "_last_loaded_step"} & set(vars(trainer))
