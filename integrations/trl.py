@@ -15,7 +15,6 @@ the trainer's forward in bf16 while the engine samples in fp32, and the correcti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,6 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from stoker.integrations.trl_checks import check_trainer
+from stoker.integrations.trl_cost import RolloutCost
 from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
@@ -99,7 +99,7 @@ class _EngineBackend:
         self._to_sleep = False  # after them
         self._training = self._dropped = False  # dropped: copies of weights that slept
         self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
-        self._seconds, self._tokens = 0.0, 0  # of the rollout under way
+        self._cost = RolloutCost()
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=tokenizer_of(trainer))
@@ -125,7 +125,7 @@ class _EngineBackend:
                 "the trainer now trains another model object than the one the engine was attached to: call "
                 "detach(trainer) and attach(trainer) again"
             )
-        with self._timed():
+        with self._cost.timed():
             self.engine.wake_up("weights")
         self.engine.update_weights()
         self._dropped = False
@@ -153,14 +153,14 @@ class _EngineBackend:
         images: of each prompt the list of those that its ids have placeholders for, or None.
         """
         with nullcontext() if self._turns_to_come else self._rollout():
-            with self._timed():
+            with self._cost.timed():
                 params = self._params(prompts, n)
                 given = with_images(self._trainer.processing_class, prompts, images)
                 self._wake_up()
                 self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
                 batch = self.engine.generate_batch(given, params)
             batch.raise_for_errors()
-            self._tokens += sum(len(c.token_ids) for output in batch for c in output.completions)
+            self._cost.count(sum(len(c.token_ids) for output in batch for c in output.completions))
         return batch
 
     @contextmanager
@@ -178,16 +178,16 @@ class _EngineBackend:
                 self._sleep_if_told()
             except EngineStateError as busy:
                 error.add_note(f"and the rollout engine is still awake: {busy}")
-            self._seconds, self._tokens = 0.0, 0
+            self._cost.forget()
             raise
         self._turns_to_come, self._longest = False, None
         self._sleep_if_told()
-        self._log_cost()
+        self._cost.log(self._trainer, self.engine.weight_version)
 
     def _sleep_if_told(self) -> None:
         if self._to_sleep:
             self._to_sleep = False
-            with self._timed():
+            with self._cost.timed():
                 self._send_to_sleep()
 
     def _wake_up(self) -> None:
@@ -201,7 +201,7 @@ class _EngineBackend:
         sleep."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._timed():
+            with self._cost.timed():
                 self._wake_up()
             self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
             return rollout(*args, **kwargs)
@@ -213,22 +213,6 @@ class _EngineBackend:
         nbytes = self.engine.stats().mirror_bytes
         self._dropped = self._training and nbytes > 0 and all(p.requires_grad for p in self._model.parameters())
         self.engine.sleep(3 if self._dropped else 1, tags=between_rollouts(nbytes))
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._seconds += time.perf_counter() - begun
-
-    def _log_cost(self) -> None:
-        """What the rollout has cost, among the trainer's own metrics, where its kind has such."""
-        metrics = getattr(self._trainer, "_metrics", None)
-        if metrics is not None and self._tokens:
-            now = metrics["train" if self._trainer.model.training else "eval"]
-            now["rollout/seconds"].append(self._seconds)
-            now["rollout/tokens_per_second"].append(self._tokens / self._seconds)
-            now["rollout/weight_version"].append(self.engine.weight_version)
-        self._seconds, self._tokens = 0.0, 0
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """What asks for all turns of a rollout, as one generation: in a turn with a tool's answer there is then no more to

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +268,37 @@ def test_rollout_func_generates_on_the_engine(make_trainer: MakeTrainer) -> None
     trainer.train()
     check_parity(trainer)
     assert versions == [1, 2, 3]
+
+
+def test_what_threads_of_a_rollout_func_do_at_once_is_counted_once(make_trainer: MakeTrainer) -> None:
+    spent: list[float] = []
+    tokens: list[int] = []
+
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer._tokenizer(prompts)["input_ids"]
+        with ThreadPoolExecutor(len(ids)) as threads:
+            answers = list(threads.map(lambda p: trainer.vllm_generation.generate([p], None, 1), ids))
+        tokens.append(sum(len(a[1][0]) for a in answers))
+        logprobs = [[row[0] for row in a[2][0]] for a in answers]
+        return {"prompt_ids": ids, "completion_ids": [a[1][0] for a in answers], "logprobs": logprobs}
+
+    trainer = make_trainer(more={"rollout_func": rollout_func})
+    attach(trainer)
+    generate = trainer._generate
+
+    def watched(prompts: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return generate(prompts)
+        finally:
+            spent.append(time.perf_counter() - begun)
+
+    trainer._generate = watched
+    trainer.train()
+    check_parity(trainer)
+    seconds, rates = logged(trainer, "rollout/seconds"), logged(trainer, "rollout/tokens_per_second")
+    assert len(seconds) == 3 and all(s <= whole for s, whole in zip(seconds, spent, strict=True))
+    assert [round(s * rate) for s, rate in zip(seconds, rates, strict=True)] == tokens
 
 
 def test_truncated_completions_are_masked(make_trainer: MakeTrainer) -> None:

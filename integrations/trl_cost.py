@@ -1,0 +1,52 @@
+"""What a rollout costs, for a TRL trainer's own metrics."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class RolloutCost:
+    """Seconds and tokens of the rollout under way.
+
+    Threads of a ``rollout_func`` may generate at the same time: a second in which several do is one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._begun = 0, 0.0
+        self._seconds, self._tokens = 0.0, 0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        with self._lock:
+            if not self._under_way:
+                self._begun = time.perf_counter()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                if not self._under_way:
+                    self._seconds += time.perf_counter() - self._begun
+
+    def count(self, tokens: int) -> None:
+        with self._lock:
+            self._tokens += tokens
+
+    def log(self, trainer: Any, weight_version: int) -> None:
+        """Among the trainer's own metrics, where its kind has such; and the next rollout begins at nothing."""
+        metrics = getattr(trainer, "_metrics", None)
+        if metrics is not None and self._tokens:
+            now = metrics["train" if trainer.model.training else "eval"]
+            now["rollout/seconds"].append(self._seconds)
+            now["rollout/tokens_per_second"].append(self._tokens / self._seconds)
+            now["rollout/weight_version"].append(weight_version)
+        self.forget()
+
+    def forget(self) -> None:
+        self._seconds, self._tokens = 0.0, 0
