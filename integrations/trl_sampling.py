@@ -14,6 +14,9 @@ _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetitio
 _TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens"}
 _ALSO_CALLED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
 _PENALTIES = {"presence_penalty", "frequency_penalty"}
+# Of a model's own generation config: what a trainer always says itself, and what does not change what is sampled.
+_NOT_THE_MODELS = {"do_sample", "top_k", "max_new_tokens", "max_length", "eos_token_id", "num_return_sequences"}
+_NOT_THE_MODELS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
 _WITHOUT_EFFECT = {"pad_token_id", "bos_token_id", "use_cache", "cache_implementation", "disable_compile"}
 
 
@@ -40,7 +43,7 @@ def _eos_ids(trainer: Any) -> list[int]:
 def sampling_params(trainer: Any) -> SamplingParams:
     """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
 
-    A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
+    What they leave open the model's own generation config says, as it does where the trainer generates. A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
     """
     settings: dict[str, Any] = {"do_sample": True}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
@@ -48,7 +51,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
             settings[name] = _setting(trainer, name)
     limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
     settings["max_new_tokens"] = _setting(trainer, limit)
-    settings["suppress_tokens"] = _placeholders(trainer)
+    settings["suppress_tokens"] = _placeholders(trainer) or None
     of_the_forward = settings.get("temperature")
     penalties = {}
     for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
@@ -67,7 +70,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
     if settings.get("top_k") in (None, -1):  # other ways of saying off
         settings["top_k"] = 0
     params = SamplingParams.from_generation_config(
-        settings,
+        _filled(trainer, settings),
         stop_token_ids=_eos_ids(trainer),
         ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
         regex=getattr(trainer.args, "vllm_structured_outputs_regex", None),
@@ -78,6 +81,20 @@ def sampling_params(trainer: Any) -> SamplingParams:
         # greedy decoding, which is 1, the importance ratios would be off, and whole completions dropped.
         params = replace(params, temperature=of_the_forward, top_k=1, top_p=1.0, min_p=0.0)
     return params
+
+
+def _filled(trainer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Where a trainer gives nothing: what ``generate`` takes from the model's generation config, a repetition penalty say."""
+    config = getattr(live_model(trainer), "generation_config", None)
+    of_the_model = {} if config is None else config.to_dict()
+    found = {k: v for k, v in of_the_model.items() if v is not None and k not in _NOT_THE_MODELS}
+    found |= {k: v for k, v in settings.items() if v is not None}
+    words = found.get("bad_words_ids") or []
+    if all(len(word) == 1 for word in words):  # tokens that are not to be sampled: models with images have such
+        found.pop("bad_words_ids", None)
+        suppressed = {word[0] for word in words} - set(_eos_ids(trainer))
+        found["suppress_tokens"] = sorted(suppressed | set(found.get("suppress_tokens", ())))
+    return found
 
 
 def check_pattern(trainer: Any, params: SamplingParams) -> None:

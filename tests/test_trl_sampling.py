@@ -1,0 +1,68 @@
+"""What a model's own generation config says, where TRL's trainers say nothing: it holds on the engine as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl_setup import EOS, PROMPTS, MakeTrainer, make_model, trainers
+
+from stoker.rollout import InvalidRequestError
+
+pytest.importorskip("trl", reason="TRL is not installed")
+
+from stoker.integrations.trl import attach
+from stoker.integrations.trl_sampling import sampling_params
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
+    yield from trainers(str(tmp_path))
+
+
+def with_generation_config(**fields: Any) -> Any:
+    model = make_model()
+    for name, value in fields.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"suppress_tokens": [3, 9]}, {"bad_words_ids": [[3], [EOS]], "suppress_tokens": [9]}, {"min_new_tokens": 7}],
+    ids=lambda f: "-".join(f),
+)
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_what_the_models_generation_config_says_holds_as_without_the_engine(
+    make_trainer: MakeTrainer, kind: str, fields: dict[str, Any]
+) -> None:
+    def greedy(model: Any, *, engine: bool) -> list[list[int]]:
+        trainer = make_trainer(kind, model=model, generation_kwargs={"do_sample": False})
+        if engine:
+            attach(trainer)
+        return trainer._generate(PROMPTS)[1]  # type: ignore[no-any-return]
+
+    plain = greedy(with_generation_config(**fields), engine=False)
+    assert greedy(with_generation_config(**fields), engine=True) == plain
+    assert greedy(make_model(), engine=False) != plain  # or it would say nothing
+
+
+@pytest.mark.parametrize(("kind", "penalty"), [("grpo", 1.0), ("gold", 1.3), ("iw_opd", 1.3)])
+def test_what_the_trainer_says_wins_over_the_models_generation_config(
+    make_trainer: MakeTrainer, kind: str, penalty: float
+) -> None:
+    """Two kinds have no setting for a repetition penalty; that of the model is then what they generate with."""
+    fields = {"repetition_penalty": 1.3, "min_p": 0.2, "temperature": 0.5, "top_k": 3, "max_length": 4}
+    trainer = make_trainer(kind, model=with_generation_config(**fields), temperature=0.9)
+    params = sampling_params(trainer)
+    assert (params.repetition_penalty, params.min_p) == (penalty, 0.2)
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.9, 0, 8)
+
+
+def test_a_model_whose_generation_config_cannot_be_followed_is_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(model=with_generation_config(no_repeat_ngram_size=2))
+    with pytest.raises(InvalidRequestError, match="generation config sets no_repeat_ngram_size=2.*: unset it"):
+        attach(trainer)
+    assert not trainer.use_vllm
