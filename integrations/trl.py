@@ -328,7 +328,8 @@ class _PairBackend(_EngineBackend):
             self.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
         tokenizer = trainer._tokenizer
-        texts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in prompts]
+        processor = trainer.processing_class  # whose template it is: a tokenizer beside image processors has none
+        texts = [maybe_apply_chat_template({"prompt": prompt}, processor)["prompt"] for prompt in prompts]
         batch = self.sample(tokenizer(text=texts, add_special_tokens=False)["input_ids"], None, n=2)
         tensors = batch.to_tensors(tokenizer.pad_token_id, device=trainer.accelerator.device)
         by_pair = (tensors.prompt_ids, tensors.prompt_mask, tensors.completion_ids, tensors.completion_mask)

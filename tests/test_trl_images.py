@@ -229,6 +229,22 @@ def test_distillation(make_trainer: MakeTrainer) -> None:
     check_greedy(trainer, engine)
 
 
+@pytest.mark.parametrize("of", ["qwen2_5_vl", "llava", "gemma3"])
+def test_online_dpo_on_prompts_of_text(make_trainer: MakeTrainer, of: str) -> None:
+    """Their template is the processor's, whose tokenizer has none."""
+    text = make_dataset().remove_columns("images")
+    more = {"ref_model": make_model(of), "train_dataset": text, "eval_dataset": None}
+    trainer = make_trainer(
+        "online_dpo", of, more=more, generation_kwargs={"do_sample": False}, per_device_train_batch_size=2
+    )
+    prompts = text["prompt"][:]
+    plain = trainer._generate(trainer.model, prompts)
+    attach(trainer, config=CONFIG)
+    sampled = trainer._generate(trainer.model, prompts)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:4], sampled[:4], strict=True))
+    trainer.train()
+
+
 def test_no_placeholder_is_sampled(make_trainer: MakeTrainer) -> None:
     """As without an engine: in the trainer's forward one more would stand for an image that is not there."""
     trainer = make_trainer(temperature=20.0, max_completion_length=48, max_steps=1)
