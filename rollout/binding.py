@@ -275,6 +275,8 @@ class ModelBinding:
         if self._refill:
             try:
                 self._changed |= self.source.fill()
+                if self._rounded is not None and not isinstance(self.source, AliasedSource):
+                    self._rounded.refresh()  # what does not pass through was rounded before it was there
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
                 self._give_back_weights(drop=True)
                 raise

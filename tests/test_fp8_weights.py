@@ -236,6 +236,23 @@ def test_a_scrambled_copy_is_named() -> None:
         assert engine.verify_weights().mismatched == (experts,)
 
 
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_mirror_of_layers_that_share_their_weights(level: int) -> None:
+    """What is tied is kept whole, and does not pass through: after waking it is rounded anew all the same."""
+    model = make_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with in_fp8(model, dtype="float64") as engine:
+        kept = names_of(engine) - engine._binding.source.passing
+        assert len(kept) == 6 and all(".mlp." in name for name in kept)
+        assert_rounded(engine, model)
+        engine.sleep(level)
+        engine.wake_up()
+        assert_rounded(engine, model)
+        assert engine.verify_weights().ok
+        step(model)
+        assert_rounded(engine, model)
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
