@@ -20,6 +20,7 @@ from hybrids import make_model as make_hybrid
 from mirrored import PARAMS, PROMPT, SMALL, step
 from pretend_device import build, close
 from rounding import names_of, rounded, rounded_base
+from sender import Counted, over_a_pipe, sending
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -234,6 +235,20 @@ def test_a_scrambled_copy_is_named() -> None:
         experts = next(name for name in matrices if name.endswith("experts.down_proj"))
         matrices[experts].scales[1, 2] *= 2
         assert engine.verify_weights().mismatched == (experts,)
+
+
+def test_what_passes_through_a_mirror_comes_with_every_transfer() -> None:
+    """Its numbers are nowhere that those of a sender could be compared with; what is kept comes once."""
+    model, other = make_model("llama"), make_model("llama", seed=3)
+    with in_fp8(model, dtype="float64") as engine:
+        here, there = over_a_pipe()
+        counted = Counted(here)
+        for expected in ({*dict(other.named_parameters())}, {*engine._binding.source.passing}):
+            with sending(there, dict(other.named_parameters()), 2**20) as sent:
+                engine.update_weights(counted)
+                sent.result(5)
+            assert counted.coming == expected
+            assert_rounded(engine, other)
 
 
 @pytest.mark.parametrize("level", [2, 3])
