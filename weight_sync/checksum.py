@@ -104,7 +104,7 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
         if not number.isfinite():
             if finite:
                 yield f"{name} holds NaN or Inf"
-        elif not number.to(tensor.dtype).to(dtype).isfinite():
+        elif not number.to(dtype).isfinite():
             yield f"{name} has values up to {value:.3g}, beyond what {dtype} can hold"
 
 

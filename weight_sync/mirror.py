@@ -112,7 +112,7 @@ class _Layout:
         self.nbytes = 0
         for group in groups:
             alike = all(name in names and name not in self.places for name in group)
-            if alike and len({(dtypes[name], shapes[name][1:]) for name in group}) == 1 == len({*group}) // len(group):
+            if alike and len({(dtypes[name], shapes[name][1:]) for name in group}) == 1:
                 self.groups.append(group)
                 self._put(group, shapes, dtypes)
         for name in shapes:

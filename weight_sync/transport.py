@@ -65,7 +65,7 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
         for bucket in manifest.buckets():
             end = 0
             for spec, start, count in bucket:
-                if start == 0 or spec.name != name:  # what is not contiguous is copied here, once for all its buckets
+                if spec.name != name:  # what is not contiguous is copied here, once for all its buckets
                     name, flat = spec.name, tensors[spec.name].detach().reshape(-1)
                 size = count * spec.dtype.itemsize
                 buffer[end : end + size].copy_(flat[start : start + count].view(torch.uint8))
