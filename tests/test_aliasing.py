@@ -197,6 +197,22 @@ def test_weights_that_other_processes_have_open_stay_where_they_are(model):
     assert [p.data_ptr() for p in model.parameters()] == addresses and all(p.is_shared() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["with more behind it", "column by column"])
+def test_a_weight_that_does_not_fill_its_memory_row_by_row_stays_where_it_is(model, kind):
+    """A sharding library's buffer with padding, say, whose other views would not follow the weight."""
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    for p in weights:
+        padded = torch.cat([p.detach().flatten(), p.new_zeros(8)])
+        p.data = padded[:-8].view(p.shape) if kind == "with more behind it" else p.detach().T.contiguous().T
+    places = [(p.data_ptr(), p.stride()) for p in weights]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, model)
+        assert [(p.data_ptr(), p.stride()) for p in weights] == places
+        with torch.no_grad():
+            model.model.layers[1].self_attn.k_proj.weight.mul_(1.5)
+        assert_matches(engine, model)
+
+
 def test_several_engines_on_one_model(model):
     first, second = RolloutEngine(model, config=CONFIG), RolloutEngine(model, config=CONFIG)
     addresses = [p.data_ptr() for p in model.parameters()]

@@ -231,7 +231,6 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
     return (
         tensor.is_contiguous()
         and not tensor.is_inference()  # its data cannot be set
-        and tensor.storage_offset() == 0
         and storage.resizable()  # torch's own memory, no mapped file
         and not (tensor.is_cpu and storage.is_shared())  # with a process that has it open
         and storage.nbytes() == tensor.nbytes

@@ -99,7 +99,7 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
     maxima = torch._foreach_norm([t for _, t, _ in looked_at], ord=float("inf"))
     device = looked_at[0][1].device
     largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()
-    for (name, tensor, dtype), value in zip(looked_at, largest, strict=True):
+    for (name, _, dtype), value in zip(looked_at, largest, strict=True):
         number = torch.tensor(value, dtype=torch.float64)
         if not number.isfinite():
             if finite:
