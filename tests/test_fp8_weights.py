@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from stoker.engine import fused_forms
 from stoker.engine.device import CpuRuntime
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, UnsupportedModelError, WeightsMismatchError
+from stoker.kernels.host_memory import OffloadableMemory
 from stoker.kernels.ops import REFERENCE, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -209,11 +210,22 @@ def test_a_mirror_takes_weights_from_elsewhere(tmp_path: Path) -> None:
         assert_rounded(engine, model)
 
 
-def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    agrees = fused_forms._Trial.agrees
+@pytest.mark.parametrize("family", ["llama", "gemma4"])  # the latter with layers that attend to others' keys
+def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agrees, make_memory = fused_forms._Trial.agrees, OffloadableMemory.__init__
     monkeypatch.setattr(fused_forms._Trial, "agrees", lambda trial, form: form.index != 1 and agrees(trial, form))
-    model = make_model("llama")
-    with in_fp8(model, dtype="float64") as engine:
+
+    def of_nan(memory: OffloadableMemory, *arguments: Any) -> None:
+        make_memory(memory, *arguments)
+        memory.data.fill_(
+            255
+        )  # as fresh memory may be: layers are compared with their fused form on the model's numbers
+
+    monkeypatch.setattr(OffloadableMemory, "__init__", of_nan)
+    model = make_model(family).to(torch.float64 if family == "gemma4" else torch.float32)
+    with in_fp8(model, dtype="float32" if family == "gemma4" else "float64") as engine:
         assert engine.stats().fused_layers == 2
         assert engine._binding.source.passing == names_of(engine)
         assert not any(".layers.1." in name for name in names_of(engine))
