@@ -158,6 +158,7 @@ def test_sleeping_in_between() -> None:
         for level in (1, 2):
             check(model, prompts, engine.generate_batch(prompts, GREEDY))
             with engine.sleeping(level):
+                assert not engine.core.images._kept
                 nudge(model, "images")
             engine.update_weights()
         check(model, prompts, engine.generate_batch(prompts, GREEDY))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_setup import PROMPTS, at_rest, build, check_logprobs, long
+from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, WeightTransferError
 from stoker.rollout import RolloutEngine
@@ -35,6 +35,24 @@ def test_requests_that_begin_while_weights_come_go_on_under_these() -> None:
         assert seam > 0 and versions == [0] * seam + [1] * (24 - seam)
         check_logprobs(engine, PROMPTS[3], engine.generate_batch([PROMPTS[3]], long())[0].completions[0])
         at_rest(engine)
+
+
+def test_what_changes_after_an_update_under_which_requests_go_on_is_noticed() -> None:
+    """Beside them others begin without a look at the weights, and leave KV of the update's."""
+    with build() as engine:
+        handles = []
+
+        def begin() -> None:
+            handles.append(engine.submit(PROMPTS[0], long()))
+            next(iter(handles[0]))
+
+        engine.update_weights(pairs(engine, begin))
+        handles.append(engine.submit(PROMPTS[3], long()))
+        engine.wait(handles)
+        nudge(engine)
+        (output,) = engine.generate_batch([PROMPTS[3]], long())
+        assert output.cached_tokens == 0 and engine.weight_version == 2
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
 
 
 @pytest.mark.parametrize("noticed", [False, True])

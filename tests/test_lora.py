@@ -198,7 +198,11 @@ def test_live_is_what_the_model_would_run_now() -> None:
             assert tokens(engine) == expected_tokens(model, None)
         assert tokens(engine, adapter="default") == expected_tokens(model, "default")
         handle = engine.submit(PROMPTS[0], GREEDY, adapter=None)
+        engine.wait([handle], share=0)  # so that it is under way, and no submission looks at the weights
+        model.set_adapter("default")
+        live = engine.submit(PROMPTS[0], GREEDY)
         assert handle.result().completions[0].token_ids == expected_tokens(model, None)[0]
+        assert live.result().completions[0].token_ids == expected_tokens(model, "default")[0]
 
 
 @pytest.mark.parametrize("tell", [True, False])

@@ -61,6 +61,16 @@ def test_a_loaded_adapter_is_the_one_it_was(how: str, options: dict[str, Any], t
         assert tokens(engine) == mine
 
 
+def test_loaded_while_the_models_own_adapter_is_off() -> None:
+    """What the model was like meanwhile is not what it is like again."""
+    model = peft_model()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        mine = tokens(engine)
+        with model.disable_adapter():
+            engine.load_adapter("other", peft_model(seed=7))
+        assert tokens(engine) == mine == expected_tokens(model)
+
+
 def test_another_models_adapter_is_live_and_a_copy_is_not() -> None:
     other = peft_model(seed=7)
     with RolloutEngine(make_model("llama"), config=CONFIG) as engine:

@@ -216,10 +216,12 @@ def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
     model = make_model("llama")
     with engine_on(model, dtype, check_finite_weights=True) as engine:
         weight = model.model.layers[1].self_attn.k_proj.weight
-        weight.data[1, 2] = value
+        engine.generate_batch([PROMPT], PARAMS)
+        kept, weight.data[1, 2] = float(weight[1, 2]), value
         with pytest.raises(WeightsMismatchError, match=r"^model.layers.1.self_attn.k_proj.weight holds NaN or Inf"):
             engine.update_weights()
-        assert engine.weight_version == 0
+        weight.data[1, 2] = kept
+        assert engine.generate_batch([PROMPT], PARAMS)[0].cached_tokens > 0 == engine.weight_version, "as it was"
         weight.data[1, 2] = 0
         assert engine.update_weights() == 1
 
