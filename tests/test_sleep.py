@@ -1,5 +1,6 @@
 """Sleep and wake: what each level and tag gives back, and that what wakes is as it was, or asleep as before."""
 
+import weakref
 from functools import cache
 
 import pytest
@@ -108,6 +109,32 @@ def test_what_weights_leave_in_the_allocator_is_given_back_too(monkeypatch):
             engine.sleep(**arguments)
             assert seen[-1] == (left[0], kv if left[1] is None else 0)
             engine.wake_up()
+
+
+def test_counts_of_penalties_go_with_the_cache():
+    """A number for each token of the vocabulary, and that for each place in a batch."""
+    params = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.5)
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+        before = engine.generate_batch([[1, 2, 3]], params)[0].completions[0].token_ids
+        counts = weakref.ref(engine.core.runner.sampler.penalties)
+        engine.sleep()
+        assert counts() is None
+        engine.wake_up()
+        assert engine.generate_batch([[1, 2, 3]], params)[0].completions[0].token_ids == before
+
+
+def test_memory_that_was_taken_again_is_written_before_anything_else_is_launched(monkeypatch):
+    """Whoever generates next may do so under another stream."""
+    with in_double(make_model("llama")) as engine:
+        engine.sleep(level=2)
+        seen: list[tuple[bool, bool]] = []
+        mirror = engine._binding.source.mirror
+        wait = lambda device=None: seen.append((mirror.complete, bool(engine._kv.layers)))  # noqa: E731
+        monkeypatch.setattr(torch.cpu, "synchronize", wait)
+        engine.wake_up("weights")
+        assert seen[-1] == (True, False)
+        engine.wake_up()
+        assert seen[-1] == (True, True)
 
 
 def test_staged_waking_lets_an_update_come_before_the_kv_cache():
