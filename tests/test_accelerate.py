@@ -112,11 +112,25 @@ def test_the_step_of_another_models_optimizer_is_none_of_ours() -> None:
         engine.generate_batch(PROMPTS, PARAMS)
         assert engine.engine.weight_version == 0
         # An optimizer made after the engine counts, prepared or not.
-        late = torch.optim.Adam(list(critic.parameters()) + list(model.parameters()), lr=0.1)
+        assert engine.engine.stats().last_update_seconds == 0
+        late = torch.optim.Adam([{"params": critic.parameters()}, {"params": model.parameters()}], lr=0.1)
         model(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
         late.step()
         batch = engine.generate_batch(PROMPTS, PARAMS)
         assert engine.engine.weight_version == 1 and worst_difference(model, batch) < LOGPROB_TOLERANCE
+        assert engine.engine.stats().last_update_seconds > 0, "told of it, as shards have to be"
+
+
+def test_a_step_whose_weights_were_refused_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is whole would be noticed by itself; of shards the next rollout would be on the old ones."""
+    accelerator, model, optimizer = prepared()
+    with AcceleratedEngine(accelerator, model) as engine:
+        train_on(accelerator, model, optimizer, [3, 4, 5])
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(engine.engine, "update_weights", lambda: 1 // 0)
+            engine.generate_batch(PROMPTS, PARAMS)
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.stats().last_update_seconds > 0
 
 
 def test_asleep_outside_of_rollouts() -> None:
