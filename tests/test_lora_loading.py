@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,21 @@ def test_a_loaded_adapter_is_the_one_it_was(how: str, options: dict[str, Any], t
         assert engine.adapters == ("default", "other")
         assert tokens(engine, adapter="other") == expected_tokens(other) != mine
         assert tokens(engine) == mine
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"], "trainable_token_indices": [3, 17]}]
+)
+def test_nothing_holds_what_was_unloaded(options: dict[str, Any]) -> None:
+    other = peft_model(seed=7, **options)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("other", (state_dict(other), other.peft_config["default"]))
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+        held = [weakref.ref(t) for t in engine._binding.adapters.weights["other"].tensors()]
+        engine.unload_adapter("other")
+        gc.collect()
+        assert not [ref for ref in held if ref() is not None]
+        assert tokens(engine) == expected_tokens(other, None)
 
 
 def test_loaded_while_the_models_own_adapter_is_off() -> None:
