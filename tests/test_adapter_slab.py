@@ -198,6 +198,19 @@ def test_a_live_adapter_that_is_copied_is_copied_anew(options: dict[str, Any]) -
     assert all(torch.equal(t, before[name]) or "q_proj" in name for name, t in other.state_dict().items())
 
 
+def test_an_adapter_that_leaves_the_device_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that its owner offloads: slots read it where it lies, or a copy of it."""
+    other, here = peft_model(seed=7), True
+    monkeypatch.setattr(adapters, "lies_on", lambda adapter, device: here)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        for here in (True, False, True):
+            for p in other.parameters():
+                p.data = p.data.clone()
+            assert tokens(engine, adapter="other") == expected_tokens(other)
+            assert bool(engine._adapters._slabs) != here
+
+
 def test_what_lies_on_the_device_is_not_copied() -> None:
     """Neither at an update, nor where one takes another's slot."""
     model = two_adapters()
