@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,20 @@ def test_merged_is_refused_until_it_is_not() -> None:
                 call()
         model.unmerge_adapter()
         assert tokens(engine) == expected_tokens(model)
+        assert tokens(engine) == before
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_what_does_not_fit_is_refused_until_it_is_gone(dtype: str) -> None:
+    """Looked at again, it is no more than what was there the last time, and as little known to run."""
+    model = peft_model()
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype, max_lora_rank=8)) as engine:
+        before = tokens(engine)
+        model.add_adapter("large", lora(r=9))
+        for call in (engine.update_weights, lambda: tokens(engine), lambda: tokens(engine)):
+            with pytest.raises(UnsupportedModelError, match=r"'large' has rank 9 and max_lora_rank=8"):
+                call()
+        model.delete_adapter("large")
         assert tokens(engine) == before
 
 
