@@ -165,6 +165,18 @@ def test_merged_is_refused_until_it_is_not() -> None:
         assert tokens(engine) == before
 
 
+def test_merged_in_another_model_is_refused_until_it_is_not() -> None:
+    other = peft_model(seed=7)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        before = tokens(engine, adapter="other")
+        other.merge_adapter()
+        with pytest.raises(UnsupportedModelError, match=r"'default' is merged into .*unmerge_adapter"):
+            tokens(engine, adapter="other")
+        other.unmerge_adapter()
+        assert tokens(engine, adapter="other") == before
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_what_does_not_fit_is_refused_until_it_is_gone(dtype: str) -> None:
     """Looked at again, it is no more than what was there the last time, and as little known to run."""
