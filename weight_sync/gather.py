@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,21 +153,23 @@ def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: tor
         yield len(buckets) - 1
 
 
-def agree(flags: Mapping[dist.ProcessGroup, Tensor], failed: bool) -> bool:
+def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], failed: bool) -> bool:
     """Make each group's ``flags`` (int64) the maximum over its ranks, in place; returns whether any rank has failed.
 
     Raises ``WeightTransferError`` where a rank does not answer.
     """
-    for _ in flags:  # so often that a failure in one group reaches every other
-        for group, of_group in flags.items():
+    groups = list(groups)
+    for _ in groups:  # so often that a failure in one group reaches every other
+        for group in groups:
+            doing = "agreeing on what to gather"
             try:
                 if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
                     dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
-                mine = torch.cat([of_group, of_group.new_tensor([int(failed)])])
+                mine = torch.cat([flags[group], flags[group].new_tensor([int(failed)])])
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
             except RuntimeError as error:
-                raise lost(group, "agreeing on what to gather", error) from error
-            of_group.copy_(mine[:-1])
+                raise lost(group, doing, error) from error
+            flags[group].copy_(mine[:-1])
             failed = bool(mine[-1])
     return failed
 

@@ -16,8 +16,11 @@ from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
-from stoker.weight_sync.shards import Held, Shards, by_group, is_sharded, read
+from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
+
+# Made for a mesh that is part of the world, by that world and their ranks: a process keeps those it has made.
+_GROUPS: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class MirroredSource:
@@ -198,7 +201,16 @@ class MirroredSource:
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
-        return read(self.model)
+        return read(self.model, self._group_of)
+
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if sorted(ranks) == list(range(dist.get_world_size())):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        key = dist.group.WORLD, ranks
+        if key not in _GROUPS:
+            _GROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return _GROUPS[key]
 
     def _pull(self, held: Held) -> int:
         mirror = self.mirror
@@ -222,7 +234,8 @@ class MirroredSource:
         self._give_states(mirror)
         new = {name: held.full[name] for name in full if (name,) in changed}
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
-        shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
+        groups = list(dict.fromkeys(s.group for s in held.shards))
+        shards = [s for group in groups for s in held.shards if s.group is group and s.names in changed]
         if not changed:
             mirror.complete, self._from_elsewhere = True, False
             return 0
@@ -321,13 +334,15 @@ class MirroredSource:
         self, shards: list[Shards], changed: set[tuple[str, ...]], refusal: Exception | None
     ) -> Exception | None:
         """Add to ``changed`` what other ranks found changed; where one of them refuses, so does this one."""
-        grouped = by_group(shards)
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in shards:
+            by_group.setdefault(s.group, []).append(s)
         flags = {
             group: torch.tensor([s.names in changed for s in of_group], dtype=torch.int64, device=self.device)
-            for group, of_group in grouped.items()
+            for group, of_group in by_group.items()
         }
-        failed = agree(flags, refusal is not None)
-        for group, of_group in grouped.items():
+        failed = agree(by_group, flags, refusal is not None)
+        for group, of_group in by_group.items():
             changed |= {s.names for s, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
         if failed and refusal is None:
             return WeightsMismatchError("another rank refused its weights; its error says why. No weight was changed")
@@ -347,11 +362,13 @@ class MirroredSource:
         wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
         # Others came after the engine was built.
         shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
-        grouped = by_group(shards)
-        flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in grouped}
-        agree(flags, False)  # only that every rank is here
+        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
+        for s in shards:
+            by_group.setdefault(s.group, []).append(s)
+        flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in by_group}
+        agree(by_group, flags, False)  # only that every rank is here
         found: set[str] = set()
-        for group, of_group in grouped.items():
+        for group, of_group in by_group.items():
             kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
             if kept:
                 found.update(self._compare(group, kept, mirror))
@@ -361,7 +378,7 @@ class MirroredSource:
             names += through
             for part in self._put(through):
                 wrong += consumer.mismatches(part)
-            in_order = [s for of_group in grouped.values() for s in of_group]
+            in_order = [s for of_group in by_group.values() for s in of_group]
             self._gather(in_order, lambda part: found.update(consumer.mismatches(part)), kept=False)
         count = len(names) + sum(len(s.names) for s in shards)
         return count, wrong + [name for s in shards for name in s.names if name in found]
