@@ -102,6 +102,32 @@ def gathered_by_a_forward(rank: int) -> None:
         torch.testing.assert_close(whole, twin.get_parameter(name), rtol=0, atol=1e-5)
 
 
+def alone_after_a_forward(rank: int) -> None:
+    """One rank generates, or takes weights from elsewhere, while FSDP2 has a model gathered: it stays so on every rank."""
+    twin, model = small(), by_fsdp2(small(), reshard=False)
+    optimizers = sgd(twin), sgd(model)
+
+    def gathered() -> None:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([PROMPT]))
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for step in range(1, 3):
+            gathered()
+            engine.sleep(level=step + 1)  # at the second step without its numbers
+            engine.wake_up()
+            if rank == 0:
+                if step == 2:
+                    engine.update_weights(twin.state_dict())
+                assert_matches(engine, twin)
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)  # here that rank would gather alone, and wait for the others
+            engine.update_weights()
+            assert_matches(engine, twin)
+
+
 def refuse_on_one(rank: int) -> str:
     """One rank's part holds NaN: all refuse, nothing moves, and the next update is taken."""
     twin, model = small(), by_fsdp2(small())

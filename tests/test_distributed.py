@@ -43,6 +43,10 @@ def test_a_forward_that_leaves_the_whole_model_there(world_size):
     ranks.run(sharded_faults.gathered_by_a_forward, world_size)
 
 
+def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
+    ranks.run(sharded_faults.alone_after_a_forward, 2, timeout=10)
+
+
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
-from stoker.weight_sync.naming import engine_dtypes, main_dtype, unwrap
+from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
@@ -147,9 +149,9 @@ class MirroredSource:
         """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
         assert self.mirror is not None
         if not self.mirror.complete:  # dropped: buffers that no checkpoint has did not come either
-            full = self._read().full
-            names = [name for name in self._shapes if name in self.optional and name in full]
-            copy_each([self.mirror.tensors[name] for name in names], [full[name] for name in names])
+            own: list[tuple[str, Any]] = [(n, t) for n, t, _ in named_tensors(self.model) if n in self.optional]
+            whole = [t.to_local() if isinstance(t, DTensor) else t for _, t in own]
+            copy_each([self.mirror.tensors[name] for name, _ in own], whole)
         self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
@@ -158,6 +160,8 @@ class MirroredSource:
         self.mirror.complete, self._seen = False, {}
 
     def catch_up(self) -> bool:
+        if is_sharded(self.model) and dist.get_world_size() > 1:
+            return False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
         held = self._read()
         return not held.shards and not self._from_elsewhere and self._pull(held) > 0
 
