@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.integrations import deepspeed
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.files import not_rewritten
 from stoker.weight_sync.naming import named_tensors
 
 
@@ -37,20 +38,19 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
             f"{folder} cannot be loaded: no config.json in it. Give a folder that save_pretrained wrote. The engine keeps its "
             "weights"
         )
-    try:
-        with whole_models():
-            model, info = kind.from_pretrained(
-                folder,
-                dtype="auto",
-                device_map={"": "cpu"},
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
-    except (
-        Exception
-    ) as error:  # of files that are damaged, packages that lack: transformers raises errors of many kinds
-        raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
+    with not_rewritten(folder):
+        try:
+            with whole_models():
+                model, info = kind.from_pretrained(
+                    folder,
+                    dtype="auto",
+                    device_map={"": "cpu"},
+                    local_files_only=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                )
+        except Exception as error:  # transformers raises many kinds over damaged files and packages that lack
+            raise WeightTransferError(f"{folder} cannot be loaded: {error}. The engine keeps its weights") from error
     wrong = [f"missing {name}" for name in sorted(info["missing_keys"])]
     wrong += [f"unknown {name}" for name in sorted(info["unexpected_keys"])]
     wrong += [f"{name} has shape {tuple(a)}, not {tuple(b)}" for name, a, b in sorted(info["mismatched_keys"])]

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.weight_sync.files import not_rewritten
 from stoker.weight_sync.manifest import not_weights, spec_of
 from stoker.weight_sync.staging import Casts, Staging
 from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, reason_of
@@ -60,7 +61,7 @@ def _refuse(problem: str | None) -> None:
 
 def _from_file(path: str, staging: Staging) -> None:
     try:
-        with safe_open(path, framework="pt") as file:
+        with not_rewritten(path), safe_open(path, framework="pt") as file:
             names = list(file.keys())
             specs = [spec_of(name, file.get_tensor(name)) for name in names]  # mapped, not read
             if (problem := staging(specs)) is not None:

@@ -1,0 +1,73 @@
+"""Files of weights that another process writes while they are read: one of its models is taken, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sender
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import modeling_utils
+
+from stoker.kernels.errors import WeightTransferError
+from stoker.rollout import RolloutEngine
+from stoker.weight_sync import receiving
+
+
+def save(path: Path, model: Any) -> Path:
+    save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, path)
+    return path
+
+
+def at_opening(monkeypatch: pytest.MonkeyPatch, module: Any, number: int, happens: Callable[[], object]) -> None:
+    """Let it happen when so many files have been opened."""
+    left = [number]
+
+    def opened(*arguments: Any, **fields: Any) -> Any:
+        file = safe_open(*arguments, **fields)
+        left[0] -= 1
+        if left[0] == 0:
+            happens()
+        return file
+
+    monkeypatch.setattr(module, "safe_open", opened)
+
+
+def assert_refused_once(path: Path, then: Any) -> None:
+    """An update by it is refused, with the old weights in service, and the next one is taken, which brings ``then``."""
+    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        with pytest.raises(WeightTransferError, match=r"was written to while it was read \(.*old and new.*keeps"):
+            engine.update_weights(path)
+        sender.check(engine, sender.trained(0), 0)
+        assert engine.update_weights(path) == 1
+        sender.check(engine, then, 1)
+
+
+def test_a_file_that_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = sender.trained(2)
+    path, content = save(tmp_path / "new", sender.trained(1)), save(tmp_path / "later", later).read_bytes()
+
+    def write() -> None:
+        with path.open("r+b") as file:
+            file.write(content)
+
+    at_opening(monkeypatch, receiving, 1, write)
+    assert_refused_once(path, later)
+
+
+def test_a_file_that_is_replaced_was_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, later = save(tmp_path / "new", sender.trained(1)), save(tmp_path / "later", sender.trained(2))
+    at_opening(monkeypatch, receiving, 1, lambda: later.replace(path))
+    with RolloutEngine(sender.trained(0), config=sender.CONFIG) as engine:
+        assert engine.update_weights(path) == 1
+        sender.check(engine, sender.trained(1), 1)
+
+
+def test_a_folder_of_which_files_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, later = tmp_path / "checkpoint", sender.trained(2)
+    sender.trained(1).save_pretrained(folder, max_shard_size="40KB")
+    at_opening(monkeypatch, modeling_utils, 2, lambda: later.save_pretrained(folder, max_shard_size="40KB"))
+    assert_refused_once(folder, later)

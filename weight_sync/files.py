@@ -1,0 +1,51 @@
+"""Files of weights that another process may write to while they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stoker.kernels.errors import WeightTransferError
+from stoker.weight_sync.transport import OLD_STAYS
+
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_Stamp = tuple[tuple[int, int], tuple[int, int]]  # which file it is; its size and time
+
+
+@contextmanager
+def not_rewritten(path: str) -> Iterator[None]:
+    """Within, ``path`` is read, a file of weights or a folder of them: what was read is then of one writing.
+
+    Raises ``WeightTransferError`` where it may not be: a file was written to meanwhile, or some of several were replaced. One
+    that is alone may be replaced: either was read as a whole.
+    """
+    before = _stamps(path)
+    yield
+    after = _stamps(path)
+    several = len(before.keys() | after.keys()) > 1
+    changed = [name for name, stamp in before.items() if _differ(stamp, after.get(name), several)]
+    changed += [name for name in after.keys() - before.keys() if several]
+    if changed:
+        raise WeightTransferError(
+            f"{path} was written to while it was read ({', '.join(sorted(changed)[:4])}), so it may be in parts old and new: "
+            f"write elsewhere, rename what is complete, and call update_weights again. {OLD_STAYS}"
+        )
+
+
+def _stamps(path: str) -> dict[str, _Stamp]:
+    names = [name for name in os.listdir(path) if name.endswith(_OF_WEIGHTS)] if os.path.isdir(path) else [""]
+    found: dict[str, _Stamp] = {}
+    for name in names:
+        try:
+            stat = os.stat(os.path.join(path, name) if name else path)
+        except OSError:  # of what is not there any more; reading says so where that matters
+            continue
+        found[name or os.path.basename(path)] = (stat.st_dev, stat.st_ino), (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _differ(before: _Stamp, after: _Stamp | None, several: bool) -> bool:
+    if after is None or before[0] != after[0]:
+        return several
+    return before[1] != after[1]
