@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +128,24 @@ def alone_after_a_forward(rank: int) -> None:
                 train(one, optimizer, step)  # here that rank would gather alone, and wait for the others
             engine.update_weights()
             assert_matches(engine, twin)
+
+
+def formed_anew(rank: int, folder: str) -> None:
+    """A group made for a part of a mesh is made once, and goes, with its threads and sockets, after the world that it is of."""
+    earlier = None
+    for turn in range(2):
+        source = source_for(by_fsdp2(small()))  # of which nothing is asked here but a group
+        assert isinstance(source, MirroredSource)
+        if rank < 2:
+            made = source._group_of((0, 1))
+            assert source._group_of((0, 1)) is made and made.size() == 2
+            gc.collect()
+            assert earlier is None or earlier() is None
+            earlier = weakref.ref(made)
+            del made
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/{turn}", 3)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 
 
 def refuse_on_one(rank: int) -> str:

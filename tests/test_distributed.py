@@ -47,6 +47,10 @@ def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
     ranks.run(sharded_faults.alone_after_a_forward, 2, timeout=10)
 
 
+def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
+    ranks.run(sharded_faults.formed_anew, 3, str(tmp_path), timeout=10)
+
+
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")

@@ -21,8 +21,8 @@ from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, is_sharded, read
 from stoker.weight_sync.staging import copy_each
 
-# Made for a mesh that is part of the world, by that world and their ranks: a process keeps those it has made.
-_GROUPS: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
+# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
+_GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class MirroredSource:
@@ -208,13 +208,15 @@ class MirroredSource:
         return read(self.model, self._group_of)
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        assert world is not None
         if sorted(ranks) == list(range(dist.get_world_size())):
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        key = dist.group.WORLD, ranks
-        if key not in _GROUPS:
-            _GROUPS[key] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return _GROUPS[key]
+            return world
+        for key in [key for key in _GROUPS if key[0] is not world]:
+            del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
+        if (world, ranks) not in _GROUPS:
+            _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return _GROUPS[world, ranks]
 
     def _pull(self, held: Held) -> int:
         mirror = self.mirror
