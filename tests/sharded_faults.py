@@ -25,6 +25,7 @@ from stoker.kernels.reference import checksum
 from stoker.rollout import (
     EngineStateError,
     RolloutEngine,
+    UnsupportedModelError,
     WeightsMismatchError,
     WeightTransferError,
 )
@@ -167,6 +168,37 @@ def refuse_on_one(rank: int) -> str:
         assert engine.update_weights() == 1
         assert set(assert_matches(engine, twin)) == {1}
     return str(caught.value)
+
+
+def changed_on_one(rank: int) -> list[str]:
+    """One rank has other parts than the others, or cannot read its own: all refuse at once, and nobody waits or dies."""
+    twin, model = small(), by_fsdp2(small())
+    told = []
+    with RolloutEngine(model, config=CONFIG) as engine:
+        bias = model.model.layers[0].self_attn.q_proj
+        kept = bias.bias
+        if rank == 1:
+            bias.bias = None
+        for look in (engine.update_weights, engine.verify_weights):
+            with pytest.raises((UnsupportedModelError, WeightsMismatchError)) as caught:
+                look()
+            told.append(str(caught.value))
+        assert set(assert_matches(engine, twin)) == {0}
+        bias.bias = kept
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+    cut_as_zero3(model := small(), twin)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        parameter: Any = model.get_parameter(GATE)
+        part = parameter.ds_tensor
+        if rank == 1:
+            parameter.ds_tensor = part[:1]  # of one in a file
+        with pytest.raises((UnsupportedModelError, WeightsMismatchError)) as caught:
+            engine.update_weights()
+        told.append(str(caught.value))
+        parameter.ds_tensor = part
+        assert engine.update_weights() == 1
+        assert set(assert_matches(engine, twin)) == {1}
+    return told
 
 
 def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:

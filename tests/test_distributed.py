@@ -72,6 +72,16 @@ def test_what_one_rank_refuses_no_rank_takes():
     assert other.startswith("another rank refused") and own.startswith(f"{sharded_faults.GATE} holds NaN")
 
 
+def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
+    other, own = ranks.run(sharded_faults.changed_on_one, 2, timeout=20)
+    assert [message.partition(":")[0] for message in own] == [
+        "the model has another shape than the engine was built for",
+        "the ranks hold parts of other tensors each, as after one of them alone changed its model",
+        f"parameter {sharded_faults.GATE} is partitioned by ZeRO-3 and its part is not in memory (NVMe offload?)",
+    ]
+    assert other[1] == own[1] and all(other[i].startswith("another rank refused") for i in (0, 2))
+
+
 def test_one_changed_tensor_is_named_and_moved_alone():
     (named, moved, scrambled), (same, moved_too, whole) = ranks.run(sharded_faults.change_one, 2)
     weight = dict(sharded_faults.small().named_parameters())[sharded_faults.GATE]

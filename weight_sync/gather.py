@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from stoker.weight_sync.shards import Piece, Shards
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
 MEMORY_BYTES = 256 * 2**20
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
+
+Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
 
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
@@ -151,6 +154,21 @@ def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: tor
     for rest in under_way:
         put_in_place(*rest)
         yield len(buckets) - 1
+
+
+def parts_of(shards: Iterable[Shards]) -> Parts:
+    by_group: dict[dist.ProcessGroup, list[tuple[str, ...]]] = {}
+    for s in shards:
+        by_group.setdefault(s.group, []).append(s.names)
+    return by_group
+
+
+def alike(parts: Parts, device: torch.device) -> bool:
+    """Whether every rank has parts of the same tensors. Raises as ``agree``."""
+    numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
+    flags = {group: torch.tensor([n, -n], dtype=torch.int64, device=device) for group, n in numbers.items()}
+    agree(parts, flags, False)  # on the largest, and the smallest
+    return not agree(parts, flags, any(bool(flag.sum()) for flag in flags.values()))
 
 
 def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], failed: bool) -> bool:

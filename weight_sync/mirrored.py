@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import StokerError, UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, unfit
-from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, plan
+from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, Parts, agree, alike, gather, parts_of, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
@@ -63,6 +63,7 @@ class MirroredSource:
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
+        self._parts = parts_of(held.shards)  # as all ranks have them, also where one cannot read its own
         parameters = held.parameters - held.adapters  # these stay in the trainer's dtype
         self._dtypes = engine_dtypes(model, held.dtypes, parameters, dtype)
         kinds = {(held.dtypes[name], self._dtypes[name]) for name in parameters}
@@ -166,7 +167,13 @@ class MirroredSource:
         return not held.shards and not self._from_elsewhere and self._pull(held) > 0
 
     def pull(self) -> int:
-        return self._pull(self._read())
+        try:
+            held = self._read()
+        except StokerError as error:
+            with suppress(WeightTransferError, ValueError):  # of groups that are no more
+                self._agree(self._parts, set(), error)  # the others wait for this rank
+            raise
+        return self._pull(held)
 
     @property
     def resident(self) -> bool:
@@ -222,8 +229,12 @@ class MirroredSource:
         mirror = self.mirror
         assert mirror is not None
         refusal = self._refusal(held, mirror)
+        parts = parts_of(held.shards)
+        if (held.shapes, held.aliases) != (self._shapes, self._aliases) and parts.keys() == self._parts.keys():
+            parts = self._parts  # which other ranks may still have, and wait to agree on
         if self._consumer is None and mirror.passing:
             held = held.of(lambda name: name not in mirror.passing)
+            parts = parts_of(held.shards)
         full = [name for name in held.full if name in mirror.tensors]
         whole: list[tuple[str, ...]] = [(name,) for name in full]
         now = dict(zip(whole, checksums([held.full[n] for n in full], self.device), strict=True))
@@ -232,11 +243,10 @@ class MirroredSource:
         )
         before = self._seen if mirror.complete else {}
         changed = {names for names, number in now.items() if before.get(names) != number}
-        if held.shards:
-            refusal = self._agree(held.shards, changed, refusal)
+        refusal = self._agree(parts, changed, refusal)
         if refusal is not None:
             raise refusal
-        self._packed = held.states
+        self._packed, self._parts = held.states, parts_of(held.shards)
         self._give_states(mirror)
         new = {name: held.full[name] for name in full if (name,) in changed}
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
@@ -336,20 +346,15 @@ class MirroredSource:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None
 
-    def _agree(
-        self, shards: list[Shards], changed: set[tuple[str, ...]], refusal: Exception | None
-    ) -> Exception | None:
+    def _agree(self, parts: Parts, changed: set[tuple[str, ...]], refusal: Exception | None) -> Exception | None:
         """Add to ``changed`` what other ranks found changed; where one of them refuses, so does this one."""
-        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
-        for s in shards:
-            by_group.setdefault(s.group, []).append(s)
         flags = {
-            group: torch.tensor([s.names in changed for s in of_group], dtype=torch.int64, device=self.device)
-            for group, of_group in by_group.items()
+            group: torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=self.device)
+            for group, of_group in parts.items()
         }
-        failed = agree(by_group, flags, refusal is not None)
-        for group, of_group in by_group.items():
-            changed |= {s.names for s, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
+        failed = agree(parts, flags, refusal is not None)
+        for group, of_group in parts.items():
+            changed |= {names for names, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
         if failed and refusal is None:
             return WeightsMismatchError("another rank refused its weights; its error says why. No weight was changed")
         return refusal
@@ -371,8 +376,11 @@ class MirroredSource:
         by_group: dict[dist.ProcessGroup, list[Shards]] = {}
         for s in shards:
             by_group.setdefault(s.group, []).append(s)
-        flags = {group: torch.zeros(1, dtype=torch.int64, device=self.device) for group in by_group}
-        agree(by_group, flags, False)  # only that every rank is here
+        if not alike(parts_of(shards), self.device):  # where every rank is here
+            raise WeightsMismatchError(
+                "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on all of "
+                "them, and build a new engine"
+            )
         found: set[str] = set()
         for group, of_group in by_group.items():
             kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
