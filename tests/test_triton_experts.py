@@ -140,9 +140,10 @@ def test_experts_with_weights_in_fp8(case: tuple[int, int, int, int, int, str], 
 
 @dtypes
 @all_ops
-@pytest.mark.parametrize("added", ["s", "sg", "r", "rp", "srp", "sgr"])
+@pytest.mark.parametrize("added", ["s", "sg", "r", "rp", "srp", "sgr", "rw", "rwp"])
 def test_what_is_added_to_the_experts(added: str, ops: Ops, dtype: torch.dtype) -> None:
-    """added: letters of the output of a shared expert, its gate, a residual, and whether the result takes its place."""
+    """added: letters of the output of a shared expert, its gate, a residual, whether that is columns of a wider tensor, and
+    whether the result takes its place."""
     tokens, depth = 5, 1040  # more than one program's
     arguments = make_experts(tokens, 2, 4, depth, 32, "", dtype)
     expected = expected_experts(**arguments)
@@ -155,12 +156,16 @@ def test_what_is_added_to_the_experts(added: str, ops: Ops, dtype: torch.dtype) 
         else:
             expected += shared.double()
     if "r" in added:
-        extra |= {"residual": randn(tokens, depth, dtype=dtype), "scale": 0.3, "in_place": "p" in added}
+        wide = randn(tokens, 2 * depth if "w" in added else depth, dtype=dtype)
+        beside = wide[:, depth:].clone()
+        extra |= {"residual": wide[:, :depth], "scale": 0.3, "in_place": "p" in added}
         expected = extra["residual"].double() + 0.3 * expected
     out = ops.experts(**arguments, **extra)
     assert_close(out, expected, dtype)
     if "r" in added:
-        assert (out.data_ptr() == extra["residual"].data_ptr()) == ("p" in added)
+        assert torch.equal(wide[:, depth:], beside)
+        if "w" not in added:
+            assert (out.data_ptr() == wide.data_ptr()) == ("p" in added)
 
 
 @pytest.mark.parametrize("ops", [TRITON, DETERMINISTIC], ids=["triton", "deterministic"])
