@@ -1,4 +1,4 @@
-"""Weights from elsewhere take their time: what happens to the engine while they come."""
+"""Weights from elsewhere take their time: what happens to the engine while they come, and what begins under new ones."""
 
 from __future__ import annotations
 
@@ -53,6 +53,22 @@ def test_what_changes_after_an_update_under_which_requests_go_on_is_noticed() ->
         (output,) = engine.generate_batch([PROMPTS[3]], long())
         assert output.cached_tokens == 0 and engine.weight_version == 2
         check_logprobs(engine, PROMPTS[3], output.completions[0])
+
+
+def test_a_sample_that_begins_after_an_update_shares_no_prompt_of_the_old_weights() -> None:
+    """It waited for the first one to compute it, which goes on with what it has."""
+    with build() as engine:
+        handle = engine.submit(PROMPTS[3], long(n=2))
+        engine.core.step()
+        assert [r.status.value for r in engine.core.under_way] == ["running", "waiting"]
+        engine.pause()
+        nudge(engine)
+        assert engine.update_weights() == 1
+        engine.resume()
+        _, second = handle.result().completions
+        assert set(second.weight_versions) == {1}
+        check_logprobs(engine, PROMPTS[3], second)
+        at_rest(engine)
 
 
 @pytest.mark.parametrize("noticed", [False, True])
