@@ -29,7 +29,7 @@ from stoker.rollout import (
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import gather
+from stoker.weight_sync import gather, shards
 from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -135,11 +135,9 @@ def formed_anew(rank: int, folder: str) -> None:
     """A group made for a part of a mesh is made once, and goes, with its threads and sockets, after the world that it is of."""
     earlier = None
     for turn in range(2):
-        source = source_for(by_fsdp2(small()))  # of which nothing is asked here but a group
-        assert isinstance(source, MirroredSource)
         if rank < 2:
-            made = source._group_of((0, 1))
-            assert source._group_of((0, 1)) is made and made.size() == 2
+            made = shards._group_of((0, 1))
+            assert shards._group_of((0, 1)) is made and made.size() == 2
             gc.collect()
             assert earlier is None or earlier() is None
             earlier = weakref.ref(made)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.kernels.errors import WeightTransferError
-from stoker.weight_sync.shards import Piece, Shards
+from stoker.weight_sync.shards import Piece, Shards, by_group
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
 MEMORY_BYTES = 256 * 2**20
@@ -157,37 +157,32 @@ def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: tor
 
 
 def parts_of(shards: Iterable[Shards]) -> Parts:
-    by_group: dict[dist.ProcessGroup, list[tuple[str, ...]]] = {}
-    for s in shards:
-        by_group.setdefault(s.group, []).append(s.names)
-    return by_group
+    return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
 
 
 def alike(parts: Parts, device: torch.device) -> bool:
     """Whether every rank has parts of the same tensors. Raises as ``agree``."""
     numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
     flags = {group: torch.tensor([n, -n], dtype=torch.int64, device=device) for group, n in numbers.items()}
-    agree(parts, flags, False)  # on the largest, and the smallest
-    return not agree(parts, flags, any(bool(flag.sum()) for flag in flags.values()))
+    agree(flags, False)  # on the largest, and the smallest
+    return not agree(flags, any(bool(flag.sum()) for flag in flags.values()))
 
 
-def agree(groups: Iterable[dist.ProcessGroup], flags: Mapping[Any, Tensor], failed: bool) -> bool:
+def agree(flags: Mapping[dist.ProcessGroup, Tensor], failed: bool) -> bool:
     """Make each group's ``flags`` (int64) the maximum over its ranks, in place; returns whether any rank has failed.
 
     Raises ``WeightTransferError`` where a rank does not answer.
     """
-    groups = list(groups)
-    for _ in groups:  # so often that a failure in one group reaches every other
-        for group in groups:
-            doing = "agreeing on what to gather"
+    for _ in flags:  # so often that a failure in one group reaches every other
+        for group, of_group in flags.items():
             try:
                 if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
                     dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
-                mine = torch.cat([flags[group], flags[group].new_tensor([int(failed)])])
+                mine = torch.cat([of_group, of_group.new_tensor([int(failed)])])
                 dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
             except RuntimeError as error:
-                raise lost(group, doing, error) from error
-            flags[group].copy_(mine[:-1])
+                raise lost(group, "agreeing on what to gather", error) from error
+            of_group.copy_(mine[:-1])
             failed = bool(mine[-1])
     return failed
 

@@ -18,11 +18,8 @@ from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, Parts, agree, alike,
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
-from stoker.weight_sync.shards import Held, Shards, is_sharded, read
+from stoker.weight_sync.shards import Held, Shards, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
-
-# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
-_GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class MirroredSource:
@@ -212,18 +209,7 @@ class MirroredSource:
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
-        return read(self.model, self._group_of)
-
-    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        world = dist.group.WORLD
-        assert world is not None
-        if sorted(ranks) == list(range(dist.get_world_size())):
-            return world
-        for key in [key for key in _GROUPS if key[0] is not world]:
-            del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
-        if (world, ranks) not in _GROUPS:
-            _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return _GROUPS[world, ranks]
+        return read(self.model)
 
     def _pull(self, held: Held) -> int:
         mirror = self.mirror
@@ -250,8 +236,7 @@ class MirroredSource:
         self._give_states(mirror)
         new = {name: held.full[name] for name in full if (name,) in changed}
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
-        groups = list(dict.fromkeys(s.group for s in held.shards))
-        shards = [s for group in groups for s in held.shards if s.group is group and s.names in changed]
+        shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
         if not changed:
             mirror.complete, self._from_elsewhere = True, False
             return 0
@@ -352,7 +337,7 @@ class MirroredSource:
             group: torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=self.device)
             for group, of_group in parts.items()
         }
-        failed = agree(parts, flags, refusal is not None)
+        failed = agree(flags, refusal is not None)
         for group, of_group in parts.items():
             changed |= {names for names, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
         if failed and refusal is None:
@@ -373,16 +358,14 @@ class MirroredSource:
         wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
         # Others came after the engine was built.
         shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
-        by_group: dict[dist.ProcessGroup, list[Shards]] = {}
-        for s in shards:
-            by_group.setdefault(s.group, []).append(s)
+        grouped = by_group(shards)
         if not alike(parts_of(shards), self.device):  # where every rank is here
             raise WeightsMismatchError(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on all of "
                 "them, and build a new engine"
             )
         found: set[str] = set()
-        for group, of_group in by_group.items():
+        for group, of_group in grouped.items():
             kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
             if kept:
                 found.update(self._compare(group, kept, mirror))
@@ -392,7 +375,7 @@ class MirroredSource:
             names += through
             for part in self._put(through):
                 wrong += consumer.mismatches(part)
-            in_order = [s for of_group in by_group.values() for s in of_group]
+            in_order = [s for of_group in grouped.values() for s in of_group]
             self._gather(in_order, lambda part: found.update(consumer.mismatches(part)), kept=False)
         count = len(names) + sum(len(s.names) for s in shards)
         return count, wrong + [name for s in shards for name in s.names if name in found]

@@ -7,7 +7,7 @@ become ``Shards``: a local tensor, and for every rank of its group the boxes of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -25,6 +25,8 @@ from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk
 from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
 
 Box = tuple[tuple[int, int], ...]
+# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
+_GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,16 @@ def is_sharded(model: nn.Module) -> bool:
     return wrapped or any(is_shard(tensor) for _, tensor, _ in tensors_of(modules))
 
 
-def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGroup]) -> Held:
-    """What the trainer holds now. No communication, but for ``group_of``'s making a group of ranks for the first time."""
+def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
+    """In the order in which the groups come first, which is that of all their ranks."""
+    found: dict[dist.ProcessGroup, list[Shards]] = {}
+    for one in shards:
+        found.setdefault(one.group, []).append(one)
+    return found
+
+
+def read(model: nn.Module) -> Held:
+    """What the trainer holds now. No communication, but where a group of ranks has to be made for the first time."""
     modules, of_adapters = list(walk(model)), list(walk_adapters(model))
     for _, module in (*modules, *of_adapters):
         if isinstance(module, FSDPModule):
@@ -193,7 +203,7 @@ def read(model: nn.Module, group_of: Callable[[tuple[int, ...]], dist.ProcessGro
         if not in_checkpoints:
             held.optional.add(name)
         if isinstance(tensor, DTensor):
-            _read_dtensor(held, name, tensor, group_of)
+            _read_dtensor(held, name, tensor)
         elif is_shard(tensor):
             _read_zero3(held, name, tensor)
         else:
@@ -218,7 +228,7 @@ def _read_scales(held: Held, name: str, state: Any) -> None:
 # -- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[..., dist.ProcessGroup]) -> None:
+def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
     mesh, placements = tensor.device_mesh, tensor.placements
     sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
     known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
@@ -244,7 +254,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[...
     # Only over the mesh dimensions that shard; the copies along the others are equal.
     index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[index].flatten().tolist())
-    group = mesh.get_group(sharded[0]) if len(sharded) == 1 else group_of(ranks)
+    group = mesh.get_group(sharded[0]) if len(sharded) == 1 else _group_of(ranks)
     places = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
     boxes = [_box(tensor.shape, sizes, placements, where) for where in places]
     by_rows = all(box[1:] == boxes[0][1:] for box in boxes)
@@ -259,6 +269,18 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, group_of: Callable[...
         else torch.device(kind, torch.get_device_module(kind).current_device())
     )
     held.shards.append(Shards((name,), group, device, local, tuple(pieces)))
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        return world
+    for key in [key for key in _GROUPS if key[0] is not world]:
+        del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
+    if (world, ranks) not in _GROUPS:
+        _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _GROUPS[world, ranks]
 
 
 def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
