@@ -43,7 +43,8 @@ def _eos_ids(trainer: Any) -> list[int]:
 def sampling_params(trainer: Any) -> SamplingParams:
     """The trainer's sampling settings as they are now, ``args.generation_kwargs`` on top.
 
-    What they leave open the model's own generation config says, as it does where the trainer generates. A completion ends at the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
+    What they leave open the model's own generation config says, as it does where the trainer generates. A completion ends at
+    the trainer's EOS ids and at no other: TRL takes an ending in any other token for a truncation.
     """
     settings: dict[str, Any] = {"do_sample": True}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
