@@ -93,14 +93,14 @@ class Server:
         control: bool,
         adapter: AdapterChoice,
     ) -> None:
-        if isinstance(adapter, str) and adapter not in engine.adapters:
-            raise InvalidRequestError(
-                f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
-            )
         if not isinstance(engine, RolloutEngine):
             raise InvalidConfigError(
                 f"serve takes a RolloutEngine, and this is a {type(engine).__name__}: RolloutEngine(model, tokenizer=tokenizer), "
                 "attach(trainer), or the engine of an AcceleratedEngine"
+            )
+        if isinstance(adapter, str) and adapter not in engine.adapters:
+            raise InvalidRequestError(
+                f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
             )
         # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
         if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]([ -~]*[!-~])?", api_key)):
