@@ -188,7 +188,8 @@ class BlockPool:
                 counts[block] += 1
         assert counts == self._refs, "reference counts differ from the holders"
         assert counts[0] == 0, "the null block is held"
-        assert len(self._empty) == len(set(self._empty)), "a slab is free twice"
+        empty = set(self._empty)
+        assert len(self._empty) == len(empty), "a slab is free twice"
         for slab in range(1, self.num_slabs):
             pages, broken = self._pages(slab), slab in self._broken
             blocks = pages if broken else pages[:1]
@@ -196,9 +197,9 @@ class BlockPool:
             used = [block for block in blocks if counts[block]]
             kept = [block for block in blocks if block in self._retained and not counts[block]]
             assert self._held[slab] == len(used), "holders of a slab differ from those of its blocks"
-            assert (slab in self._empty) == (not used and not kept), "free and held do not add up"
+            assert (slab in empty) == (not used and not kept), "free and held do not add up"
             assert (slab in self._idle) == (not used and bool(kept)), "free blocks with content do not add up"
-            assert not broken or slab not in self._empty, "an empty slab is in pieces"
+            assert not broken or slab not in empty, "an empty slab is in pieces"
             for page in pages:
                 assert (page in self._loose) == (broken and page not in used and page not in kept), "a piece is lost"
                 assert (page in self._cached) == (broken and page in kept), "a free piece is cached without content"
