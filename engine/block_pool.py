@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import count
 
@@ -188,19 +188,21 @@ class BlockPool:
                 counts[block] += 1
         assert counts == self._refs, "reference counts differ from the holders"
         assert counts[0] == 0, "the null block is held"
-        empty = set(self._empty)
+        empty, broken, idle = set(self._empty), self._broken, self._idle.keys()
         assert len(self._empty) == len(empty), "a slab is free twice"
-        for slab in range(1, self.num_slabs):
-            pages, broken = self._pages(slab), slab in self._broken
-            blocks = pages if broken else pages[:1]
-            assert not any(counts[page] for page in pages if page not in blocks), "a page of a block is held by itself"
-            used = [block for block in blocks if counts[block]]
-            kept = [block for block in blocks if block in self._retained and not counts[block]]
-            assert self._held[slab] == len(used), "holders of a slab differ from those of its blocks"
-            assert (slab in empty) == (not used and not kept), "free and held do not add up"
-            assert (slab in self._idle) == (not used and bool(kept)), "free blocks with content do not add up"
-            assert not broken or slab not in empty, "an empty slab is in pieces"
-            for page in pages:
-                assert (page in self._loose) == (broken and page not in used and page not in kept), "a piece is lost"
-                assert (page in self._cached) == (broken and page in kept), "a free piece is cached without content"
-        assert self._num_idle_broken == sum(slab in self._broken for slab in self._idle)
+        assert empty.isdisjoint(broken), "an empty slab is in pieces"
+        used = {page for page, count in enumerate(counts) if count}
+        kept = self._retained - used
+        pieces = {page for slab in broken for page in self._pages(slab)}
+        whole = {slab * self.span for slab in range(1, self.num_slabs) if slab not in broken}
+        assert used | kept <= pieces | whole, "a page of a block is held by itself"
+        by_slab = Counter(page // self.span for page in used)
+        assert self._held == [by_slab[slab] for slab in range(self.num_slabs)], (
+            "holders of a slab differ from those of its blocks"
+        )
+        with_content = {page // self.span for page in kept} - by_slab.keys()
+        assert idle == with_content, "free blocks with content do not add up"
+        assert empty == set(range(1, self.num_slabs)) - by_slab.keys() - with_content, "free and held do not add up"
+        assert self._loose.keys() == pieces - used - kept, "a piece is lost"
+        assert self._cached.keys() == pieces & kept, "a free piece is cached without content"
+        assert self._num_idle_broken == len(broken & idle)
