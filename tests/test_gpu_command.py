@@ -87,7 +87,8 @@ def test_outcomes_of_tests_stay_short_whatever_they_say(tmp_path: Path) -> None:
     outcomes = tmp_path / "outcomes.jsonl"
     run = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "conftest", f"--outcomes={outcomes}", str(test)]
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    env = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{ROOT / 'tests'}"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker of this run
+    env["PYTHONPATH"] = f"{env.get('PYTHONPATH', '')}:{ROOT / 'tests'}"
     subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, timeout=60)
     (found,) = map(json.loads, outcomes.read_text().splitlines())
     assert found["outcome"] == "failed" and 5000 < len(found["error"]) < 11_000
