@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig
+
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import SamplingParams
 from stoker.rollout.constraints import ConstraintMaker
@@ -88,7 +90,8 @@ def _filled(trainer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Where a trainer gives nothing: what ``generate`` takes from the model's generation config, a repetition penalty say."""
     config = getattr(live_model(trainer), "generation_config", None)
     of_the_model = {} if config is None else config.to_dict()
-    found = {k: v for k, v in of_the_model.items() if v is not None and k not in _NOT_THE_MODELS}
+    theirs = vars(GenerationConfig()).keys() - _NOT_THE_MODELS  # hub files also have what only other engines read
+    found = {k: v for k, v in of_the_model.items() if v is not None and k in theirs}
     found |= {k: v for k, v in settings.items() if v is not None}
     words = found.get("bad_words_ids") or []
     if all(len(word) == 1 for word in words):  # tokens that are not to be sampled: models with images have such

@@ -61,6 +61,14 @@ def test_what_the_trainer_says_wins_over_the_models_generation_config(
     assert (params.temperature, params.top_k, params.max_tokens) == (0.9, 0, 8)
 
 
+def test_what_generate_does_not_read_of_a_models_generation_config_is_without_effect(make_trainer: MakeTrainer) -> None:
+    """Files on the hub may have settings for other engines."""
+    trainer = make_trainer(model=with_generation_config(presence_penalty=1.5, max_tokens=3))
+    attach(trainer)
+    params = sampling_params(trainer)
+    assert (params.presence_penalty, params.max_tokens) == (0.0, 8)
+
+
 def test_a_model_whose_generation_config_cannot_be_followed_is_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(model=with_generation_config(no_repeat_ngram_size=2))
     with pytest.raises(InvalidRequestError, match="generation config sets no_repeat_ngram_size=2.*: unset it"):
