@@ -63,7 +63,7 @@ class Way:
 
 
 def race(ways: dict[str, Way], device: str, repeats: int, bandwidth: float) -> dict[str, Any]:
-    """All ways by turns. The first round is for what is made once; every round is checked. One that fails is left out."""
+    """All ways by turns. The first round is for what is made once; every round is checked. One that fails takes no more part."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     extra, moved = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
     failed: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def race(ways: dict[str, Way], device: str, repeats: int, bandwidth: float) -> d
                 took = ceilings.timed(lambda w=way, n=written: n.append(w.update()), device)  # type: ignore[misc]
             except Exception as error:  # the device's, say, where one process may not open another's memory
                 traceback.print_exc()
-                failed[name] = {"skipped": command.reason(error)}
+                failed[name] = {"skipped": command.reason(error), "failed": True}
                 continue
             if repeat >= 0:
                 seconds[name].append(took)
@@ -315,12 +315,16 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
             "of an adapter": lambda: of_adapter(scenario, device),
             "of shards": lambda: of_shards(scenario, device, Path(folder)),  # last: each rank is a process to start
         }
+        broken: dict[str, str] = {}
         for name, part in parts.items():
             try:
                 ways |= part()
             except Exception as error:  # of another process, say, or of its way to this one: the others go on
                 traceback.print_exc()
-                found.setdefault("failed", []).append(f"{name}: {command.reason(error)}")
+                broken[name] = command.reason(error)
+            broken |= {one: way["skipped"] for one, way in ways.items() if way.get("failed")}
+            if broken:
+                found["failed"] = [f"{one}: {why}" for one, why in broken.items()]
             clear(device)
             yield found
 
