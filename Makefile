@@ -17,6 +17,8 @@ CLEAN_BUILD := rm -rf build stoker.egg-info
 
 export PYTHONUNBUFFERED := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python compiles what is imported; the installer would compile all of torch, for half a minute.
+export PIP_COMPILE := 0
 
 .PHONY: help demo test bench lint docs gpu clean
 
