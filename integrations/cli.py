@@ -190,24 +190,18 @@ def _info(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     try:
-        from stoker.integrations.server import serve
+        from stoker.integrations.server import Server, check_key, listen
     except ModuleNotFoundError as error:
         raise CommandError(
             f"stoker serve needs {error.name}, which is not installed: pip install 'stoker[server]'"
         ) from error
     key = os.environ.get("STOKER_API_KEY") if args.api_key is None else args.api_key
+    check_key(key)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a service, as Ctrl-C
     with (
+        listen(args.host, args.port) as door,  # first: a model takes minutes to load, and another may have the port
         load(args) as engine,
-        serve(
-            engine,
-            host=args.host,
-            port=args.port,
-            name=args.name or args.model,
-            api_key=key,
-            control=args.control,
-            adapter=args.adapter,
-        ) as server,
+        Server(engine, args.host, door, args.name or args.model, key, args.control, args.adapter) as server,
     ):
         print(f"listening at {server.url}", flush=True)
         threading.Event().wait()

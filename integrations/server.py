@@ -81,13 +81,16 @@ def serve(
 
 
 class Server:
-    """A running server, as ``serve`` starts it; also a context manager. The engine stays its owner's."""
+    """A running server, as ``serve`` starts it; also a context manager. The engine stays its owner's.
+
+    port: a number, or what ``listen`` returned for it.
+    """
 
     def __init__(
         self,
         engine: RolloutEngine,
         host: str,
-        port: int,
+        port: int | socket.socket,
         name: str,
         api_key: str | None,
         control: bool,
@@ -102,12 +105,7 @@ class Server:
             raise InvalidRequestError(
                 f"adapter={shown(adapter)}: there are {', '.join(sorted(engine.adapters)) or 'none'}"
             )
-        # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
-        if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]([ -~]*[!-~])?", api_key)):
-            raise InvalidConfigError(
-                "api_key is empty, or has what a header does not carry: give printable ASCII without spaces around it, "
-                "or None for no key"
-            )
+        check_key(api_key)
         self._engine, self._adapter = engine, adapter
         self._name = name
         self._api_key = api_key
@@ -115,7 +113,7 @@ class Server:
         self._closing = False
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
-        self._socket = _listen(host, port)
+        self._socket = port if isinstance(port, socket.socket) else listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         app = Starlette(
             routes=self._routes(control),
@@ -321,7 +319,18 @@ class Server:
             following.cancel()  # where the client has gone
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def check_key(api_key: str | None) -> None:
+    """Raise ``InvalidConfigError`` for a key that no request could bring."""
+    # Anything else arrives changed in a header, or not at all; and an empty one would let everybody in, or nobody.
+    if api_key is not None and not (isinstance(api_key, str) and re.fullmatch("[!-~]([ -~]*[!-~])?", api_key)):
+        raise InvalidConfigError(
+            "api_key is empty, or has what a header does not carry: give printable ASCII without spaces around it, "
+            "or None for no key"
+        )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The port is taken from now on; who connects waits for a server. Raises ``InvalidConfigError`` where that cannot be."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError, TypeError) as error:

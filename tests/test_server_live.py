@@ -298,6 +298,33 @@ def test_the_command(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--port", "TAKEN"], "nothing can listen at 127.0.0.1:"),
+        (["--host", "192.0.2.1"], "nothing can listen at 192.0.2.1:"),  # an address of documents, and no machine's
+        (["--port", "0", "--api-key", " "], "api_key is empty"),
+    ],
+)
+def test_what_cannot_be_served_is_known_before_the_model_is_loaded(
+    more: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That takes minutes, of a large one."""
+    monkeypatch.setattr(cli, "load", lambda args: pytest.fail("the model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        more = [str(taken.getsockname()[1]) if word == "TAKEN" else word for word in more]
+        assert cli.main(["serve", "nowhere", *more]) == 1
+    assert f"stoker: {message}" in capsys.readouterr().err
+
+
+def test_the_port_is_free_again_where_the_model_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for _ in range(2):
+        assert cli.main(["serve", "./nowhere", "--port", str(port)]) == 1
+        assert "there is no such folder" in capsys.readouterr().err
+
+
 def test_an_empty_key_is_not_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--api-key "$KEY"``, where the variable is not set, served whoever came."""
     from cli_setup import make_folder
