@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.memory import between_rollouts
+from stoker.rollout.memory import between_rollouts, sleep_after_rollout
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 
@@ -43,7 +43,7 @@ class AcceleratedEngine:
     model: the model, best as ``accelerator.prepare`` returned it. config: the engine's settings; the process index is
     added to its seed, so that processes that share a prompt sample differently. sleep: give the KV cache's memory back
     after every rollout, so during backward and optimizer step, and take it again for the next; copies of weights that the
-    engine has leave the device, too.
+    engine has leave the device, too. Where that cannot be, as requests of others are under way, a warning says so.
 
     ``engine`` is the engine itself, for all that is not a rollout. Raises ``InvalidConfigError`` where the accelerator
     is none or works on another device than the model, and what ``RolloutEngine`` raises.
@@ -119,7 +119,7 @@ class AcceleratedEngine:
             except EngineStateError as busy:
                 error.add_note(f"and the rollout engine is still awake: {busy}")
             raise
-        self._sleep_if_told()
+        sleep_after_rollout(self._sleep_if_told)
         lengths = [len(c.token_ids) for output in batch for c in output.completions]
         metrics = {
             "rollout/seconds": seconds,

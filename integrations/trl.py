@@ -30,7 +30,7 @@ from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from stoker.rollout.memory import between_rollouts
+from stoker.rollout.memory import between_rollouts, sleep_after_rollout
 
 _ABSENT = object()
 
@@ -181,7 +181,7 @@ class _EngineBackend:
             self._cost.forget()
             raise
         self._turns_to_come, self._longest = False, None
-        self._sleep_if_told()
+        sleep_after_rollout(self._sleep_if_told)
         self._cost.log(self._trainer, self.engine.weight_version)
 
     def _sleep_if_told(self) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
 
 from stoker.engine.core import EngineCore
 from stoker.engine.kv_cache import KVCache
-from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
 from stoker.weight_sync.version import uninterrupted
 
+_log = logging.getLogger("stoker")
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
 
@@ -33,6 +35,18 @@ def between_rollouts(mirror_bytes: int) -> list[str]:
     mirror_bytes: as of ``EngineStats``.
     """
     return ["weights", "kv_cache"] if mirror_bytes else ["kv_cache"]
+
+
+def sleep_after_rollout(sleep: Callable[[], None]) -> None:
+    """Call ``sleep`` after a rollout that went well. Its completions are there, whether sleeping works or not."""
+    try:
+        sleep()
+    except (
+        StokerError,
+        RuntimeError,
+        MemoryError,
+    ) as error:  # requests of others are under way, or host memory is short
+        _log.warning("the rollout engine did not go to sleep after a rollout, and keeps its memory: %s", error)
 
 
 def check_tags(tags: str | Iterable[str]) -> list[str]:

@@ -161,6 +161,25 @@ def test_an_error_is_not_hidden_by_one_of_falling_asleep() -> None:
         assert engine.engine.is_sleeping
 
 
+def test_a_rollout_is_not_lost_where_sleep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, _ = prepared()
+    with AcceleratedEngine(accelerator, model, sleep=True) as engine:
+        engine.engine.wake_up()
+        handle = engine.engine.submit(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+        batch = engine.generate_batch(PROMPTS, PARAMS)
+        assert worst_difference(model, batch) < LOGPROB_TOLERANCE
+        assert not engine.engine.is_sleeping and "cannot sleep while requests are under way" in caplog.text
+        assert len(handle.result().completions[0].token_ids) == 100, "the request goes on"
+
+        monkeypatch.setattr(engine.engine, "sleep", lambda **_: bytearray(2**62))  # MemoryError
+        assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+        monkeypatch.undo()
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.is_sleeping
+
+
 def test_adapters_are_chosen_by_row() -> None:
     peft = pytest.importorskip("peft")
     accelerator = Accelerator(cpu=True)

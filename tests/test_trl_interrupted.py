@@ -65,6 +65,32 @@ def test_an_interrupt_goes_on_though_requests_are_under_way(
     check_parity(trainer)
 
 
+def test_a_rollout_is_not_lost_where_sleep_is_refused(
+    make_trainer: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request of the user's outlives the rollout: training goes on, on its completions."""
+    handles: list[Any] = []
+
+    class Aborts(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            handles[0].abort()
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = trainer.processing_class(prompts)["input_ids"]
+        _, completions, logprobs, _ = trainer.vllm_generation.generate(ids, None, 1)
+        if not handles:
+            handles.append(trainer.vllm_generation.engine.submit(ids[0], SamplingParams(max_tokens=100)))
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[x[0] for x in row] for row in logprobs]}
+
+    trainer = make_trainer(more={"rollout_func": rollout}, vllm_enable_sleep_mode=True, **PLAIN)
+    trainer.add_callback(Aborts())
+    engine = attach(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 2 and engine.is_sleeping
+    assert caplog.text.count("cannot sleep while requests are under way") == 1
+    assert len(logged(trainer, "rollout/seconds")) == 2
+
+
 class Listens(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.heard: list[str] = []
