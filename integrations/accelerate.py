@@ -75,10 +75,14 @@ class AcceleratedEngine:
         self._model = model
         self._sleep = sleep
         self._changed = False
-        self._deepspeed = _deepspeed_engine(accelerator, model)
-        self._steps_seen = self._deepspeed_steps()
-        self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
-        self._sleep_if_told()
+        try:
+            self._deepspeed = _deepspeed_engine(accelerator, model)
+            self._steps_seen = self._deepspeed_steps()
+            self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
+            self._sleep_if_told()
+        except BaseException:  # an interrupt, or no host memory for what sleeps: nobody has the engine, to close it
+            self.engine.close()
+            raise
 
     def generate_batch(
         self,

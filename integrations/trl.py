@@ -31,6 +31,7 @@ from stoker.integrations.trl_sampling import live_model, sampling_params, tokeni
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.memory import between_rollouts, sleep_after_rollout
+from stoker.weight_sync.version import uninterrupted
 
 _ABSENT = object()
 
@@ -45,7 +46,8 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     engine's settings; by default its seed is ``args.seed``. The process index is added to the seed, so that processes that
     share a prompt sample differently.
 
-    Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed:
+    Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed (and
+    whatever else ends it, Ctrl-C say, leaves the trainer as it was):
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
     where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run,
     ``InvalidRequestError`` for sampling settings that no completion could follow.
@@ -53,13 +55,17 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):
         raise EngineStateError("an engine is attached to this trainer already: call detach(trainer) first")
     backend = _BACKENDS[check_trainer(trainer, _BACKENDS)](trainer, config)
-    for owner, name, value in backend.seam():
-        backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
-    if hasattr(trainer, "_buffered_inputs"):  # completions made without the engine lack what is asked of its own
-        trainer._buffered_inputs = None
-    trainer.add_callback(backend.callback)
-    return backend.engine
+    try:
+        for owner, name, value in backend.seam():
+            backend.before.append((owner, name, vars(owner).get(name, _ABSENT)))
+            setattr(owner, name, value)
+        trainer.add_callback(backend.callback)
+        if hasattr(trainer, "_buffered_inputs"):  # completions made without the engine lack what is asked of its own
+            trainer._buffered_inputs = None
+        return backend.engine
+    except BaseException:  # an interrupt, say: half attached, the trainer could be neither used nor detached
+        backend.leave()
+        raise
 
 
 def detach(trainer: Any) -> None:
@@ -70,13 +76,7 @@ def detach(trainer: Any) -> None:
     backend = getattr(trainer, "vllm_generation", None)
     if not isinstance(backend, _EngineBackend):
         raise EngineStateError("no engine is attached to this trainer")
-    for owner, name, value in backend.before:
-        if value is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, value)
-    remove_callback(trainer, backend.callback)
-    backend.engine.close()
+    backend.leave()
 
 
 def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
@@ -111,6 +111,17 @@ class _EngineBackend:
             (self._trainer, "use_vllm", True),
             (self._trainer, self.last_sync, -1),  # no step: weights are taken before the first generation
         ]
+
+    @uninterrupted()
+    def leave(self) -> None:
+        """Put back what of the seam is set, and close the engine."""
+        for owner, name, value in self.before:
+            if value is not _ABSENT:
+                setattr(owner, name, value)
+            elif name in vars(owner):  # else ``attach`` has not come so far
+                delattr(owner, name)
+        remove_callback(self._trainer, self.callback)
+        self.engine.close()
 
     @property
     def is_attached(self) -> bool:

@@ -31,6 +31,7 @@ from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.weight_sync.version import uninterrupted
 
 check_version()  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402
@@ -129,29 +130,38 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
                 "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
             )
         sampling_params(trainer)  # or a setting that cannot be would show when training begins
+        args = trainer.args
         if main:
-            args = trainer.args
             self.engine = RolloutEngine(
                 live_model(trainer),
                 config=self._config or EngineConfig(seed=args.seed),
                 tokenizer=trainer.processing_class,
             )
-            if args.token_budget is None:  # or the trainer would ask a server
-                args.token_budget = self.engine.max_model_len
-            self.rollout_buffer.maxsize = args.queue_maxsize
-            self._callback = _AroundOptimizerSteps(self, self.engine, self._recompute)
-            trainer.add_callback(self._callback)
-        # TRL's own would merge an adapter into weights that the engine is reading, and send all of them nowhere.
-        trainer._sync_weight_merged = self._count_version
         self._trainer = trainer
-        return self.engine
+        try:
+            if self.engine is not None:
+                if args.token_budget is None:  # or the trainer would ask a server
+                    args.token_budget = self.engine.max_model_len
+                self.rollout_buffer.maxsize = args.queue_maxsize
+                self._callback = _AroundOptimizerSteps(self, self.engine, self._recompute)
+                trainer.add_callback(self._callback)
+            # TRL's own would merge an adapter into weights that the engine is reading, and send all of them nowhere.
+            trainer._sync_weight_merged = self._count_version
+            return self.engine
+        except BaseException:  # an interrupt, say
+            self._leave()
+            raise
 
     def detach(self) -> None:
         """Close the engine. The trainer needs another rollout worker before it can train again."""
         if self._trainer is None:
             raise EngineStateError("these rollouts are attached to no trainer")
         self.stop()
-        del self._trainer._sync_weight_merged
+        self._leave()
+
+    @uninterrupted()
+    def _leave(self) -> None:
+        vars(self._trainer).pop("_sync_weight_merged", None)
         if self._callback is not None:
             remove_callback(self._trainer, self._callback)
         if self.engine is not None:

@@ -122,15 +122,11 @@ class ModelBinding:
         return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
 
     def fuse(self) -> None:
-        """Lay weights side by side and replace layers by their fused form. On any exception the model is as it was."""
-        try:
-            self.shell = self._fuse(self.shell, self.source)
-            self._look_at_adapters()
-            self._remember()
-            self._watch()
-        except BaseException:
-            self.source.release()
-            raise
+        """Lay weights side by side and replace layers by their fused form. After an exception ``release`` undoes it."""
+        self.shell = self._fuse(self.shell, self.source)
+        self._look_at_adapters()
+        self._remember()
+        self._watch()
 
     def refresh(self) -> int:
         """Take the weights as they are now; returns the bytes that were written.

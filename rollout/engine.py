@@ -65,9 +65,13 @@ class RolloutEngine:
         self._requests = setup.requests(
             self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
-        self._binding.fuse()
-        self.core.runner.bind(self._binding.shell)
-        self._adapters.refresh()
+        try:
+            self._binding.fuse()
+            self.core.runner.bind(self._binding.shell)
+            self._adapters.refresh()
+        except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
+            self._binding.release()
+            raise
 
     @classmethod
     def from_pretrained(

@@ -21,7 +21,14 @@ from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 from two_processes import run_in_two_processes
 
 from stoker.integrations.accelerate import AcceleratedEngine
-from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, InvalidRequestError, SamplingParams
+from stoker.rollout import (
+    EngineConfig,
+    EngineStateError,
+    InvalidConfigError,
+    InvalidRequestError,
+    RolloutEngine,
+    SamplingParams,
+)
 
 PROMPTS = [[3, 4, 5], [6] * 20]
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -159,6 +166,18 @@ def test_an_error_is_not_hidden_by_one_of_falling_asleep() -> None:
         handle.abort()
         engine.generate_batch(PROMPTS, PARAMS)
         assert engine.engine.is_sleeping
+
+
+def test_where_the_engine_cannot_fall_asleep_the_model_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, _ = prepared()
+
+    def sleep(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RolloutEngine, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        AcceleratedEngine(accelerator, model, sleep=True)
+    assert all(p.untyped_storage().resizable() for p in model.parameters()), "they own their memory again"
 
 
 def test_a_rollout_is_not_lost_where_sleep_is_refused(

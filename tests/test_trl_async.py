@@ -281,6 +281,25 @@ def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch
         trainer.rollout_worker.detach()
 
 
+def test_an_interrupt_leaves_the_trainer_as_it_was(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(count_a)
+    trainer.model.load_state_dict(
+        {k: v.clone() for k, v in trainer.model.state_dict().items()}, assign=True
+    )  # no file's
+    before = dict(vars(trainer))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(trainer), "add_callback", interrupt)
+        trainer.rollout_worker.attach(trainer)
+    assert vars(trainer) == before and trainer.rollout_worker.engine is None
+    assert all(p.untyped_storage().resizable() for p in trainer.model.parameters()), "weights own their memory again"
+    trainer.rollout_worker.attach(trainer)
+    trainer.rollout_worker.detach()
+
+
 def test_a_setting_that_cannot_be_is_refused_before_training(make: Make) -> None:
     trainer = make(count_a, top_p=3.0)
     with pytest.raises(InvalidRequestError, match="top_p"):

@@ -1,9 +1,11 @@
 """TRL's trainers on the engine: settings, sleep, what goes wrong, and what is refused."""
 
 import itertools
+import linecache
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +30,13 @@ from stoker.rollout import (
     InvalidConfigError,
     InvalidRequestError,
     RolloutBatch,
+    RolloutEngine,
     RolloutOutput,
     StokerError,
     UnsupportedModelError,
     WeightsMovedError,
 )
+from stoker.rollout.binding import ModelBinding
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -44,6 +48,12 @@ KINDS = ("grpo", "rloo")
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
     yield from trainers(str(tmp_path))
+
+
+def condition(trainer: Any) -> tuple[Any, ...]:
+    """What attaching changes: attributes, callbacks, and whether weights own their memory."""
+    memory = [(p.untyped_storage().nbytes(), p.untyped_storage().resizable()) for p in trainer.model.parameters()]
+    return dict(vars(trainer)), list(trainer.callback_handler.callbacks), memory
 
 
 def refused(trainer: Any, error: type[StokerError], match: str) -> None:
@@ -278,6 +288,46 @@ def test_after_detach_the_trainer_generates_by_itself(
     monkeypatch.setattr(trainer.model, "generate", lambda **kwargs: (next(calls), generate(**kwargs))[1])
     trainer.train()
     assert next(calls) == 2
+
+
+def test_an_interrupt_leaves_the_trainer_as_it_was(make_trainer: MakeTrainer) -> None:
+    """Before each line of what attaches, once weights may have been laid side by side, and of all that gives it its engine."""
+    trainer = make_trainer()
+    before = condition(trainer)
+    assert all(resizable for _, resizable in before[2])
+    attaching = {attach.__code__, RolloutEngine.__init__.__wrapped__.__code__, ModelBinding.fuse.__code__}
+    fused = ModelBinding._fuse.__code__
+
+    def interrupted_at(line: int) -> bool:
+        lines = itertools.count()
+        begun = False
+
+        def by_line(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal begun
+            begun = begun or (frame.f_code is fused and event == "return")
+            code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            # ``try`` does nothing, and no interrupt comes there.
+            if begun and event == "line" and frame.f_code in attaching and code != "try:" and next(lines) == line:
+                raise KeyboardInterrupt
+            return by_line
+
+        traced = {*attaching, fused}
+        sys.settrace(lambda frame, *_: by_line if frame.f_code in traced else None)
+        try:
+            attach(trainer)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    lines = 0
+    while interrupted_at(lines):
+        assert condition(trainer) == before, f"after an interrupt at the {lines}. line"
+        lines += 1
+    assert lines > 10 and condition(trainer) != before
+    detach(trainer)
+    assert condition(trainer) == before
 
 
 @pytest.mark.parametrize("found", ["1.15.2", "2.0.0.dev0"])
