@@ -21,6 +21,7 @@ from stoker.engine.kv_cache import LayerShape
 from stoker.engine.lora import LoraLayers
 from stoker.engine.quantised import is_packed, take_over_quantised
 from stoker.engine.recurrent import RecurrentLayers
+from stoker.engine.settings import Settings, is_setting
 from stoker.engine.step_context import PackedPositions, ShapeProbe
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
@@ -39,6 +40,9 @@ class ModelShell:
         check_supported(model)
         assert isinstance(model, PreTrainedModel)
         check_length(model, max_model_len)
+        self.settings = Settings()  # the model's, which the shell has taken over
+        for part in {id(c): c for c in (model.config, model.config.get_text_config(decoder=True))}.values():
+            self.settings.watch_numbers(part)
         config = copy.deepcopy(model.config)
         route_text(config, PAGED)
         config._experts_implementation = EXPERTS
@@ -93,8 +97,9 @@ class ModelShell:
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
-                elif not is_split and key not in _OF_THE_SHELL and all(map(_is_setting, (value, theirs.get(key, ...)))):
+                elif not is_split and key not in _OF_THE_SHELL and all(map(is_setting, (value, theirs.get(key, ...)))):
                     setattr(module, key, theirs[key])  # the config may say another one by now
+                    self.settings.watch(theirs, key)
         self.stood_for = _keep_unscaled(self.module)
         self._base, self._tail, self._given = _split(self.module)
         self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head
@@ -256,11 +261,6 @@ class ModelShell:
         tail: Any = copy.copy(self._tail)
         tail._modules = tail._modules | {name: _Head(project)}
         return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether an attribute of a module may be what it computes with: a scale, a bound, how many experts."""
-    return value is None or isinstance(value, int | float | str)
 
 
 class _GivenHiddenStates(nn.Module):

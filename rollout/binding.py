@@ -162,8 +162,8 @@ class ModelBinding:
         return written
 
     def moved(self) -> bool:
-        """Whether any borrowed tensor of the model was added, replaced or moved since it was bound."""
-        return self.source.moved(unwrap(self.model))
+        """Whether any borrowed tensor of the model was added, replaced or moved since it was bound, or a setting changed."""
+        return self.shell.settings.changed or self.source.moved(unwrap(self.model))
 
     def _has_moved(self) -> bool:
         """``moved``, of the modules that the shell was made for; another model is another shell's."""
@@ -174,13 +174,16 @@ class ModelBinding:
     def notice(self) -> bool:
         """Take changes nobody announced, as far as that needs no other rank; returns whether there were any.
 
-        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update.
+        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update, or changed while it was.
         """
         same = self._is_as_seen()
         moved = not same and self._has_moved()
         if moved:
             if is_sharded(self.model):
-                raise WeightsMovedError("the model is sharded now: call update_weights() on every rank once")
+                raise WeightsMovedError(
+                    "the model is sharded now, or it was and a setting of it has changed: call update_weights() on every "
+                    "rank once"
+                )
             self.rebind()
         self._look_at_adapters(announced=False, same=same)
         self._remember()
@@ -190,7 +193,7 @@ class ModelBinding:
 
     def _is_as_seen(self) -> bool:
         """Whether the model is the one looked at last, but for numbers: what a thousand parameters can be asked in no time."""
-        return self._seen is not None and all(part.same() for part in self._seen)
+        return self._seen is not None and all(part.same() for part in self._seen) and not self.shell.settings.changed
 
     def _looks_as_seen(self) -> bool:
         """The same at a glance."""

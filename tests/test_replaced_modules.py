@@ -1,4 +1,4 @@
-"""Modules that were replaced by others: what the shell follows, and what is refused by name."""
+"""Modules that were replaced by others, or compute with other settings: what the shell follows, and what is refused."""
 
 from __future__ import annotations
 
@@ -110,3 +110,78 @@ def test_a_class_that_derives_from_the_one_before_takes_its_place() -> None:
         other.model.norm = Other(other.model.norm)
         with pytest.raises(UnsupportedModelError, match=r"^model.norm was a MistralRMSNorm, and is a Other now"):
             engine.generate_batch([[1]])
+
+
+def scaled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.01
+
+
+def another_epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.5
+
+
+def fewer_experts(model: Any) -> None:
+    for router in (module for module in model.modules() if hasattr(module, "top_k")):
+        router.top_k = 1
+
+
+def another_softcap(model: Any) -> None:
+    model.config.final_logit_softcapping = 0.1
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llama", scaled), ("llama", another_epsilon), ("qwen3_moe", fewer_experts), ("gemma2", another_softcap)],
+)
+def test_settings_that_change_are_followed(family: str, change: Any, dtype: str, told: bool) -> None:
+    """What the trainer's next forward computes with, so does the engine, be it in a copy of the weights."""
+    if family == "qwen3_moe" and dtype == "float64":
+        dtype = "bfloat16"  # torch has no product of experts in float64
+    model: Any = make_model(family)
+    prompt, completion = [5, 6, 7, 8, 9], [3, 4, 5]
+    tolerance = 0.1 if dtype == "bfloat16" else 1e-4
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
+
+        def check() -> torch.Tensor:
+            (scores,) = engine.score([prompt + completion], start=len(prompt))
+            expected = oracle.logprobs(model, prompt, completion)
+            torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=tolerance)
+            return expected
+
+        before = check()
+        change(model)
+        if told:
+            engine.update_weights()
+        assert (check() - before).abs().max() > 2 * tolerance
+        assert engine.weight_version == 1, "what was computed before serves nobody"
+
+
+def test_settings_of_training_alone_are_of_no_interest() -> None:
+    """A shell is not made anew at each of them."""
+    model: Any = make_model("llama")
+    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        shell = engine._binding.shell
+        model.train()
+        model.gradient_checkpointing_enable()
+        model.model.layers[0].mlp.drop.p = 0.2
+        model.model.layers[0].self_attn.attention_dropout = 0.2
+        model.config.attention_dropout, model.config.use_cache, model.config.pad_token_id = 0.2, False, 3
+        model.model.layers[0].mlp.up_proj.register_full_backward_hook(lambda *_: None)
+        engine.generate_batch([[1]])
+        assert engine._binding.shell is shell and engine.weight_version == 0
+
+
+def test_a_setting_that_changes_what_layers_store_is_refused() -> None:
+    model: Any = make_model("gemma2")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        attention = next(m for m in model.modules() if getattr(m, "sliding_window", None) and hasattr(m, "q_proj"))
+        before, attention.sliding_window = attention.sliding_window, 3
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="the mask of layer 0 shows token 3 other keys"):
+                engine.generate_batch([[1]])
+        attention.sliding_window = before
+        engine.generate_batch([[1]])
