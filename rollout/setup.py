@@ -157,6 +157,23 @@ def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: R
     return fewer
 
 
+def with_rows_that_can_run(
+    config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int
+) -> EngineConfig:
+    """Of sequences at a time no more than there could be blocks for, as each that runs has one of its own.
+
+    Whatever has a row for each would take memory for nothing. States, where there are such, take more and bound it before.
+    """
+    if any(shape.states for shape in binding.shapes):
+        return config
+    runtime.release_memory()  # as for the cache
+    layout = block_layout(binding.shapes, config.block_size, model_len)
+    memory = config.kv_cache_memory
+    nbytes = int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) if isinstance(memory, str) else memory
+    blocks = nbytes // KVCache.block_bytes(binding.shapes, config.block_size, layout)
+    return replace(config, max_num_seqs=max(1, min(config.max_num_seqs, blocks)))
+
+
 def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
     """The configured memory as blocks, the null block included.
 
@@ -253,7 +270,7 @@ def core(
         binding.ops,
         runtime,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, kv.num_blocks * block_size),  # each has a place there
         max_blocks=min(-(-model_len // block_size), kv.num_blocks),
         block_size=block_size,
         token_bytes=max(shape.token_bytes for shape in binding.shapes),

@@ -57,6 +57,31 @@ def test_auto_takes_what_the_configured_sequences_need_or_a_share_of_what_is_fre
         assert 300_000 - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= 300_000
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the latter's windows have blocks of their own
+@pytest.mark.parametrize("memory", ["auto", 500_000])
+def test_what_could_never_run_takes_no_memory(family, memory, monkeypatch):
+    """Rows beyond the blocks there are, each of which has a sequence of its own, and tokens beyond their places."""
+    monkeypatch.setattr(CpuRuntime, "free_memory", lambda self: 1_600_000)
+    many = {"max_num_seqs": 2_000_000, "max_num_batched_tokens": 2_000_000}
+    prompts = [[token, *([7] * (token % 9))] for token in range(1, 120)]
+    found = []
+    for sizes in (many, {"max_num_seqs": 120, "max_num_batched_tokens": 2048}):
+        config = EngineConfig(kv_cache_memory=memory, block_size=4, max_model_len=64, **sizes)
+        with RolloutEngine(make_model(family), config=config) as engine:
+            inputs, peak = engine.core.inputs, 0
+            handles = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=6)) for prompt in prompts]
+            while any(not handle.done for handle in handles):
+                engine.wait(handles, share=0)
+                engine.core.scheduler.check()
+                peak = max(peak, len(engine.core.scheduler.running))
+            found.append((peak, [handle.result().completions[0].token_ids for handle in handles]))
+            if sizes is many:
+                assert engine.config.max_num_seqs == 2_000_000, "as it was given"
+                pages = engine._kv.num_blocks
+                assert inputs.max_rows < 2 * pages and inputs.max_tokens <= 8 * pages
+    assert found[0] == found[1] and peak > 20, "and what runs at a time is what ran"
+
+
 @pytest.mark.parametrize("amount", ["auto", 900_000])
 def test_what_torch_holds_and_nobody_uses_is_free_for_the_kv_cache(amount, monkeypatch):
     """Of a device, whose driver gives the cache its memory and knows of none that torch could do without."""
