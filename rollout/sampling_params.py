@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
@@ -139,8 +140,9 @@ class SamplingParams:
         ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences``
         ``n``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
         is 50 as it is there. Keyword arguments win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
-        does not do (beam search, constraints, ...), and for a name that is a field of this class and none of
-        transformers' (``max_tokens``, ...), instead of dropping it silently.
+        does not do (beam search, constraints, ...), for a name that is a field of this class and none of
+        transformers' (``max_tokens``, ...), and for a name in a mapping that is nearly a field (``temprature``), instead of
+        dropping it silently.
         """
         from transformers import GenerationConfig
 
@@ -157,6 +159,8 @@ class SamplingParams:
                 f"generation config sets {', '.join(alien)}, a field of SamplingParams and not of transformers: "
                 "take it out, and give it as a keyword argument"
             )
+        if isinstance(config, Mapping):
+            _check_spelling(config)
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
             value = get(name)
             if value is not None and value not in neutral:
@@ -188,6 +192,21 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _check_spelling(config: Mapping[str, Any]) -> None:
+    """Raise ``InvalidRequestError`` for a name that is a misspelt field. Others may be there, as in files of the hub."""
+    read = [*_GENERATION_FIELDS, *_UNSUPPORTED_GENERATION_FIELDS, "do_sample", "eos_token_id", "max_length"]
+    for name, value in config.items():
+        # Files name tokens of their own besides: "eot_token_id".
+        if value is None or not isinstance(name, str) or name in read or name.endswith("_token_id"):
+            continue
+        if near := get_close_matches(name.lower().replace("-", "_"), read, 1, _NEARLY):
+            raise InvalidRequestError(
+                f"generation config sets {name}, which is no field of transformers': {near[0]} is; take it out where it is "
+                "not meant"
+            )
+
+
+_NEARLY = 0.88  # of a name's letters: one is missing in "topk"
 _NO_EOS = -1  # what transformers' generate_batch writes into a configuration that has none
 _GENERATION_FIELDS = {
     "num_return_sequences": "n",

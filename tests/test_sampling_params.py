@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
+from stoker.rollout import sampling_params as module
 from stoker.rollout.sampling_params import SamplingParams
 
 
@@ -177,6 +178,36 @@ def test_names_that_would_be_dropped_are_refused(kind):
     ):
         SamplingParams.from_generation_config(kind(do_sample=True, max_tokens=7, stop="x"))
     assert SamplingParams.from_generation_config({"max_tokens": None, "do_sample": False}, max_tokens=7).max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_new_token", "max_new_tokens"),
+        ("topk", "top_k"),
+        ("Top-P", "top_p"),
+        ("repetition_penality", "repetition_penalty"),
+        ("eos_token_ids", "eos_token_id"),
+        ("num_beam", "num_beams"),
+        ("dosample", "do_sample"),
+    ],
+)
+def test_a_misspelt_name_in_a_mapping_is_refused(name, meant):
+    """Sampling went on as if it had not been given."""
+    with pytest.raises(InvalidRequestError, match=f"sets {name}, which is no field of transformers': {meant} is"):
+        SamplingParams.from_generation_config({"do_sample": True, name: 2}, max_tokens=3)
+    SamplingParams.from_generation_config({"do_sample": True, name: None}, max_tokens=3)
+
+
+def test_other_names_in_a_mapping_are_those_of_files():
+    """Of the hub, which have what other engines read, and of transformers, which does not change what is sampled."""
+    names = "chat_format max_context_size max_window_size stop_words_ids eot_token_id user_token_id enable_thinking "
+    names += "transformers_version _from_model_config trust_remote_code max_sequence_length no_speech_threshold"
+    read = {*module._GENERATION_FIELDS, *module._UNSUPPORTED_GENERATION_FIELDS}
+    unread = vars(GenerationConfig()).keys() - read - {"do_sample", "eos_token_id", "max_length"}
+    given = {**dict.fromkeys([*names.split(), *unread], 1), "do_sample": True}
+    assert SamplingParams.from_generation_config(given, max_tokens=3).max_tokens == 3
 
 
 @pytest.mark.parametrize(
