@@ -76,6 +76,7 @@ class AcceleratedEngine:
         self._sleep = sleep
         self._changed = False
         try:
+            self._know_parameters()
             self._deepspeed = _deepspeed_engine(accelerator, model)
             self._steps_seen = self._deepspeed_steps()
             self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
@@ -107,6 +108,7 @@ class AcceleratedEngine:
             steps = self._deepspeed_steps()
             if self._changed or steps != self._steps_seen:
                 self.engine.update_weights()
+                self._know_parameters()
                 self._changed, self._steps_seen = False, steps
             start = time.perf_counter()
             batch = self.engine.generate_batch(
@@ -150,8 +152,14 @@ class AcceleratedEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _know_parameters(self) -> None:
+        # As an optimizer has them: FSDP2 has others in their place while a forward without a backward has left it gathered,
+        # which it is not here.
+        self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(parameter) for parameter in self._model.parameters()}
+        ours |= {id(parameter) for known in self._parameters if (parameter := known()) is not None}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             self._changed = True
 

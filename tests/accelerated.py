@@ -10,6 +10,8 @@ import torch.distributed as dist
 import zero
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DeepSpeedPlugin
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, worst_difference
@@ -106,6 +108,28 @@ def follow(rank: int, how: str) -> dict[str, Any]:
         assert worst_difference(whole(model), first) > 100 * LOGPROB_TOLERANCE, "the check can tell"
         source = engine.engine._binding.source.kind
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
+
+
+def follow_past_a_forward(rank: int) -> list[int]:
+    """Other tensors stand for the parameters at a step, where a forward without a backward has left the model gathered."""
+    launched()
+    model = fully_shard(
+        make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=False
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    versions = []
+    with AcceleratedEngine(Accelerator(cpu=True), model) as engine:
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            with torch.no_grad():
+                model(input_ids=tokens)
+            assert not any(isinstance(p, DTensor) for p in model.parameters())
+            optimizer.step()
+            batch = engine.generate_batch(PROMPTS, PARAMS)
+            versions.append(engine.engine.weight_version)
+            assert worst_difference(whole(model), batch) < LOGPROB_TOLERANCE
+    return versions
 
 
 def is_asleep(engine: Any) -> bool:

@@ -29,6 +29,10 @@ def test_fsdp2_under_accelerate():
         assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": rank}
 
 
+def test_a_step_under_accelerate_while_fsdp2_has_the_model_gathered():
+    assert ranks.run(accelerated.follow_past_a_forward, 2) == [[1, 2]] * 2
+
+
 def test_pieces_of_zero3():
     ranks.run(sharded_faults.pieces_of_zero3, 3)
 
