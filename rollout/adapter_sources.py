@@ -106,6 +106,11 @@ class AdapterSources:
         self._in_step = True
         return written
 
+    def refuse(self, error: Exception) -> None:
+        """Have other ranks, which wait for this one in ``pull`` or ``mismatches``, fail too."""
+        if (first := next(self._gathered(), None)) is not None:
+            first.refuse(error)
+
     @property
     def complete(self) -> bool:
         return self._in_step and all(copies.complete for copies in self._gathered())

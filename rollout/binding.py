@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -135,13 +135,24 @@ class ModelBinding:
         come before anything runs. Raises ``WeightsMovedError`` or ``UnsupportedModelError`` where that cannot be; the binding
         then keeps the old shell, and goes on failing.
         """
-        self._changed = False
-        same = self._looks_as_seen()
-        if not same and self._has_moved():
-            return self.rebind() + self.adapters.pull()
-        self._look_at_adapters(same=same)
-        self._remember()
-        return self.source.pull() + self.adapters.pull()
+        with self.together():
+            self._changed = False
+            same = self._looks_as_seen()
+            moved = not same and self._has_moved()
+            if not moved:
+                self._look_at_adapters(same=same)
+                self._remember()
+        return (self.rebind() if moved else self.source.pull()) + self.adapters.pull()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For what comes before a gather: where this rank fails within, so do the others, which would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            if not self.source.refuse(error):
+                self.adapters.refuse(error)
+            raise
 
     def rebind(self) -> int:
         """As ``refresh``, where the model has ``moved``."""
@@ -347,6 +358,7 @@ class ModelBinding:
     def verify(self, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
         """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
         self.in_order()
+        checked, other = self.source.mismatches()
         expected, trainer = self.source.tensors(), self.source.names()
         used = self.shell.tensors()
         expected = expected | {name: expected[other] for name, other in self.shell.stood_for.items()}
@@ -361,7 +373,6 @@ class ModelBinding:
                 row += rows
         if self._rounded is not None:
             wrong.update(self._rounded.mismatches())
-        checked, other = self.source.mismatches()
         more, of_adapters = self.adapters.mismatches(in_slots, self.source)
         return WeightReport(
             source=self.source.kind,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from stoker.engine.core import EngineCore
@@ -45,8 +46,9 @@ class WeightUpdates:
             raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")
         start = time.perf_counter()
         with self._loop.gate("update its weights"):
-            check(idle=True)
-            self._check_above(version)
+            with self._binding.together() if weights is None else nullcontext():
+                check(idle=True)
+                self._check_above(version)
             if weights is None:
                 self._put_in_service(None, version)
             elif self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
@@ -89,7 +91,8 @@ class WeightUpdates:
     def verify(self, check: Callable[[], None]) -> WeightReport:
         """As ``RolloutEngine.verify_weights``: after an update, of what runs next. check: as of ``update``."""
         with self._loop.gate("verify its weights"):
-            check()
+            with self._binding.together():
+                check()
             if self._told and self._binding.moved():  # which the update may have left to ``notice``
                 self._between_steps("verify its weights", self._rebind)
             return self._binding.verify(self.version, self._adapters.in_slots)

@@ -199,6 +199,37 @@ def changed_on_one(rank: int) -> list[str]:
     return told
 
 
+def not_ready_on_one(rank: int) -> list[str]:
+    """One rank is busy, asleep, or has its adapter off in one layer: all refuse at once, and nobody waits for it."""
+    from sharded_adapters import adapted
+
+    model = by_fsdp2(adapted("qwen3", {}))
+    layer: Any = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    told = []
+    with RolloutEngine(model, config=CONFIG) as engine:
+
+        def refused(*calls: Any) -> None:
+            for call in calls or (engine.update_weights, engine.verify_weights):
+                with pytest.raises((EngineStateError, UnsupportedModelError, WeightsMismatchError)) as caught:
+                    call()
+                told.append(str(caught.value))
+
+        handle = engine.submit(PROMPT, PARAMS) if rank == 1 else None
+        refused()
+        if handle is not None:
+            assert len(handle.result().completions[0].token_ids) == PARAMS.max_tokens
+            engine.sleep(level=2)
+        refused()
+        if rank == 1:
+            engine.wake_up()
+            layer.enable_adapters(False)
+        refused(engine.update_weights)
+        if rank == 1:
+            layer.enable_adapters(True)
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+    return told
+
+
 def change_one(rank: int) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
     """(what differs after one element on rank 1 changed, bytes its update moves, what differs with a scrambled mirror)."""
     model = by_fsdp2(small())

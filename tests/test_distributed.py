@@ -86,6 +86,13 @@ def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
     assert other[1] == own[1] and all(other[i].startswith("another rank refused") for i in (0, 2))
 
 
+def test_a_rank_that_is_not_ready_is_waited_for_by_none():
+    other, own = ranks.run(sharded_faults.not_ready_on_one, 2, timeout=10)
+    assert all(message.startswith("another rank refused") for message in other)
+    why = ["requests are under way"] * 2 + ["the weights are asleep"] * 2 + ["q_proj runs the adapters []"]
+    assert [reason in message for reason, message in zip(why, own, strict=True)] == [True] * 5
+
+
 def test_one_changed_tensor_is_named_and_moved_alone():
     (named, moved, scrambled), (same, moved_too, whole) = ranks.run(sharded_faults.change_one, 2)
     weight = dict(sharded_faults.small().named_parameters())[sharded_faults.GATE]

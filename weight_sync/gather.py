@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.kernels.errors import WeightTransferError
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync.shards import Piece, Shards, by_group
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
@@ -23,6 +23,7 @@ GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of 
 
 Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
 
+_AGREEING = "agreeing on what to gather"
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
 
@@ -160,31 +161,45 @@ def parts_of(shards: Iterable[Shards]) -> Parts:
     return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
 
 
-def alike(parts: Parts, device: torch.device) -> bool:
-    """Whether every rank has parts of the same tensors. Raises as ``agree``."""
-    numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
-    flags = {group: torch.tensor([n, -n], dtype=torch.int64, device=device) for group, n in numbers.items()}
-    agree(flags, False)  # on the largest, and the smallest
-    return not agree(flags, any(bool(flag.sum()) for flag in flags.values()))
+def agree(parts: Parts, device: torch.device, refusal: Exception | None = None) -> None:
+    """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it.
 
-
-def agree(flags: Mapping[dist.ProcessGroup, Tensor], failed: bool) -> bool:
-    """Make each group's ``flags`` (int64) the maximum over its ranks, in place; returns whether any rank has failed.
-
-    Raises ``WeightTransferError`` where a rank does not answer.
+    Raises ``WeightsMismatchError`` where ranks have parts of other tensors each, which one that refuses may have: it has to
+    know the groups alone. ``WeightTransferError`` where a rank does not answer.
     """
-    for _ in flags:  # so often that a failure in one group reaches every other
-        for group, of_group in flags.items():
+    numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
+    refused, differ = refusal is not None, False
+    for _ in numbers:  # so often that what is found in one group reaches every other
+        for group, number in numbers.items():
+            said = torch.tensor([refused, differ, number, -number], dtype=torch.int64, device=device)
             try:
                 if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
                     dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
-                mine = torch.cat([of_group, of_group.new_tensor([int(failed)])])
-                dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
             except RuntimeError as error:
-                raise lost(group, "agreeing on what to gather", error) from error
-            of_group.copy_(mine[:-1])
-            failed = bool(mine[-1])
-    return failed
+                raise lost(group, _AGREEING, error) from error
+            any_refused, any_differ, largest, smallest = said.tolist()
+            refused, differ = bool(any_refused), bool(any_differ) or largest != -smallest
+    if refusal is not None:
+        raise refusal
+    if refused:
+        raise WeightsMismatchError("another rank refused; its error says why. No weight was changed")
+    if differ:
+        raise WeightsMismatchError(
+            "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on all of "
+            "them, and build a new engine"
+        )
+
+
+def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> None:
+    """Add to ``changed`` those of the parts that are in any other rank's, once all have agreed that they have the same."""
+    for group, of_group in parts.items():
+        flags = torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=device)
+        try:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise lost(group, _AGREEING, error) from error
+        changed |= {names for names, flag in zip(of_group, flags.tolist(), strict=True) if flag}
 
 
 def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:

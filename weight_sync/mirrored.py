@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,15 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stoker.kernels.errors import StokerError, UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, unfit
-from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, Parts, agree, alike, gather, parts_of, plan
+from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, parts_of, plan, unite
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank sees by itself. now: checksums; refusal: why not to take it."""
+
+    held: Held
+    now: dict[tuple[str, ...], int]
+    refusal: Exception | None
 
 
 class MirroredSource:
@@ -161,16 +171,25 @@ class MirroredSource:
         if is_sharded(self.model) and dist.get_world_size() > 1:
             return False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
         held = self._read()
-        return not held.shards and not self._from_elsewhere and self._pull(held) > 0
+        return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
     def pull(self) -> int:
+        with self._telling():
+            found = self._look(self._read())
+        return self._take(found)
+
+    def refuse(self, error: Exception) -> bool:
+        with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
+            agree(self._parts, self.device, error)
+        return bool(self._parts)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
         try:
-            held = self._read()
-        except StokerError as error:
-            with suppress(WeightTransferError, ValueError):  # of groups that are no more
-                self._agree(self._parts, set(), error)  # the others wait for this rank
+            yield
+        except Exception as error:
+            self.refuse(error)
             raise
-        return self._pull(held)
 
     @property
     def resident(self) -> bool:
@@ -199,7 +218,7 @@ class MirroredSource:
         before, held = self._seen, self._read()
         if not held.shards:
             with suppress(UnsupportedModelError, WeightsMismatchError):  # which the next pull says again
-                self._pull(held)
+                self._take(self._look(held))
         return before != self._seen
 
     def release(self) -> None:
@@ -211,30 +230,32 @@ class MirroredSource:
     def _read(self) -> Held:
         return read(self.model)
 
-    def _pull(self, held: Held) -> int:
+    def _look(self, held: Held) -> _Found:
+        """All that this rank sees by itself."""
         mirror = self.mirror
         assert mirror is not None
         refusal = self._refusal(held, mirror)
-        parts = parts_of(held.shards)
-        if (held.shapes, held.aliases) != (self._shapes, self._aliases) and parts.keys() == self._parts.keys():
-            parts = self._parts  # which other ranks may still have, and wait to agree on
         if self._consumer is None and mirror.passing:
             held = held.of(lambda name: name not in mirror.passing)
-            parts = parts_of(held.shards)
         full = [name for name in held.full if name in mirror.tensors]
         whole: list[tuple[str, ...]] = [(name,) for name in full]
         now = dict(zip(whole, checksums([held.full[n] for n in full], self.device), strict=True))
         now.update(
             zip([s.names for s in held.shards], checksums([s.local for s in held.shards], self.device), strict=True)
         )
+        return _Found(held, now, refusal)
+
+    def _take(self, found: _Found) -> int:
+        mirror, held, now = self.mirror, found.held, found.now
+        assert mirror is not None
         before = self._seen if mirror.complete else {}
         changed = {names for names, number in now.items() if before.get(names) != number}
-        refusal = self._agree(parts, changed, refusal)
-        if refusal is not None:
-            raise refusal
-        self._packed, self._parts = held.states, parts_of(held.shards)
+        parts = parts_of(held.shards)
+        agree(parts, self.device, found.refusal)
+        unite(parts, changed, self.device)
+        self._packed, self._parts = held.states, parts
         self._give_states(mirror)
-        new = {name: held.full[name] for name in full if (name,) in changed}
+        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed}
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
         if not changed:
@@ -331,39 +352,24 @@ class MirroredSource:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None
 
-    def _agree(self, parts: Parts, changed: set[tuple[str, ...]], refusal: Exception | None) -> Exception | None:
-        """Add to ``changed`` what other ranks found changed; where one of them refuses, so does this one."""
-        flags = {
-            group: torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=self.device)
-            for group, of_group in parts.items()
-        }
-        failed = agree(flags, refusal is not None)
-        for group, of_group in parts.items():
-            changed |= {names for names, flag in zip(of_group, flags[group].tolist(), strict=True) if flag}
-        if failed and refusal is None:
-            return WeightsMismatchError("another rank refused its weights; its error says why. No weight was changed")
-        return refusal
-
     def mismatches(self) -> tuple[int, list[str]]:
         """How many tensors were compared, and the names of those that are not the trainer's, as the engine's dtype has them.
 
         A sharded trainer's ranks tell each other the checksums of their parts, so all of them call it together.
         """
-        mirror, held = self.mirror, self._read()
+        mirror = self.mirror
         assert mirror is not None
         passing = mirror.passing
-        names = [name for name in held.full if name in mirror.tensors and name not in passing]
-        theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
-        ours = checksums([mirror.tensors[name] for name in names], self.device)
+        with self._telling():
+            held = self._read()
+            names = [name for name in held.full if name in mirror.tensors and name not in passing]
+            theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
+            ours = checksums([mirror.tensors[name] for name in names], self.device)
         wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
         # Others came after the engine was built.
         shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
         grouped = by_group(shards)
-        if not alike(parts_of(shards), self.device):  # where every rank is here
-            raise WeightsMismatchError(
-                "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on all of "
-                "them, and build a new engine"
-            )
+        agree(parts_of(shards), self.device)
         found: set[str] = set()
         for group, of_group in grouped.items():
             kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
