@@ -331,6 +331,8 @@ def offloaded(rank: int) -> None:
     """FSDP2 that keeps its shards in host memory; the mirror goes to sleep, with its numbers and without, and comes back."""
     twin, model = small(), small()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(UnsupportedModelError, match=r"embed_tokens.weight holds no data here \(meta\)"):
+        RolloutEngine(fully_shard(small().to("meta"), mesh=mesh), config=CONFIG)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizers = sgd(twin), sgd(model)

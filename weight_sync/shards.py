@@ -236,6 +236,10 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
     whole: Any = tensor.detach()
     local: Tensor = whole.to_local()
     coordinate = mesh.get_coordinate()
+    if local.is_meta:
+        raise UnsupportedModelError(
+            f"parameter {name} holds no data here (meta): give it its numbers before the engine is built"
+        )
     if not known or coordinate is None:
         raise UnsupportedModelError(
             f"parameter {name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
