@@ -314,6 +314,22 @@ def test_an_adapter_that_saves_a_module_beside_one_that_does_not() -> None:
             assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
 
 
+def test_an_adapter_over_the_copy_that_another_has_saved() -> None:
+    """To "all-linear" the head that the first adapter has saved is a linear, and so is the one it was copied from."""
+    model = peft_model(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model.add_adapter("other", lora(target_modules="all-linear"))
+    shake(model, seed=2)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for names in (["default"], ["other"]):
+            model.base_model.set_adapter(names)
+            assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        model.base_model.set_adapter(["other", "default"])
+        with pytest.raises(UnsupportedModelError, match="lm_head is saved whole by the adapter 'default', and 'other'"):
+            tokens(engine)
+        model.set_adapter("default")
+        assert_like_peft(engine, model, ["default", "other", None, "other"])
+
+
 def test_layers_that_run_different_adapters_are_refused() -> None:
     model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine:

@@ -201,12 +201,14 @@ def _held(module: Any, kind: str) -> Mapping[str, Any]:
 def active_adapters(model: nn.Module) -> tuple[str, ...]:
     """What the model runs now: the names of its adapters, in the order in which they are applied.
 
-    Raises ``UnsupportedModelError`` where layers differ in that.
+    Raises ``UnsupportedModelError`` where layers differ in that, and where one is over what another has saved whole.
     """
     seen = []
     order: Sequence[str] = ()  # modules that are saved whole know only those of theirs
     for name, module, kind in _wrapped(model):
         names, held = () if module.disable_adapters else tuple(module.active_adapters), _held(module, kind)
+        if kind == "saved":
+            _check_saved(name, {n: held[n] for n in names if n in held})
         order = max(order, names, key=len)
         seen.append((name, held, tuple(n for n in names if n in held)))
     active = tuple(n for n in order if any(n in on for _, _, on in seen))
@@ -217,6 +219,19 @@ def active_adapters(model: nn.Module) -> tuple[str, ...]:
                 "them, by set_adapter on the model"
             )
     return active
+
+
+def _check_saved(name: str, copies: Mapping[str, nn.Module]) -> None:
+    """copies: of a module at ``name``, by the active adapters that have saved it whole."""
+    for owner, module in copies.items():
+        # To "all-linear" of a later adapter the copies are linears too: each then has an A and B of its own.
+        for _, layer, kind in _wrapped(module):
+            over = next((a for a in layer.active_adapters if a in _held(layer, kind)), None)
+            if over is not None:
+                raise UnsupportedModelError(
+                    f"{name} is saved whole by the adapter {owner!r}, and {over!r}, active too, is over that copy: leave "
+                    "the module out of its target_modules, or activate one of the two"
+                )
 
 
 def sum_of(names: Sequence[str], adapters: Mapping[str, AdapterWeights]) -> AdapterWeights:
