@@ -119,6 +119,7 @@ class RolloutEngine:
         self._loop.settle()  # what requests hold whose handles were dropped counts no more
         read = read_prompts(prompts, attention_mask, self.processor)
         params = params_per_prompt(sampling_params, len(read))
+        self._requests.look()
         for row, ((prompt, _), p) in enumerate(zip(read, params, strict=True)):
             self._requests.check_prompt(row, prompt, p)
         by_prompt: list[tuple[list[Request], Scoring | None]] = []
@@ -204,6 +205,7 @@ class RolloutEngine:
         self._loop.settle()
         (read,) = read_prompts([prompt], None, self.processor)
         (params,) = params_per_prompt(sampling_params, 1)
+        self._requests.look()
         self._requests.check_prompt(0, read[0], params)
         with self._loop.gate("submit"):
             self._check_ready()

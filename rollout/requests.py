@@ -76,7 +76,7 @@ class RequestMaker:
     tokenizer: Any
     vocab: int
     constraint: ConstraintMaker
-    eos_ids: frozenset[int]
+    find_eos_ids: Callable[[], frozenset[int]]
     max_model_len: int
     kv_tokens: int  # tokens the KV cache holds
     token_bytes: int  # what one of them takes there
@@ -86,6 +86,11 @@ class RequestMaker:
     attempt: Callable[[str, Callable[[], None]], None]  # as ``Loop.attempt``
     ids: Iterator[int] = field(default_factory=count)
     prompts: Iterator[int] = field(default_factory=count)
+    eos_ids: frozenset[int] = frozenset()
+
+    def look(self) -> None:
+        """Before a call's checks: the model's generation config and the tokenizer may name other ids than at the last one."""
+        self.eos_ids = self.find_eos_ids()
 
     # -- checks: each raises InvalidRequestError --------------------------------------------------------------------
 

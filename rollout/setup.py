@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ def requests(
         tokenizer=tokenizer,
         vocab=vocab,
         constraint=ConstraintMaker(tokenizer, vocab),
-        eos_ids=_eos_ids(binding, tokenizer),
+        find_eos_ids=partial(_eos_ids, binding, tokenizer),
         max_model_len=model_len,
         kv_tokens=kv.most_tokens(config.max_num_batched_tokens),
         token_bytes=kv.token_bytes,
@@ -334,7 +335,7 @@ def requests(
 
 
 def _eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
-    """The ids that end a completion: the tokenizer's and the generation config's."""
+    """The ids that end a completion: the tokenizer's and the generation config's, as they are now."""
     module: Any = binding.source.module
     found: set[int] = set()
     for owner in (tokenizer, getattr(module, "generation_config", None)):

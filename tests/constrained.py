@@ -83,5 +83,5 @@ def pretended(**settings: Any) -> Iterator[RolloutEngine]:
     settings = {"max_num_seqs": 8, "kv_cache_memory": "1MiB", "max_model_len": None} | settings
     with build_pretended(model(), **settings) as engine:
         engine._requests.tokenizer = engine._requests.constraint.tokenizer = TOKENIZER
-        engine._requests.eos_ids = frozenset([EOS])
+        engine._requests.find_eos_ids = lambda: frozenset([EOS])
         yield engine

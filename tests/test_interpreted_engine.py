@@ -74,7 +74,7 @@ def test_with_the_kernels_of_a_gpu_a_pattern_is_followed_as_with_the_torch_opera
     for ops, runtime in ((REFERENCE, CpuRuntime), (TRITON, PretendDevice)):
         with build(model, ops=ops, runtime=runtime, decode_window=2) as engine:
             engine._requests.tokenizer = engine._requests.constraint.tokenizer = one
-            engine._requests.eos_ids = frozenset([one.eos_token_id])
+            engine._requests.find_eos_ids = lambda: frozenset([one.eos_token_id])
             found.append(engine.generate_batch([[5, 6, 7]] * 4, settings))
     close(*found)
     assert found[0][3].completions[0].text == "no"

@@ -1,5 +1,6 @@
 """What is sampled and what is said of it, through the whole engine: log-probabilities, penalties, and where a completion ends."""
 
+import copy
 import math
 import random
 
@@ -235,6 +236,24 @@ def test_eos_of_the_tokenizer_counts_and_one_outside_the_vocabulary_does_no_harm
     with build(small, tokenizer=tokenizer()) as engine:
         c = only(engine.generate_batch(["a"], SamplingParams(temperature=0, min_tokens=3, max_tokens=8)))
         assert c.token_ids == oracle.greedy(small, encode("a"), 8)
+
+
+def test_eos_ids_are_those_of_now():
+    """A trainer may set them after the engine was built, as for a chat template that ends turns with another token."""
+    model, one = successor_model([*encode("abcdef"), EOS]), copy.deepcopy(tokenizer())
+    with build(model, tokenizer=one) as engine:
+
+        def said(**options):
+            return (
+                engine.submit("a", SamplingParams(temperature=0, max_tokens=9, **options)).result().completions[0].text
+            )
+
+        assert said() == "bcdef"
+        model.generation_config.eos_token_id = encode("d")
+        assert said() == only(engine.generate_batch(["a"], GREEDY)).text == "bcd"
+        assert said(ignore_eos=True) == "bcdefabc"
+        model.generation_config.eos_token_id, one.eos_token = None, "c"
+        assert said() == only(engine.generate_batch(["a"], GREEDY)).text == "bc"
 
 
 @pytest.mark.parametrize("window", [1, 8])

@@ -270,7 +270,7 @@ def test_what_requests_follow_is_given_back_when_no_graph_remembers_it() -> None
     params = SamplingParams(regex="(yes|no), [0-9]{2}", max_tokens=9, seed=1)
     with build(model, runtime=VirtualDevice, decode_window=2) as engine:
         engine._requests.tokenizer = engine._requests.constraint.tokenizer = one
-        engine._requests.eos_ids = frozenset([one.eos_token_id])
+        engine._requests.find_eos_ids = lambda: frozenset([one.eos_token_id])
         inputs, runner = engine.core.inputs, engine.core.runner
         assert isinstance(runner, GraphStep)
         expected = engine.generate_batch([[5, 6, 7]] * 2, params)
