@@ -137,7 +137,7 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
     mask = fields.pop("attention_mask", torch.ones_like(ids))
     if tuple(mask.shape) != (1, length):
         raise InvalidRequestError(f"{name} has an attention_mask of shape {tuple(mask.shape)} for {length} tokens")
-    text = mask[0].bool()
+    text = _text(f"{name} has an attention_mask that", mask[0])
     fields = {key: t[:, text] if is_by_token(t, length) else t for key, t in fields.items()}
     tokens: list[int] = ids[0, text].tolist()
     has_images = any(t.is_floating_point() for t in fields.values())
@@ -188,7 +188,16 @@ def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any,
         raise InvalidRequestError(
             f"attention_mask has shape {tuple(attention_mask.shape)} and {what}s {tuple(prompts.shape)}: they must agree"
         )
-    return [ids[mask.bool()].tolist() for ids, mask in zip(prompts, attention_mask, strict=True)]
+    text = _text("attention_mask", attention_mask)
+    return [ids[mask].tolist() for ids, mask in zip(prompts, text, strict=True)]
+
+
+def _text(name: str, mask: Tensor) -> Tensor:
+    """Where a mask has text, bool. One that attention adds, 0 for text, or of numbered documents would say something else."""
+    other = mask[(mask != 0) & (mask != 1)]
+    if len(other):
+        raise InvalidRequestError(f"{name} holds {other[0].item():g}: give 1 for text and 0 for padding")
+    return mask.bool()
 
 
 def _tokenizer(tokenizer: Any, what: str) -> Any:

@@ -112,6 +112,10 @@ def test_what_is_no_model_config_or_tokenizer(arguments, error, message):
             [PROMPT, {"input_ids": [1, 2], "attention_mask": [1]}],
             r"^prompt 1 has an attention_mask of shape \(1,\) for 2",
         ),
+        (
+            [{"input_ids": [1, 2], "attention_mask": [1, 2]}],
+            r"^prompt 0 has an attention_mask that holds 2: give 1 for",
+        ),
         ([PROMPT, {"input_ids": [1, 2], "pixel_values": ["x"]}], r"^prompt 1 has pixel_values that is no tensor.*'pt'"),
         ([b"ab"], r"^prompt 0 is a bytes: give text, a list of token ids"),
         ([None], r"^prompt 0 is a NoneType: give text"),
@@ -180,6 +184,9 @@ def test_padding_inside_a_prompt_is_dropped_as_generate_does():
         (torch.tensor([PROMPT]), torch.ones(1, 4), r"^attention_mask has shape \(1, 4\) and prompts \(1, 5\)"),
         (torch.tensor([PROMPT]), torch.ones(5), r"^attention_mask has shape \(5,\)"),
         (torch.tensor([PROMPT]), [[1] * 5], r"^attention_mask is a list: give a tensor"),
+        (torch.tensor([PROMPT]), torch.tensor([[1, 1, 2, 2, 2]]), r"^attention_mask holds 2: give 1 for text"),
+        (torch.tensor([PROMPT]), torch.tensor([[-1e9, 0, 0, 0, 0]]), r"^attention_mask holds -1e\+09: give 1 for text"),
+        (torch.tensor([PROMPT]), torch.tensor([[math.nan, 1, 1, 1, 1]]), r"^attention_mask holds nan: give 1"),
         (torch.tensor([PROMPT] * 2), torch.tensor([[1] * 5, [0] * 5]), r"^prompt 1 is empty"),
     ],
 )
