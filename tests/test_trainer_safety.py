@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from accelerate import Accelerator
+from adapted import with_lora
 from families import make_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_model
@@ -118,6 +119,34 @@ def test_training_is_bitwise_what_it_is_without_the_engine(family, fields):
     assert loss == other_loss
     assert all(torch.equal(weights[n], other_weights[n]) for n in weights)
     assert all(torch.equal(state[i][k], other_state[i][k]) for i in state for k in state[i])
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"attention_dropout": 0.9}),
+        ("gpt2", {"embd_pdrop": 0.9, "attn_pdrop": 0.9, "resid_pdrop": 0.9}),
+        ("gpt_neox", {"attention_dropout": 0.9, "hidden_dropout": 0.9}),
+        ("phi", {"embd_pdrop": 0.9, "attention_dropout": 0.9, "resid_pdrop": 0.9}),
+        ("starcoder2", {"embedding_dropout": 0.9, "attention_dropout": 0.9, "residual_dropout": 0.9}),
+        ("mixtral", {"attention_dropout": 0.9, "router_jitter_noise": 0.9}),
+        ("qwen3_next", {"attention_dropout": 0.9}),
+    ],
+)
+def test_dropout_is_no_part_of_a_rollout(family, fields):
+    """The model stays in the mode that its trainer has it in, and is sampled from as in ``eval()``."""
+    targets = r".*\.(q_proj|query_key_value|c_attn)"
+    model = with_lora(make_model(family, **fields), target_modules=targets, lora_dropout=0.9)
+    expected = oracle.greedy(model, PROMPT, 6)
+    model.train()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for _ in range(2):
+            (output,) = engine.generate_batch([PROMPT], SamplingParams(temperature=0, max_tokens=6))
+            assert output.completions[0].token_ids == expected
+            assert all(module.training for module in model.modules())
+        (scored,) = engine.score([PROMPT + expected], start=len(PROMPT))
+        model.eval()
+        torch.testing.assert_close(scored.logprobs, oracle.logprobs(model, PROMPT, expected).float(), atol=1e-4, rtol=0)
 
 
 def test_a_rollout_between_forward_and_backward(model):
