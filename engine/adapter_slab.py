@@ -71,18 +71,25 @@ def _views(adapter: AdapterWeights, memory: Tensor, places: Mapping[int, int]) -
 class Slab:
     """Memory of one slot, on the device, for adapters that lie elsewhere."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._memory = torch.empty(0, dtype=torch.uint8, device=runtime.device)
 
     @property
     def nbytes(self) -> int:
         return len(self._memory)
 
+    def let_go(self) -> None:
+        """Before it is dropped."""
+        self._runtime.let_go(self._memory)
+
     def fill(self, packed: Packed) -> AdapterWeights:
         """The adapter in the slab, in place of what was there: one copy. Adapters of one layout are at the same addresses."""
         size = len(packed.memory)
         if len(self._memory) < size:
-            self._memory = self._memory.new_empty(size)
+            memory = self._memory.new_empty(size)
+            self.let_go()
+            self._memory = memory
         memory = self._memory[:size]
         memory.copy_(packed.memory, non_blocking=True)
         places = {id(t): int(t.storage_offset()) * t.itemsize for t in packed.adapter.tensors()}

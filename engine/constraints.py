@@ -112,7 +112,11 @@ class Constraints:
         self._end = 0
         if self.rows is None or room > len(self.rows.automata):
             automata = torch.zeros(room, dtype=torch.int16, device=self._runtime.device)
-            self.rows = self._free_rows(automata) if self.rows is None else replace(self.rows, automata=automata)
+            if self.rows is None:
+                self.rows = self._free_rows(automata)
+            else:
+                self._runtime.let_go(self.rows.automata)
+                self.rows = replace(self.rows, automata=automata)
         for one in kept:
             self._write(self.rows, one)
 

@@ -64,6 +64,9 @@ class Runtime:
         """Start a copy to the host. The tensor may be written again by what is launched later."""
         return HostCopy(tensor.clone())
 
+    def let_go(self, memory: Tensor) -> None:
+        """Static memory that is about to be dropped: nobody gets it before all that was launched has read it."""
+
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """Record what ``body`` launches, running none of it; returns what launches it all again."""
         raise NotImplementedError
@@ -120,6 +123,11 @@ class CudaRuntime(Runtime):
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return HostCopy(host, event)
+
+    def let_go(self, memory: Tensor) -> None:
+        # Torch knows of the stream it was made under alone, and steps may be under others: each turn at the engine waits
+        # for the one before, so all of them are over when the current one is.
+        memory.record_stream(torch.cuda.current_stream(self.device))
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         if not self._graphs:  # torch takes a pool whose graphs are all gone for nobody's, and refuses to use it again

@@ -7,7 +7,7 @@ buffers alone, so a graph serves every such batch, whatever its lengths, and the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,20 +71,27 @@ class GraphStep:
 
     def release_graphs(self) -> None:
         """Forget every graph and give its memory back; each is captured again when it is next wanted."""
-        self._graphs.clear()
+        self._forget(self._graphs)
         self.runtime.release_graph_memory()
+
+    def _forget(self, keys: Iterable[_Key]) -> None:
+        """What a replay that was launched writes to stays until it is over."""
+        for key in list(keys):
+            graph = self._graphs.pop(key)
+            for memory in () if graph is None else (graph.step, *graph.outputs):
+                self.runtime.let_go(memory)
 
     def __call__(self, batch: Batch) -> Pending:
         if not (batch.decode and batch.any_sampled) or batch.scoring is not None or batch.has_images:
             return self.eager(batch)
         inputs = batch.token_ids.untyped_storage().data_ptr()
         if inputs != self._inputs:  # elsewhere since a longer list of ids came: what was captured reads where they were
-            self._graphs.clear()
+            self._forget(self._graphs)
             self._inputs = inputs
         adapters = None if batch.adapters is None else self.model.lora.layout
         if adapters is not None and adapters != self._layout:
             if self._layout is not None:  # what was captured of other adapters is never replayed again
-                self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] is None}
+                self._forget(key for key in self._graphs if key[0] is not None)
             self._layout = adapters
         followed = batch.sampling.constraints
         automata = None if followed is None else followed.automata.data_ptr()  # elsewhere where there was no room
@@ -94,9 +101,9 @@ class GraphStep:
             return self.eager(batch) if graph is None else self._replay(graph, batch)
         pending = self.eager(batch)
         if automata is not None:
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key[-1] in (None, automata)}
+            self._forget(key for key in self._graphs if key[-1] not in (None, automata))
         while len(self._graphs) >= _MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            self._forget([next(iter(self._graphs))])
         self._graphs[key] = self._capture(batch)
         return pending
 

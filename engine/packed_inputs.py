@@ -91,6 +91,11 @@ class PackedInputs:
         self._channel = channel(place(layout(*most).values())[1])
         self._views: dict[tuple[int, ...], tuple[dict[str, NDArray[Any]], dict[str, Tensor], int]] = {}
 
+    @property
+    def static(self) -> Tensor:
+        """Where they are on the device."""
+        return self._channel.static
+
     def open(self, *sizes: int) -> tuple[dict[str, NDArray[Any]], Callable[[], dict[str, Tensor]]]:
         """The arrays, with garbage in them, and what sends them to the device once they are written."""
         block = self._channel.open()

@@ -312,10 +312,12 @@ class StepInputs:
                 narrow = self._ids[name]
                 self._ids[name] = np.pad(narrow, ((0, 0), (0, more)), constant_values=self.vocab)
                 try:
-                    self._packed = self._new_packed()
+                    packed = self._new_packed()
                 except BaseException:  # no memory, say: wider rows than are sent would be cut off
                     self._ids[name] = narrow
                     raise
+                self.runtime.let_go(self._packed.static)
+                self._packed = packed
             self._ids[name][slot] = self.vocab
             self._ids[name][slot, : len(ids)] = sorted(ids)
 

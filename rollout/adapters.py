@@ -170,11 +170,11 @@ class Adapters:
         self._placed.pop(slot, None)  # an exception below must not leave the slot for right
         here = weights
         if aliased:
-            self._slabs.pop(slot, None)
+            self._drop_slab(slot)
         elif there and packed and before[2] is not None:
             here = before[2]
         else:
-            slab = self._slabs.setdefault(slot, Slab(device))
+            slab = self._slabs.setdefault(slot, Slab(runtime_for(device)))
             if packed is None or self._binding.source.wider:
                 packed = pack(self._as_run(weights), runtime_for(device))
             here = slab.fill(packed)
@@ -234,8 +234,12 @@ class Adapters:
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)
-            self._slabs.pop(adapter.slot, None)
+            self._drop_slab(adapter.slot)
         del self._known[name]
+
+    def _drop_slab(self, slot: int) -> None:
+        if (slab := self._slabs.pop(slot, None)) is not None:
+            slab.let_go()
 
     def resolve(self, choice: AdapterChoice | Sequence[AdapterChoice], rows: int) -> list[Adapter | None]:
         """Each row's adapter. choice: one for all, or one for each. Raises ``InvalidRequestError`` for an unknown name."""

@@ -62,7 +62,8 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 class EmulatedCuda:
-    """The device. ``waits``: where the host waited for it unasked; ``replays``: of graphs."""
+    """The device. ``waits``: where the host waited for it unasked; ``replays``: of graphs; ``let_go``: memory that is not
+    given to anybody before all that was launched is over."""
 
     now: EmulatedCuda | None = None
 
@@ -70,6 +71,7 @@ class EmulatedCuda:
         self.capturing: Graph | None = None
         self.waits: list[str] = []
         self.replays = 0
+        self.let_go: list[Tensor] = []
         self.making = HOST  # whose the tensors are that are made of nothing
         self.is_off = False
         self._copies: list[Callable[[], object]] = []  # what is left to do at the end of each that is under way
@@ -348,6 +350,7 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         patch.setattr(torch.accelerator, "device_index", lambda *_: nullcontext())
         patch.setattr(torch, "Generator", _Generator)
+        patch.setattr(torch.Tensor, "record_stream", lambda memory, _: device.let_go.append(memory))
         patch.setattr(torch.utils.dlpack, "from_dlpack", sharing)
         patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: device.launch(run, *args, **kwargs))
         patch.setattr(EmulatedCuda, "now", device)

@@ -96,7 +96,8 @@ def assert_equal(found: AdapterWeights, expected: AdapterWeights) -> None:
 
 
 def test_a_slab_holds_what_it_was_filled_with_last() -> None:
-    slab, runtime = Slab(CPU), runtime_for(CPU)
+    runtime = runtime_for(CPU)
+    slab = Slab(runtime)
     all_kinds = [weights_of_all_kinds(linears, seed) for seed, linears in enumerate((3, 8, 3, 2))]
     packed = [pack(weights, runtime) for weights in all_kinds]
     before = [[t.clone() for t in weights.tensors()] for weights in all_kinds]
@@ -114,7 +115,8 @@ def test_a_slab_holds_what_it_was_filled_with_last() -> None:
 
 
 def test_adapters_of_one_layout_are_at_the_same_addresses() -> None:
-    slab, runtime = Slab(CPU), runtime_for(CPU)
+    runtime = runtime_for(CPU)
+    slab = Slab(runtime)
     first, second = (
         [t.data_ptr() for t in slab.fill(pack(weights_of_all_kinds(4, seed), runtime)).tensors()] for seed in (1, 2)
     )
@@ -123,7 +125,8 @@ def test_adapters_of_one_layout_are_at_the_same_addresses() -> None:
 
 @pytest.mark.parametrize("linears", [2, 40])
 def test_a_swap_is_one_copy(linears: int) -> None:
-    slab, runtime = Slab(CPU), runtime_for(CPU)
+    runtime = runtime_for(CPU)
+    slab = Slab(runtime)
     packed = pack(weights_of_all_kinds(linears), runtime)
     with Copies() as copies:
         slab.fill(packed)

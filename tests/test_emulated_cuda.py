@@ -259,3 +259,49 @@ def test_a_pattern_is_followed_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
                 (completion,) = output.completions
                 assert completion.finish_reason == "length" or re.fullmatch("(ab|c)+d", completion.text)
             assert not unasked(device) and device.replays
+
+
+# What a step that was launched may still read, under another stream than that of who is given it next.
+
+
+def let_go(device: EmulatedCuda) -> set[int]:
+    return {memory.data_ptr() for memory in device.let_go}
+
+
+def test_longer_lists_of_ids_do_not_give_away_what_a_step_reads() -> None:
+    with on_cuda(make_model("llama", num_hidden_layers=1), STATIC) as (engine, device):
+        before = engine.core.inputs._packed.static
+        engine.generate_batch(prompts(4), SamplingParams(max_tokens=3))
+        graphs = list(engine.core.runner._graphs.values())  # which read where the ids were
+        assert graphs and {memory.data_ptr() for each in graphs for memory in each.outputs}.isdisjoint(let_go(device))
+        engine.generate_batch(prompts(4), SamplingParams(max_tokens=3, stop_token_ids=range(5)))
+        assert {memory.data_ptr() for each in graphs for memory in each.outputs} <= let_go(device)
+        assert engine.core.inputs._packed.static is not before and before.data_ptr() in let_go(device)
+
+
+def test_a_larger_pattern_does_not_give_away_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tokenizer("byte-level")
+    monkeypatch.setattr("stoker.engine.constraints._LEAST", 64)
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: STATIC)
+    with emulated_cuda() as device:
+        model = device.adopt(make_model("llama", num_hidden_layers=1, vocab_size=len(words)))
+        config = EngineConfig(kv_cache_memory="4MiB", max_num_seqs=4, max_model_len=64)
+        engine = RolloutEngine(model, tokenizer=words, config=config)
+        engine.generate_batch([[1, 2]], SamplingParams(regex="a", max_tokens=3))
+        rows = engine.core.inputs.constraints.rows
+        assert rows is not None
+        engine.generate_batch([[1, 2]], SamplingParams(regex="[ab]{99}", max_tokens=3))
+        now = engine.core.inputs.constraints.rows
+        assert now is not None and now.automata is not rows.automata and rows.automata.data_ptr() in let_go(device)
+
+
+def test_an_adapter_that_leaves_its_slot_does_not_give_away_what_a_step_reads() -> None:
+    model, narrow, wide = (get_peft_model(make_model("llama", num_hidden_layers=1), lora(r=r)) for r in (4, 4, 16))
+    with on_cuda(model.eval(), replace(STATIC, lora=TRITON.lora), max_loras=1) as (engine, device):
+        for name, each in (("a", narrow), ("b", wide)):  # of the host
+            engine.load_adapter(name, (state_dict(each), each.peft_config["default"]))
+        places = []
+        for name in ("a", "b", "default"):  # more of it, and the live model's own, which lies where it is read
+            engine.generate_batch(prompts(2), SamplingParams(max_tokens=2), adapter=name)
+            places += [slab._memory.data_ptr() for slab in engine._adapters._slabs.values()]
+        assert len(set(places)) == 2 and set(places) <= let_go(device)
