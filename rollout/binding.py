@@ -168,6 +168,8 @@ class ModelBinding:
         shell = self._fuse(shell, source)
         self._seen = None
         self.adapters.look(shell, source, announced=True)
+        if isinstance(self.source, AliasedSource):
+            self.source.superseded()
         self.source, self.shell, self._kinds = source, shell, kinds(source.module)
         self._remember()
         return written

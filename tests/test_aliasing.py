@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stoker.engine.fused_decoder import FusedDecoderLayer
-from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.rollout import EngineConfig, RolloutEngine, WeightsMovedError
 from stoker.weight_sync.aliased import AliasedSource
 
 
@@ -272,3 +272,18 @@ def test_from_pretrained_in_another_dtype(tmp_path):
         assert engine.stats().kv_block_bytes == 16 * 3 * 2 * 2 * 16 * 2
         (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
         assert math.isclose(c.logprobs[0], oracle.logprobs(model, PROMPT, c.token_ids)[0], abs_tol=0.2)
+
+
+def test_what_an_exception_keeps_alive_uses_no_weights():
+    """An error of a look at the model holds what the engine ran on then; the weights are given back all the same."""
+    model = make_model("llama")
+    engine = RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB"))
+    model.model.norm.double()  # all others lie where they lay
+    with pytest.raises(WeightsMovedError) as raised:
+        engine.update_weights()
+    model.model.norm.float()
+    engine.update_weights()
+    assert not all(p.untyped_storage().resizable() for p in model.parameters()), "they lie side by side"
+    engine.close()
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert raised.value.__traceback__ is not None

@@ -196,6 +196,10 @@ class AliasedSource:
         """Take over the duty to give the parameters that another source has moved storages of their own again."""
         self._rehomed = former._rehomed
 
+    def superseded(self) -> None:
+        """Another source has taken its place: it uses nothing any more, though an exception may keep it alive."""
+        _BOUND.discard(self)
+
     def give_back(self, *, drop: bool) -> None:
         """The memory is the trainer's."""
 
