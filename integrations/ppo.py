@@ -81,9 +81,12 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Values [B, C] scaled to variance 1 over the tokens of the batch, and with ``shift_mean`` shifted to mean 0."""
     keep = _mask(mask, values)
+    values = torch.where(
+        keep, values.float(), 0.0
+    )  # first: through what is NaN there, gradients would be NaN everywhere
     mean = masked_mean(values, mask)
-    variance = masked_mean((values.float() - mean) ** 2, mask)
-    white = (values.float() - mean) * torch.rsqrt(variance + 1e-8)
+    variance = masked_mean((values - mean) ** 2, mask)
+    white = (values - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(keep, white if shift_mean else white + mean, 0.0)
 
 

@@ -119,6 +119,17 @@ def test_whitening_is_over_the_tokens_of_the_batch() -> None:
     assert masked_mean(values, torch.zeros_like(MASK)) == 0
 
 
+def test_gradients_through_whitening_are_of_the_tokens_alone() -> None:
+    values = torch.randn(MASK.shape)
+    gradients = []
+    for outside in (0.0, torch.nan):
+        given = torch.where(MASK.bool(), values, outside).requires_grad_()
+        (whiten(given, MASK) ** 3).sum().backward()
+        gradients.append(given.grad)
+    assert gradients[0] is not None and gradients[0].any()
+    torch.testing.assert_close(*gradients)
+
+
 def test_the_mean_of_a_loss_has_a_gradient() -> None:
     values = torch.randn(MASK.shape, requires_grad=True)
     masked_mean(values**2, MASK).backward()
