@@ -27,7 +27,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from stoker.kernels.errors import EngineStateError, InvalidConfigError
+from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.memory import between_rollouts, sleep_after_rollout
@@ -122,7 +122,7 @@ class AcceleratedEngine:
         except BaseException as error:  # which goes on, whether sleeping works or not: other requests may be under way
             try:
                 self._sleep_if_told()
-            except EngineStateError as busy:
+            except Exception as busy:
                 error.add_note(f"and the rollout engine is still awake: {busy}")
             raise
         sleep_after_rollout(self._sleep_if_told)

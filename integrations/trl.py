@@ -187,7 +187,7 @@ class _EngineBackend:
             self._turns_to_come, self._longest = False, None
             try:
                 self._sleep_if_told()
-            except EngineStateError as busy:
+            except Exception as busy:
                 error.add_note(f"and the rollout engine is still awake: {busy}")
             self._cost.forget()
             raise

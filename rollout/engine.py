@@ -378,7 +378,7 @@ class RolloutEngine:
         except BaseException as error:
             try:
                 self.wake_up()
-            except EngineStateError as short:
+            except Exception as short:
                 error.add_note(f"and the rollout engine is still asleep: {short}")
             raise
         self.wake_up()

@@ -155,7 +155,7 @@ def test_asleep_outside_of_rollouts() -> None:
         assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
 
 
-def test_an_error_is_not_hidden_by_one_of_falling_asleep() -> None:
+def test_an_error_is_not_hidden_by_one_of_falling_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, _ = prepared()
     with AcceleratedEngine(accelerator, model, sleep=True) as engine:
         engine.engine.wake_up()
@@ -163,6 +163,9 @@ def test_an_error_is_not_hidden_by_one_of_falling_asleep() -> None:
         with pytest.raises(InvalidRequestError, match="prompt 0 is empty") as raised:
             engine.generate_batch([[]])
         assert any("the rollout engine is still awake" in note for note in raised.value.__notes__)
+        with monkeypatch.context() as patch, pytest.raises(InvalidRequestError, match="prompt 0 is empty"):
+            patch.setattr(engine.engine, "sleep", lambda **_: bytearray(2**62))  # MemoryError
+            engine.generate_batch([[]])
         handle.abort()
         engine.generate_batch(PROMPTS, PARAMS)
         assert engine.engine.is_sleeping

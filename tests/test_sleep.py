@@ -323,6 +323,9 @@ def test_asleep_within_a_block(monkeypatch):
             assert "still asleep: no memory for the KV cache" in caught.value.__notes__[0]
             with pytest.raises(EngineStateError, match="no memory"), engine.sleeping():
                 pass
+        with monkeypatch.context() as patch, pytest.raises(KeyError), engine.sleeping():
+            patch.setattr(engine, "wake_up", lambda: 1 // 0)  # whatever it may raise
+            raise KeyError
         engine.wake_up()
 
 

@@ -91,6 +91,19 @@ def test_a_rollout_is_not_lost_where_sleep_is_refused(
     assert len(logged(trainer, "rollout/seconds")) == 2
 
 
+def test_an_error_is_not_hidden_by_one_of_falling_asleep(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("in the middle")
+
+    trainer = make_trainer(more={"rollout_func": rollout}, vllm_enable_sleep_mode=True, **PLAIN)
+    engine = attach(trainer)
+    monkeypatch.setattr(engine, "sleep", lambda *_, **__: bytearray(2**62))  # MemoryError
+    with pytest.raises(ZeroDivisionError, match="in the middle"):
+        trainer.train()
+
+
 class Listens(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.heard: list[str] = []
