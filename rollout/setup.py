@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from stoker.rollout.config import EngineConfig
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop
 from stoker.rollout.loading import whole_models
+from stoker.rollout.prompts import as_int
 from stoker.rollout.requests import RequestMaker
 
 _log = logging.getLogger("stoker")
@@ -337,9 +339,9 @@ def requests(
 def _eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
     """The ids that end a completion: the tokenizer's and the generation config's, as they are now."""
     module: Any = binding.source.module
-    found: set[int] = set()
+    found: set[Any] = set()
     for owner in (tokenizer, getattr(module, "generation_config", None)):
         eos = getattr(owner, "eos_token_id", None)
-        if eos is not None:
-            found.update([eos] if isinstance(eos, int) else eos)
-    return frozenset(t for t in found if 0 <= t < binding.shell.vocab)  # a tokenizer may know more tokens
+        found.update(map(as_int, eos if isinstance(eos, Sequence) else [eos]))
+    # A tokenizer may know more tokens than the model, and has None for one that it does not know.
+    return frozenset(t for t in found if t is not None and 0 <= t < binding.shell.vocab)

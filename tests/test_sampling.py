@@ -4,6 +4,7 @@ import copy
 import math
 import random
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -249,7 +250,10 @@ def test_eos_ids_are_those_of_now():
             )
 
         assert said() == "bcdef"
-        model.generation_config.eos_token_id = encode("d")
+        unknown = one.convert_tokens_to_ids(
+            "<|end_of_turn|>"
+        )  # as where the names of another family's tokens are listed
+        model.generation_config.eos_token_id = [unknown, *np.array(encode("d"))]
         assert said() == only(engine.generate_batch(["a"], GREEDY)).text == "bcd"
         assert said(ignore_eos=True) == "bcdefabc"
         model.generation_config.eos_token_id, one.eos_token = None, "c"
