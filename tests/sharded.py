@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from families import VOCAB, make_model
 from ranks import noted
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard
@@ -77,9 +78,9 @@ def by_fsdp2_of_copies(model: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def by_two_meshes(model: Any) -> nn.Module:
+def by_two_meshes(model: Any, ranks: Sequence[Sequence[int]] = ((0, 1), (2, 3))) -> nn.Module:
     """Tensor parallelism inside of FSDP2: q, k, v, gate, up split by rows twice, o and down by columns and rows."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
     columns, rows = ColwiseParallel, RowwiseParallel
     for layer in layers_of(model):
         plan = {f"self_attn.{n}_proj": columns() for n in "qkv"} | {"self_attn.o_proj": rows()}
@@ -124,6 +125,7 @@ WRAPPERS: dict[int, dict[str, Any]] = {
         "fsdp2 on any dimension": by_fsdp2_on_any_dimension,
         "fsdp2 of copies": by_fsdp2_of_copies,
         "fsdp2 of tensor parallel": by_two_meshes,
+        "fsdp2 of tensor parallel, ranks out of order": partial(by_two_meshes, ranks=((2, 3), (0, 1))),
     },
 }
 

@@ -266,6 +266,15 @@ def copies_that_differ(rank: int) -> None:
         assert engine.verify_weights().ok
 
 
+def not_whole(rank: int) -> None:
+    """A mesh in whose order torch gives two ranks one part and none another, and loses it: that is no model to run on."""
+    model = by_two_meshes(small(), ranks=((3, 0), (1, 2)))
+    with pytest.raises(
+        UnsupportedModelError, match=r"not whole on the ranks \[\[3, 0\], \[1, 2\]\], which are out of order"
+    ):
+        RolloutEngine(model, config=CONFIG)
+
+
 def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
     """(what an update takes at the most besides the mirror, bytes of the mirror): all that the system sees, Gloo's own too."""
     keep_nothing()

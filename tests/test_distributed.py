@@ -104,6 +104,10 @@ def test_groups_that_see_other_changes_stay_in_step():
     ranks.run(sharded_faults.copies_that_differ, 4, timeout=10)
 
 
+def test_a_mesh_in_whose_order_a_model_is_not_whole_is_refused():
+    ranks.run(sharded_faults.not_whole, 4)
+
+
 @pytest.mark.parametrize("memory_bytes", [2**21, 2**22])
 def test_a_gather_takes_what_it_may_besides_the_mirror_and_no_more(memory_bytes):
     peaks, mirrors = zip(*ranks.run(sharded_faults.take_little, 2, memory_bytes), strict=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -246,7 +247,8 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
             "parameters over meshes that every rank of the engine is in"
         )
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
-    box = _box(tensor.shape, sizes, placements, coordinate)
+    places = _places(mesh)
+    box = _box(tensor.shape, sizes, placements, places[dist.get_rank()])
     if tuple(high - low for low, high in box) != local.shape:
         raise UnsupportedModelError(
             f"parameter {name}, placed as {placements}, holds {tuple(local.shape)} of {tuple(tensor.shape)} here, and not "
@@ -259,8 +261,13 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
     index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[index].flatten().tolist())
     group = mesh.get_group(sharded[0]) if len(sharded) == 1 else _group_of(ranks)
-    places = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
-    boxes = [_box(tensor.shape, sizes, placements, where) for where in places]
+    of_group = [places[rank] for rank in dist.get_process_group_ranks(group)]
+    if len({tuple(place[i] for i in sharded) for place in of_group}) < len(of_group):
+        raise UnsupportedModelError(  # torch itself has lost the rest
+            f"parameter {name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
+            "order: give its mesh ascending ones"
+        )
+    boxes = [_box(tensor.shape, sizes, placements, place) for place in of_group]
     by_rows = all(box[1:] == boxes[0][1:] for box in boxes)
     if by_rows:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
         row = math.prod(tensor.shape[1:])
@@ -287,8 +294,19 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _GROUPS[world, ranks]
 
 
-def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], coordinate: Sequence[int]) -> Box:
-    """What the rank at ``coordinate`` of the mesh holds.
+def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
+    """By rank, which part it has of what each dimension of the mesh splits.
+
+    That is its rank in the dimension's group, as torch's collectives have it, and these are in ascending order: in a mesh
+    of another order it is not its coordinate.
+    """
+    ranks = mesh.mesh
+    places = [ranks.argsort(dim).argsort(dim).flatten() for dim in range(mesh.ndim)]
+    return dict(zip(ranks.flatten().tolist(), torch.stack(places, dim=1).tolist(), strict=True))
+
+
+def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], places: Sequence[int]) -> Box:
+    """What a rank holds that has these ``places``.
 
     Mesh dimensions split a tensor dimension from left to right, each what the one before left, into chunks of rounded-up
     length. A strided one (FSDP over tensor parallelism) comes last: it splits what the others left.
@@ -301,7 +319,7 @@ def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], 
         dim = placements[i].dim
         low, high = box[dim]
         length = -(-(high - low) // sizes[i])
-        begin = min(low + length * coordinate[i], high)
+        begin = min(low + length * places[i], high)
         box[dim] = (begin, min(begin + length, high))
     return tuple(box)
 
