@@ -301,6 +301,16 @@ def test_weights_that_were_dropped_are_taken_from_the_model_anew(told):
         assert assert_matches(engine, model) == {1} and engine.verify_weights().ok
 
 
+def test_a_model_that_is_as_it_was_takes_the_place_of_weights_from_elsewhere():
+    model, other = make_model("llama"), make_model("llama", seed=5)
+    with engine_on(model) as engine:
+        assert assert_matches(engine, model) == {0}
+        assert engine.update_weights(other.state_dict()) == 1
+        assert assert_matches(engine, other) == {1}
+        assert engine.update_weights() == 2
+        assert assert_matches(engine, model) == {2} and engine.verify_weights().ok
+
+
 @pytest.mark.parametrize("way", ["mirror", "fp8", "dora of a mirror", "copies of an adapter"])
 @pytest.mark.parametrize("level", [2, 3])
 def test_weights_that_are_others_while_it_wakes_and_the_old_ones_after(way, level):
