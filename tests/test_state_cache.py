@@ -1,11 +1,16 @@
 """States of whole sequences: which row is whose, what is copied when, and what a scheduler makes of it."""
 
+import random
+
 import pytest
 from machine import Machine, make_group, make_scheduler, make_spec
+from traffic import Traffic
 
+from stoker.engine.block_layout import BlockLayout
 from stoker.engine.request import Request
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.state_cache import StateCache, StateLayout
+from stoker.kernels.reference.attention_plan import Visibility
 
 SLOTS = 4
 ZEROS, PADDING = SLOTS + 1, SLOTS
@@ -122,3 +127,33 @@ def test_a_state_serves_no_other_weights() -> None:
     scheduler.add(group(300, [0, 1, 2, 1, 0, 2], 1))
     machine.drain()
     assert scheduler.counters.prefix_hit_tokens == 4
+
+
+def test_a_state_that_began_under_other_weights_serves_nobody() -> None:
+    """Of a request that weights changed under, halfway to where its state would be kept."""
+    scheduler = hybrid(max_num_batched_tokens=4)
+    machine = Machine(scheduler)
+    first, *others = (group(i, [0, 1, 2, 1, 0, 2, 3, 4, 1], 1) for i in range(3))
+    scheduler.add(first)
+    machine.step()
+    assert first[0].computed == 4
+    scheduler.set_weight_version(1)
+    plan = scheduler.plan()
+    assert plan is not None and first[0].computed == 8
+    scheduler.commit(plan, machine.run(plan))  # without the machine's proof that all is of the present weights
+    scheduler.abort(first)
+    for request in others:
+        scheduler.add(request)
+        machine.drain()
+    assert scheduler.counters.prefix_hit_tokens == 8
+
+
+@pytest.mark.parametrize(("pages", "num_kept"), [(1, 2), (2, 5)])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_sequence_begins_where_both_its_state_and_its_window_are_there(pages: int, num_kept: int, ahead: int) -> None:
+    """Layers with a window have blocks of their own, which may be gone where a state is kept, or the other way round."""
+    layout, num_blocks = BlockLayout(1, pages, (Visibility(window=5),)), 18 * pages
+    scheduler = hybrid(num_kept, num_blocks=num_blocks, block_layout=layout, max_num_batched_tokens=8, decode_window=3)
+    room = min(32, layout.most_tokens(num_blocks, 4, 8))
+    Traffic(random.Random(pages), room).run(Machine(scheduler, ahead), 600)
+    assert scheduler.counters.prefix_hit_tokens > 0 and scheduler.counters.preemptions > 0
