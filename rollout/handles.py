@@ -145,7 +145,7 @@ def wait(
             handle = left.pop()
             if not handle.done:
                 found.append(handle)
-        left.extend(reversed(found))
+        left.extend(found)
         return len(found) <= most
 
     if not reached():
