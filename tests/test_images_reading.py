@@ -17,7 +17,7 @@ from vision import IMAGE, KINDS, Prompt, extended, logprobs, make_model, make_pr
 
 from stoker.engine import image_reader
 from stoker.engine.image_adapters import ImageAdapter
-from stoker.engine.image_batches import batches
+from stoker.engine.image_batches import batches, joined
 from stoker.engine.image_encoder import encode
 from stoker.engine.images import ImageFeatures, ImageInputs
 from stoker.kernels.ops import REFERENCE
@@ -73,6 +73,14 @@ def test_batches_are_as_large_as_they_may_be(monkeypatch: pytest.MonkeyPatch) ->
     assert [sizes(5 * length), sizes(5 * length - 1), sizes(2 * length), sizes(0)] == [[5], [4, 1], [2, 2, 1], [1] * 5]
     monkeypatch.setattr("stoker.engine.image_batches._MOST_VALUES", 3 * images[0].inputs["pixel_values"].numel())
     assert sizes(1000) == [3, 2]
+
+
+def test_shorter_prompts_are_padded_with_text() -> None:
+    """A token of an image there would be one image too many."""
+    together = images_of([make_prompt("llava", layout) for layout in LAYOUTS])
+    rows = joined(together, 7)["input_ids"].tolist()
+    longest = max(len(images.tokens) for images in together)
+    assert rows == [images.tokens + [7] * (longest - len(images.tokens)) for images in together]
 
 
 def test_a_call_s_images_are_read_together(read: list[int]) -> None:

@@ -84,6 +84,8 @@ def test_kl_penalties_at_each_token() -> None:
     check_rows(kl_penalty(policy, reference, MASK), [[p - q for p, q in row] for row in pairs])
     k3 = [[math.exp(q - p) - 1 - (q - p) for p, q in row] for row in pairs]
     check_rows(kl_penalty(policy, reference, MASK, kind="k3"), k3)
+    halves = policy.bfloat16(), reference.bfloat16()  # whose difference is not rounded to as few digits
+    assert torch.equal(kl_penalty(*halves, MASK), kl_penalty(halves[0].float(), halves[1].float(), MASK))
     with pytest.raises(InvalidRequestError, match="'k1' or 'k3'"):
         kl_penalty(policy, reference, MASK, kind="k4")  # type: ignore[arg-type]
 
@@ -106,6 +108,8 @@ def test_a_score_is_the_reward_of_the_last_token() -> None:
         expected.append(rewards)
     for given in (scores, scores.tolist(), scores.double()):  # a reward function returns a list
         check_rows(token_rewards(given, kl, MASK, kl_coefficient=0.1), expected)
+        elsewhere = token_rewards(given, kl.to("meta"), MASK.to("meta"), kl_coefficient=0.1)
+        assert elsewhere.device.type == "meta"
 
 
 def test_whitening_is_over_the_tokens_of_the_batch() -> None:

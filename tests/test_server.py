@@ -105,6 +105,18 @@ def test_a_chat_is_the_engines(engine: RolloutEngine, client: Any) -> None:
     assert without_limit.usage.total_tokens == CONFIG.max_model_len or without_limit.choices[0].finish_reason == "stop"
 
 
+def test_what_cannot_be_sampled_has_a_log_probability_that_json_can_hold(client: Any) -> None:
+    asked: dict[str, Any] = {
+        "model": "policy",
+        "max_tokens": 2,
+        "extra_body": {"top_k": 1, "logprobs_mode": "processed"},
+    }
+    (choice,) = client.completions.create(prompt="abc", logprobs=2, **asked).choices
+    assert [sorted(top.values()) for top in choice.logprobs.top_logprobs] == [[-9999, 0]] * 2
+    (choice,) = client.chat.completions.create(messages=CHAT, logprobs=True, top_logprobs=2, **asked).choices
+    assert [[t.logprob for t in one.top_logprobs] for one in choice.logprobs.content] == [[0, -9999]] * 2
+
+
 def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> None:
     """Parts of text are text, no content is none, and arguments of tools are objects, as a template prints them."""
     template = (
@@ -321,6 +333,7 @@ def test_what_no_parser_makes_a_message_of_is_content(
     for written in (
         r'<call>{"name": "\ud800", "arguments": {}}</call>',
         '<call>{"name": null, "arguments": {}}</call>',
+        "<think> ",  # in which the parser finds a role alone
     ):
         assert ask(structured_outputs={"choice": [written]}) == written
 
