@@ -143,7 +143,9 @@ def _agrees(mixture: Mixture) -> bool:
     except RuntimeError:  # sizes that do not go together, or with the operation
         return False
     expected, *besides = returned if isinstance(returned, tuple) else (returned,)
-    if expected.shape not in (x.shape, x[None].shape) or len(besides) > 1 or any(len(t) != len(x) for t in besides):
+    if len(besides) > 1 or not all(isinstance(part, Tensor) for part in (expected, *besides)):
+        return False
+    if expected.shape not in (x.shape, x[None].shape) or any(part.shape[:1] != x.shape[:1] for part in besides):
         return False
     mixture.returns_weights, mixture.returns_rows = bool(besides), expected.shape == x.shape
     errors = (actual.float() - expected.view(x.shape).float()).abs().amax(-1)

@@ -242,6 +242,10 @@ def test_a_router_that_does_something_else_stays(
         ("llama4", "feed_forward.experts", lambda forward, x: 1.1 * forward(x)),
         ("gemma4+experts", "router", lambda forward, x: forward(x.abs())),
         ("gemma4+experts", "router", lambda forward, x: (None, forward(x)[1].clamp(max=0.6), forward(x)[2])),
+        ("gpt_oss", "mlp", lambda forward, x: (forward(x)[0], None)),
+        ("gpt_oss", "mlp", lambda forward, x: ((out := forward(x))[0], out[1].mean())),  # a loss, say
+        ("gpt_oss", "mlp", lambda forward, x: ((out := forward(x))[0], out[1][:1])),
+        ("gpt_oss", "mlp", lambda forward, x: [*forward(x)]),
     ],
 )
 def test_what_stands_otherwise_and_does_something_else_stays(
