@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -20,6 +23,15 @@ def make_quick() -> None:
             patch_lang(fn)
         return interpreter._LangPatchScope()  # of no changes: they stay
 
+    def patch_attr(owner: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+        """Calls what the language itself wraps, in a check for the argument that is added here."""
+        own = inspect.unwrap(member)
+
+        def interpreted(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+            return own(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
+
+        scope.set_attr(owner, name, interpreted)
+
     dtype_of, dtypes = interpreter._get_np_dtype, dict[str, Any]()
 
     def dtype_once(kind: Any) -> Any:
@@ -29,6 +41,87 @@ def make_quick() -> None:
         return dtypes[kind.name]
 
     interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
+    interpreter._patch_attr = patch_attr
     # It computes sums and products of integers twice, to see whether they overflow, and looks at that in debug mode only.
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+    _remember_shapes()
+    _skip_what_changes_nothing()
+
+
+def _remember_shapes() -> None:
+    """Of tensors and their types, each of which would make an object of every size, and of the type of every size."""
+    make_tensor, of_tensors = tl.tensor.__init__, dict[tuple[int, ...], dict[str, Any]]()
+
+    @wraps(make_tensor)
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        shape = tuple(type.shape) if type.is_block() else ()
+        if shape not in of_tensors:
+            make_tensor(self, handle, type)
+            own = ("handle", "type", "dtype")
+            of_tensors[shape] = {name: value for name, value in vars(self).items() if name not in own}
+        else:
+            self.__dict__.update(of_tensors[shape])
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    make_type, of_types = tl.block_type.__init__, dict[tuple[Any, ...], dict[str, Any]]()
+
+    @wraps(make_type)
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = shape.values if type(shape) is tl.tuple else shape
+        key = (element_ty.name, *[size if type(size) is int else tl.core._unwrap_if_constexpr(size) for size in sizes])
+        if key not in of_types:
+            make_type(self, element_ty, shape)
+            of_types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        else:
+            self.__dict__.update(of_types[key])
+            self.element_ty = element_ty
+
+    tl.tensor.__init__, tl.block_type.__init__ = tensor, block_type
+    tl.block_type.to_ir = lambda self, builder: self  # as what the interpreter makes of it again is
+
+
+def _skip_what_changes_nothing() -> None:
+    """Conversions to the type and broadcasts to the shape that both operands have, which are found out last."""
+    semantic = tl.semantic.TritonSemantic
+    broadcast, check, equal = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl, tl.dtype.__eq__
+
+    def alike(one: Any, other: Any) -> bool:
+        if one is other:
+            return True
+        if not one.is_block() or not other.is_block():
+            return not one.is_block() and not other.is_block()
+        return bool(one.shape.values == other.shape.values)
+
+    def to(self: Any, tensor: Any, shape: list[int]) -> Any:
+        return self.tensor(self.builder.create_broadcast(tensor.handle, shape), tl.block_type(tensor.dtype, shape))
+
+    @wraps(broadcast)
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        if alike(lhs.type, rhs.type):
+            return lhs, rhs
+        if lhs.type.is_block() and rhs.type.is_block():
+            one, other = lhs.type.shape.values, rhs.type.shape.values
+            shape = [b if a == 1 else a for a, b in zip(one, other, strict=False)]
+            if len(one) == len(other) and all(b in (1, size) for b, size in zip(other, shape, strict=True)):
+                return tuple(each if each.type.shape.values == shape else to(self, each, shape) for each in (lhs, rhs))
+        return broadcast(self, lhs, rhs)
+
+    @wraps(check)
+    def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *more: Any, **options: Any) -> Any:
+        """A quotient or a pointer is not as its operands are."""
+        if type(lhs) is type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and alike(lhs.type, rhs.type):
+            plain = len(more) < 4 and not options.get("div_or_mod") and not lhs.dtype.is_ptr()
+            if plain:
+                return lhs, rhs
+        return check(self, lhs, rhs, *more, **options)
+
+    @wraps(equal)
+    def equal_dtypes(self: Any, other: Any) -> bool:
+        return self is other or bool(equal(self, other))
+
+    semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl = (
+        broadcast_impl_value,
+        binary_op_type_checking_impl,
+    )
+    tl.dtype.__eq__ = equal_dtypes

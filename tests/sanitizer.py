@@ -108,7 +108,11 @@ class Launch:
             firsts = np.flatnonzero(np.diff(addresses, prepend=-1))
             counts = np.diff(firsts, append=len(addresses))
             stored = np.maximum.reduceat(about[:, KIND] == STORE, firsts)
-            for first in np.flatnonzero(stored & (counts > 1) & ~_within(addresses[firsts], 1, self._padding)):
+            several = np.zeros(len(firsts), np.bool_)  # programs or lanes: what one does is in order
+            for column in PROGRAM, LANE:
+                least, most = (each.reduceat(about[:, column], firsts) for each in (np.minimum, np.maximum))
+                several |= least != most
+            for first in np.flatnonzero(stored & several & ~_within(addresses[firsts], 1, self._padding)):
                 self._compare(about[firsts[first] : firsts[first] + counts[first]])
         self._accesses.clear()
 
