@@ -283,11 +283,17 @@ def split(
 
 
 def check_pieces(
-    ops: Ops, name: str, dtype: torch.dtype, exact: bool, kept: torch.dtype = torch.float32, **options: Any
+    ops: Ops,
+    name: str,
+    dtype: torch.dtype,
+    exact: bool,
+    kept: torch.dtype = torch.float32,
+    longest: int = 72,
+    **options: Any,
 ) -> None:
     """Sequences that come in pieces give what they give whole; with the same bits where that is promised."""
-    lengths = [9, 3, 72]
-    pieces = [[5, 0, 70], [2, 1, 0], [1, 1, 1], [1, 1, 1]]
+    lengths = [9, 3, longest]
+    pieces = [[5, 0, longest - 2], [2, 1, 0], [1, 1, 1], [1, 1, 1]]
     by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     whole, rows = make_state(6), make_rows(lengths, [4, 0, 5])
     piecewise, parts = whole.clone(), [[] for _ in lengths]  # type: ignore[var-annotated]
@@ -313,9 +319,9 @@ def same(actual: Tensor, wanted: Tensor, kept: torch.dtype = torch.float32) -> N
     assert_close(actual, wanted, actual.dtype)
 
 
-def check_alone(ops: Ops, name: str, dtype: torch.dtype, **options: Any) -> None:
+def check_alone(ops: Ops, name: str, dtype: torch.dtype, longest: tuple[int, int] = (30, 66), **options: Any) -> None:
     """A sequence gives the same bits among any others, wherever its state lies."""
-    lengths = [30, 2, 1, 66, 0, 1]
+    lengths = [longest[0], 2, 1, longest[1], 0, 1]
     by_token, given, make_state = CASES[name](sum(lengths), dtype, **options)
     states, rows = make_state(8), make_rows(lengths)
     before = states.clone()

@@ -43,6 +43,11 @@ def exactness(ops: Ops, dtype: torch.dtype) -> torch.dtype:
     return dtype if ops is TRITON and dtype == torch.bfloat16 else torch.float32
 
 
+def walked(ops: Ops, name: str, dtype: torch.dtype) -> bool:
+    """Token after token, however many: longer than what chunks begin at, a sequence has no other border to come to."""
+    return name != "causal_conv" and (ops is DETERMINISTIC or dtype == torch.float32)
+
+
 @tables
 @names
 @dtypes
@@ -107,15 +112,17 @@ def test_what_chunks_take_is_what_they_say(name: str, dtype: torch.dtype, monkey
 @names
 @dtypes
 def test_a_sequence_in_pieces_gives_what_it_gives_whole(name: str, dtype: torch.dtype) -> None:
-    check_pieces(DETERMINISTIC, name, dtype, exact=True)
-    check_pieces(TRITON, name, dtype, exact=False, kept=exactness(TRITON, dtype))
+    for ops in (DETERMINISTIC, TRITON):
+        fewer = {"longest": MOST_WALKED + 6} if walked(ops, name, dtype) else {}
+        check_pieces(ops, name, dtype, exact=ops is DETERMINISTIC, kept=exactness(ops, dtype), **fewer)
 
 
 @tables
 @names
 @dtypes
 def test_a_sequence_has_the_same_bits_among_any_others(name: str, dtype: torch.dtype, ops: Ops) -> None:
-    check_alone(ops, name, dtype)
+    fewer = {"longest": (MOST_WALKED + 2, MOST_WALKED + 4)} if walked(ops, name, dtype) else {}
+    check_alone(ops, name, dtype, **fewer)
 
 
 @names
