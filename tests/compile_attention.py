@@ -142,8 +142,12 @@ def launch(
     latent: bool,
     kept: torch.dtype = torch.bfloat16,
     visibility: Visibility = PLAIN,
+    chunks: bool = True,
 ) -> None:
-    """A decode step and chunks without spans and with one, which launch every kernel. kept: dtype of the cache."""
+    """A decode step and, where asked for, chunks without spans and with one, which together launch every kernel.
+
+    kept: dtype of the cache.
+    """
 
     def make(*size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16)
@@ -151,7 +155,7 @@ def launch(
     key_cache = make(4, 16, kv_heads, key_dim).to(kept)
     value_cache = key_cache[..., :value_dim] if latent else make(4, 16, kv_heads, value_dim).to(kept)
     table, lens = torch.zeros(64, 2048, dtype=torch.long), torch.full((64,), 2000)
-    for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)])):
+    for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)]))[: None if chunks else 1]:
         rows = 64 if queries == 1 else 1
         options = {"block_size": 16, "token_bytes": 1, "spans": spans, "window_tables": table.clone()}
         plan = attention.plan_attention([queries] * rows, [2000] * rows, table, lens, **options)
@@ -172,7 +176,7 @@ if __name__ == "__main__":
     launch(32, 8, 128, 128, latent=False, kept=torch.float8_e4m3fn)
     launch(8, 4, 256, 256, latent=False, visibility=Visibility(window=1024))  # Gemma 3 4B
     launch(8, 1, 512, 512, latent=False)  # Gemma 4 E4B, where it sees everything
-    launch(32, 4, 512, 512, latent=False)  # Gemma 4 31B
+    launch(32, 4, 512, 512, latent=False, chunks=False)  # Gemma 4 31B; its chunks differ in how far apart heads are
     made = [build(*recorded) for recorded in launches]
     decode = variants([[1] * rows for rows in (2, 3, 8, 16, 24, 48, 64)])
     mixed = variants([[64, *[1] * rows] for rows in (2, 3, 4, 9, 16)])
