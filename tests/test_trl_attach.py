@@ -404,3 +404,12 @@ def test_vespo_trains_with_a_correction_by_token(make_trainer: MakeTrainer) -> N
     attach(trainer)
     trainer.train()
     assert len(logged(trainer, "reward")) == 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{"vllm_importance_sampling_mode": "token_mask"}, {"vllm_importance_sampling_correction": False}]
+)
+def test_vespo_is_taken_with_the_other_correction_by_token_and_with_none(
+    make_trainer: MakeTrainer, settings: dict[str, Any]
+) -> None:
+    attach(make_trainer(loss_type="vespo", **settings))
