@@ -149,6 +149,19 @@ def test_a_pause_or_its_end_that_is_interrupted_is_nothing_to_wait_for(name, ran
         assert engine.submit(NEEDLE, GREEDY).result(timeout=3).completions[0].finish_reason == "length"
 
 
+def test_an_interrupt_in_the_middle_of_an_abort_loses_no_block(monkeypatch):
+    with build() as engine:
+        handle = engine.submit(CROWD[0], SamplingParams(max_tokens=50, ignore_eos=True))
+        next(iter(handle))
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "_release", interrupt_at(0, Scheduler._release))
+            with pytest.raises(KeyboardInterrupt):
+                handle.abort()
+        assert not engine._loop.has_work("look")
+        engine.core.scheduler.check()
+        assert engine.stats().num_free_kv_blocks == engine.stats().num_kv_blocks
+
+
 def test_an_interrupt_while_an_interrupt_is_dealt_with(monkeypatch):
     with build() as engine:
         with monkeypatch.context() as patch:
