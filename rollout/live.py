@@ -51,14 +51,14 @@ class _Signal:
             with suppress(RuntimeError):  # released by an earlier call
                 lock.release()
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float) -> None:
         """Until it is on, or ``timeout`` seconds."""
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
         try:
             if not self._on:
-                lock.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+                lock.acquire(timeout=timeout)
         finally:
             self._waiting.remove(lock)
 
