@@ -41,11 +41,7 @@ def sleep_after_rollout(sleep: Callable[[], None]) -> None:
     """Call ``sleep`` after a rollout that went well. Its completions are there, whether sleeping works or not."""
     try:
         sleep()
-    except (
-        StokerError,
-        RuntimeError,
-        MemoryError,
-    ) as error:  # requests of others are under way, or host memory is short
+    except (StokerError, RuntimeError, MemoryError) as error:  # requests of others are under way, or memory is short
         _log.warning("the rollout engine did not go to sleep after a rollout, and keeps its memory: %s", error)
 
 
