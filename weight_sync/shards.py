@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,7 @@ Box = tuple[tuple[int, int], ...]
 _GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows of a rank's part from ``start`` on, and the box of the (where ``flat``: flattened) tensor they fill."""
 
     name: str
@@ -80,12 +79,18 @@ class Shards:
         pieces = tuple(tuple(p for p in of_rank if wanted(p.name)) for of_rank in self.pieces)
         return replace(self, names=tuple(filter(wanted, self.names)), pieces=pieces)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The most rows that a rank has."""
         return max((p.start + p.rows for pieces in self.pieces for p in pieces), default=0)
 
-    @property
+    @cached_property
+    def even(self) -> bool:
+        """Whether every rank has as many elements of one flattened tensor, in the order of the ranks."""
+        boxes = [((i * self.rows, (i + 1) * self.rows),) for i in range(len(self.pieces))]
+        return all(len(p) == 1 and p[0][1:] == (0, box, True) for p, box in zip(self.pieces, boxes, strict=True))
+
+    @cached_property
     def row_numel(self) -> int:
         """The most elements in a row of any rank."""
         return max((p.row_numel for pieces in self.pieces for p in pieces), default=0)
@@ -191,6 +196,7 @@ def read(model: nn.Module) -> Held:
         if is_unit(module):
             _read_flat_parameter(held, path, module)
     seen: dict[int, str] = {}
+    layouts: dict[Any, _Layout] = {}
     sharded = (found for found in tensors_of(of_adapters) if is_shard(found[1]))
     for name, tensor, in_checkpoints in chain(tensors_of(modules), sharded):
         if name in held.shapes or name in held.aliases:
@@ -204,7 +210,7 @@ def read(model: nn.Module) -> Held:
         if not in_checkpoints:
             held.optional.add(name)
         if isinstance(tensor, DTensor):
-            _read_dtensor(held, name, tensor)
+            _read_dtensor(held, name, tensor, layouts)
         elif is_shard(tensor):
             _read_zero3(held, name, tensor)
         else:
@@ -229,34 +235,63 @@ def _read_scales(held: Held, name: str, state: Any) -> None:
 # -- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
+@dataclass(frozen=True)
+class _Layout:
+    """Where the parts of tensors of one shape, placement and mesh are. boxes: by group rank; flat: of the flattened tensor."""
+
+    group: dist.ProcessGroup | None  # None: whole on every rank
+    local: tuple[int, ...]  # this rank's shape
+    boxes: tuple[Box, ...] = ()
+    flat: bool = False
+
+
+def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, _Layout]) -> None:
+    """layouts: those found so far, as a model has many tensors and few shapes."""
     mesh, placements = tensor.device_mesh, tensor.placements
-    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
-    known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
     held.add(name, tensor.shape, tensor.dtype)
-    whole: Any = tensor.detach()
-    local: Tensor = whole.to_local()
-    coordinate = mesh.get_coordinate()
+    with torch.no_grad():  # what autograd would make of it takes most of the time
+        local: Tensor = tensor.to_local().detach()
     if local.is_meta:
         raise UnsupportedModelError(
             f"parameter {name} holds no data here (meta): give it its numbers before the engine is built"
         )
+    key = mesh, placements, tensor.shape
+    layout = layouts.get(key)
+    if layout is None:
+        layout = layouts[key] = _layout(f"parameter {name}", mesh, placements, tensor.shape)
+    if layout.local != local.shape:
+        raise UnsupportedModelError(
+            f"parameter {name}, placed as {placements}, holds {tuple(local.shape)} of {tuple(tensor.shape)} here, and not "
+            f"{layout.local}: its sharding is not understood"
+        )
+    if layout.group is None:
+        held.full[name] = local
+        return
+    kind = mesh.device_type
+    device = (
+        local.device
+        if kind == local.device.type
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
+    rows = local.reshape(-1) if layout.flat else local
+    pieces = tuple((Piece(name, 0, box, layout.flat),) for box in layout.boxes)
+    held.shards.append(Shards((name,), layout.group, device, rows, pieces))
+
+
+def _layout(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> _Layout:
+    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
+    known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
+    coordinate = mesh.get_coordinate()
     if not known or coordinate is None:
         raise UnsupportedModelError(
-            f"parameter {name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
+            f"{name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
             "parameters over meshes that every rank of the engine is in"
         )
     sizes = [mesh.size(i) for i in range(mesh.ndim)]
     places = _places(mesh)
-    box = _box(tensor.shape, sizes, placements, places[dist.get_rank()])
-    if tuple(high - low for low, high in box) != local.shape:
-        raise UnsupportedModelError(
-            f"parameter {name}, placed as {placements}, holds {tuple(local.shape)} of {tuple(tensor.shape)} here, and not "
-            f"the box {box}: its sharding is not understood"
-        )
+    local = tuple(high - low for low, high in _box(shape, sizes, placements, places[dist.get_rank()]))
     if not sharded:
-        held.full[name] = local
-        return
+        return _Layout(None, local)
     # Only over the mesh dimensions that shard; the copies along the others are equal.
     index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[index].flatten().tolist())
@@ -264,22 +299,15 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor) -> None:
     of_group = [places[rank] for rank in dist.get_process_group_ranks(group)]
     if len({tuple(place[i] for i in sharded) for place in of_group}) < len(of_group):
         raise UnsupportedModelError(  # torch itself has lost the rest
-            f"parameter {name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
+            f"{name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
             "order: give its mesh ascending ones"
         )
-    boxes = [_box(tensor.shape, sizes, placements, place) for place in of_group]
-    by_rows = all(box[1:] == boxes[0][1:] for box in boxes)
-    if by_rows:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
-        row = math.prod(tensor.shape[1:])
-        boxes, local = [((low * row, high * row),) for (low, high), *_ in boxes], local.reshape(-1)
-    pieces = [(Piece(name, 0, box, flat=by_rows),) for box in boxes]
-    kind = mesh.device_type
-    device = (
-        local.device
-        if kind == local.device.type
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
-    held.shards.append(Shards((name,), group, device, local, tuple(pieces)))
+    boxes = [_box(shape, sizes, placements, place) for place in of_group]
+    flat = all(box[1:] == boxes[0][1:] for box in boxes)
+    if flat:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
+        row = math.prod(shape[1:])
+        boxes = [((low * row, high * row),) for (low, high), *_ in boxes]
+    return _Layout(group, local, tuple(boxes), flat)
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
