@@ -1,4 +1,7 @@
-"""Checksums of many tensors in one kernel: torch takes a dozen for each, and reads large ones at a part of memory speed."""
+"""Checksums of many tensors in one kernel: torch takes a dozen for each, and reads large ones at a part of memory speed.
+
+The kernel can cast what it reads and write it elsewhere on the way, so that what is copied anyway is read once.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
@@ -28,18 +31,50 @@ def _mixed(words):
 
 
 @triton.jit
+def _element(words, shift: tl.constexpr, SOURCE: tl.constexpr, TARGET: tl.constexpr):
+    """The element of each word that begins at a bit, cast to 16 bits, as the low bits of an int64."""
+    bits = words >> shift
+    if SOURCE.primitive_bitwidth == 32:
+        value = bits.to(tl.int32).to(SOURCE, bitcast=True)
+    else:
+        value = bits.to(tl.int16).to(SOURCE, bitcast=True)
+    return value.to(TARGET).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+
+
+@triton.jit
+def _write(target, at, words, mask, SOURCE: tl.constexpr, TARGET: tl.constexpr):
+    """Words of elements, cast to 16 bits each, where the words at those places belong: in one store a word."""
+    if SOURCE is not None:
+        low = _element(words, 0, SOURCE, TARGET)
+        if SOURCE.primitive_bitwidth == 32:
+            low = (low | _element(words, 32, SOURCE, TARGET) << 16).to(tl.int32)
+            tl.store(target.to(tl.pointer_type(tl.int32)) + at, low, mask=mask)
+        else:
+            low |= _element(words, 16, SOURCE, TARGET) << 16 | _element(words, 32, SOURCE, TARGET) << 32
+            low |= _element(words, 48, SOURCE, TARGET) << 48
+            tl.store(target.to(tl.pointer_type(tl.int64)) + at, low, mask=mask)
+
+
+@triton.jit
 def _checksums_kernel(
-    owners, table, sums, PIECE_BYTES: tl.constexpr, JOBS: tl.constexpr, FEW_WORDS: tl.constexpr, APART: tl.constexpr,
-    SET: tl.constexpr, PER_SET: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    owners, table, sums, SOURCE: tl.constexpr, TARGET: tl.constexpr, PIECE_BYTES: tl.constexpr, JOBS: tl.constexpr,
+    FEW_WORDS: tl.constexpr, APART: tl.constexpr, SET: tl.constexpr, PER_SET: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Job 0 of a piece is the words that are in no set, and the bytes beyond them; the others, a few columns of a set."""
+    """Job 0 of a piece is the words that are in no set, and the bytes beyond them; the others, a few columns of a set.
+
+    SOURCE, TARGET: the dtypes of what is read and of what is written, of which the latter has 16 bits; None: nothing is.
+    """
     owner = tl.load(owners + tl.program_id(0))
-    address, nbytes, first = tl.load(table + 3 * owner), tl.load(table + 3 * owner + 1), tl.load(table + 3 * owner + 2)
+    address, nbytes, first = tl.load(table + 4 * owner), tl.load(table + 4 * owner + 1), tl.load(table + 4 * owner + 2)
     job = tl.program_id(0) - first
     piece = job // JOBS
     job -= piece * JOBS
     length = tl.minimum(nbytes - piece * PIECE_BYTES, PIECE_BYTES)
     start = (address + piece * PIECE_BYTES).to(tl.pointer_type(tl.int64))
+    target = tl.load(table + 4 * owner + 3)
+    if SOURCE is not None:
+        target += piece * (PIECE_BYTES * 16 // SOURCE.primitive_bitwidth)
     count = length // 8
     rows = tl.where(count > FEW_WORDS, count // APART, 0)
     sets = rows // SET
@@ -53,11 +88,17 @@ def _checksums_kernel(
         at = row.to(tl.int64) * COLUMNS + column
         for _ in range(0, count - begin, ROWS * COLUMNS):
             words = tl.load(start + begin + at, mask=begin + at < count, other=0)
+            _write(target, begin + at, words, begin + at < count, SOURCE, TARGET)
             acc += _mixed(words) * (2 * (place + at) + 1)
             at += ROWS * COLUMNS
         rest = tl.arange(0, 8)
         data = tl.load((start + count).to(tl.pointer_type(tl.uint8)) + rest, mask=count * 8 + rest < length, other=0)
         total = tl.sum(tl.sum(acc, 0), 0) + tl.sum(data.to(tl.int64) * (2 * rest + 1), 0)
+        if SOURCE is not None:  # elements beyond the last whole word
+            width: tl.constexpr = SOURCE.primitive_bitwidth // 8
+            mask = count * 8 + rest * width < length
+            last = tl.load((start + count).to(tl.pointer_type(SOURCE)) + rest, mask=mask, other=0)
+            tl.store((target + count * 16 // width).to(tl.pointer_type(TARGET)) + rest, last.to(TARGET), mask=mask)
     else:
         which = (job - 1) // PER_SET
         chosen = (job - 1) % PER_SET * COLUMNS + column
@@ -65,7 +106,9 @@ def _checksums_kernel(
         size = tl.where(which < sets, SET, odd)
         for done in range(0, size, ROWS):
             mask = (done + row < size) & (chosen < APART)
-            acc += tl.load(here + (done + row) * APART, mask=mask, other=0)
+            words = tl.load(here + (done + row) * APART, mask=mask, other=0)
+            _write(target, which * SET * APART + chosen + (done + row) * APART, words, mask, SOURCE, TARGET)
+            acc += words
         weighted = _mixed(tl.sum(acc, 0)[None, :]) * (2 * (which * APART + chosen) + 1)
         total = tl.sum(tl.sum(weighted, 0), 0)
     for _ in range(piece + 1, (nbytes + PIECE_BYTES - 1) // PIECE_BYTES):
@@ -85,28 +128,59 @@ def _jobs_of_piece(nbytes: int) -> int:
 
 
 @lru_cache(maxsize=8)  # weights seldom move
-def _plan(places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensor each program works on, int32 [programs]; and of each tensor address, bytes, first program, int64 [n, 3]."""
-    counts = torch.tensor([_jobs(nbytes) for _, nbytes in places], device="cpu")
+def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which tensor each program works on, int32 [programs]; and of each tensor address, bytes, first program, and where it
+    is written to, int64 [n, 4]."""
+    counts = torch.tensor([_jobs(nbytes) for _, nbytes, _ in places], device="cpu")
     ends = counts.cumsum(0)
-    table = torch.cat([torch.tensor(places, device="cpu"), (ends - counts)[:, None]], 1)
+    address, nbytes, target = torch.tensor(places, device="cpu").unbind(1)
+    table = torch.stack([address, nbytes, ends - counts, target], 1)
     owners = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32, device="cpu"), counts)
     return to_device(owners, device), to_device(table, device)
 
 
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
     data = [t.detach().contiguous() for t in tensors]
     data = [t.clone() if t.data_ptr() % 8 else t for t in data]
-    device = data[0].device
-    owners, table = _plan(tuple((t.data_ptr(), t.nbytes) for t in data), device)
-    sums = torch.zeros(len(data), dtype=torch.int64, device=device)
+    sums = torch.zeros(len(data), dtype=torch.int64, device=data[0].device)
+    if not targets:
+        _launch(data, sums, [0] * len(data), None, None)
+        return sums
+    kinds: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
+    for i, (source, target) in enumerate(zip(data, targets, strict=True)):
+        by_kernel = source.dtype in _DTYPES and target.dtype in (torch.bfloat16, torch.float16)
+        by_kernel = by_kernel and target.is_contiguous() and target.data_ptr() % 8 == 0
+        kinds.setdefault((source.dtype, target.dtype) if by_kernel else None, []).append(i)
+    for kind, chosen in kinds.items():
+        some, to = [data[i] for i in chosen], [targets[i].detach() for i in chosen]
+        found = torch.zeros(len(chosen), dtype=torch.int64, device=sums.device)
+        if kind is None:
+            for source, target in zip(some, to, strict=True):
+                target.copy_(source)
+            _launch(some, found, [0] * len(some), None, None)
+        else:
+            _launch(some, found, [t.data_ptr() for t in to], *(_DTYPES[dtype] for dtype in kind))
+        sums.index_copy_(0, to_device(torch.tensor(chosen, device="cpu"), sums.device), found)
+    return sums
+
+
+def _launch(data: Sequence[Tensor], sums: Tensor, addresses: Sequence[int], source, target) -> None:
+    """Add to ``sums``, and write to ``addresses`` where there are dtypes."""
+    device = sums.device
+    places = tuple((t.data_ptr(), t.nbytes, a) for t, a in zip(data, addresses, strict=True))
+    owners, table = _plan(places, device)
     if len(owners):
         with torch.accelerator.device_index(device.index):
             _checksums_kernel[(len(owners),)](
                 owners,
                 table,
                 sums,
+                SOURCE=source,
+                TARGET=target,
                 PIECE_BYTES=PIECE_BYTES,
                 JOBS=_jobs_of_piece(PIECE_BYTES),
                 FEW_WORDS=FEW_WORDS,
@@ -118,4 +192,3 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
                 num_warps=_WARPS,
                 **launch.options(device, waits=False),
             )
-    return sums

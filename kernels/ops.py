@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,7 +66,7 @@ class Ops:
     constrain: Callable[[Tensor, ConstraintRows, Tensor, Tensor], Tensor]
     follow: Callable[[Tensor, ConstraintRows, Tensor, int], None]
     advance: Callable[..., None]
-    checksums: Callable[[Sequence[Tensor]], Tensor]
+    checksums: Callable[..., Tensor]
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False

@@ -82,6 +82,9 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
         window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
     window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields, window_tables=rows, window_slots=rows[:, 0])
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
+    for source, target in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        weights = zeros(dim, hidden).to(source)
+        checksum.checksums([weights], [weights.to(target)])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
     experts = zeros(4, 512, dim), zeros(4, dim, 256)
     moe.experts(zeros(8, dim), ids, weights, *experts, gate=Gate())

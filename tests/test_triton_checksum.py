@@ -86,3 +86,33 @@ def test_many_tensors_are_one_launch_and_the_next_look_sees_what_changed(monkeyp
     agree([t[3:] for t in tensors])
     assert not (plans[3][1][:, 0] % 8).any(), "words are read whole"
     assert TRITON.checksums([content(0)] * 3).tolist() == [0] * 3 and len(grids) == 4, "nothing to launch"
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_what_is_read_is_cast_and_written_on_the_way(
+    source: torch.dtype, target: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of lengths with and without sets, beyond the last word and over several pieces; wherever source and target lie."""
+    for module in (by_triton, by_torch):
+        monkeypatch.setattr(module, "PIECE_BYTES", 3 * 2**16 + 8)
+    by_triton._plan.cache_clear()
+    words = [0, 1, 2, 1000, 2**13, 2**13 + 1, 1021 * 128 + 300]
+    sizes = [8 // source.itemsize * n + more for n in words for more in (0, 1, 3)]
+    tensors = [torch.randn(n, device=DEVICE).mul(100).to(source) for n in sizes]
+    tensors += [torch.randn(60, 40, device=DEVICE).to(source).t(), torch.randn(2003, device=DEVICE).to(source)[3:]]
+    room = [torch.zeros(t.numel() + 8, dtype=target, device=DEVICE) for t in tensors]
+    targets = [r[4:-4].view(t.shape) for r, t in zip(room, tensors, strict=True)]
+    targets[3], targets[5] = room[3][1 : sizes[3] + 1], torch.zeros(sizes[5], 2, dtype=target, device=DEVICE)[:, 0]
+    numbers = TRITON.checksums(tensors, targets)
+    assert numbers.tolist() == REFERENCE.checksums(tensors).tolist()
+    # The interpreter cuts off what does not fit into bf16, where a device rounds.
+    rtol = 2**-7 if DEVICE.type == "cpu" and torch.bfloat16 in (source, target) else 0
+    for t, to in zip(tensors, targets, strict=True):
+        torch.testing.assert_close(to, t.to(target), rtol=rtol, atol=0)
+    whole = [r for i, r in enumerate(room) if i not in (3, 5)]
+    assert not any(torch.cat([r[:4], r[-4:]]).any() for r in whole), "written beyond its end"
+    again = [torch.zeros_like(t) for t in targets]
+    assert REFERENCE.checksums(tensors, again).tolist() == numbers.tolist()
+    assert all(torch.equal(to, t.to(target)) for to, t in zip(again, tensors, strict=True))
+    by_triton._plan.cache_clear()

@@ -66,6 +66,12 @@ def checksums(
     return found
 
 
+def take(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[int]:
+    """Write each source to its target, cast, and return the sources' checksums: they are read once. On one device."""
+    with torch.no_grad():
+        return ops_for(targets[0].device).checksums([s.detach() for s in sources], targets).tolist()
+
+
 def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
     """Pieces as the operation sees them, after their casts, in lots on one device; with the tensor's number."""
     lot: list[tuple[int, Tensor]] = []

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.kernels.host_memory import StableBuffers
-from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.checksum import checksums, take, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, parts_of, plan, unite
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
@@ -25,10 +25,12 @@ from stoker.weight_sync.staging import copy_each
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank sees by itself. now: checksums; refusal: why not to take it."""
+    """What a rank sees by itself. now: checksums; changed: since the last look; written: already; refusal: why not to take it."""
 
     held: Held
     now: dict[tuple[str, ...], int]
+    changed: set[tuple[str, ...]]
+    written: list[str]
     refusal: Exception | None
 
 
@@ -39,7 +41,7 @@ class MirroredSource:
     bits it holds as they are packed, with their scales.
 
     A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
-    new. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
+    new; whole tensors that the last pull found changed are written as they are read, in one pass. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
     place. Both take at most ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded
     along another dimension than its first goes at least one row at a time); checksums are made before that, on a CPU with
     some 5 MiB. Ranks that find other tensors changed take part in each other's gathers. All that can be refused is refused
@@ -86,6 +88,7 @@ class MirroredSource:
         self._consumer: Consumer | None = None
         self._kept: set[str] = set()  # of those that could pass through
         self._seen: dict[tuple[str, ...], int] = {}
+        self._expected: set[tuple[str, ...]] = set()  # to change, as they did before
         self._from_elsewhere = False
 
     @property
@@ -174,9 +177,12 @@ class MirroredSource:
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
     def pull(self) -> int:
+        follows = self.complete
         with self._telling():
-            found = self._look(self._read())
-        return self._take(found)
+            found = self._look(self._read(), self._expected)
+        written = self._take(found)
+        self._expected = found.changed if follows else set()  # all that comes into an empty mirror says nothing
+        return written
 
     def refuse(self, error: Exception) -> bool:
         with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
@@ -230,39 +236,45 @@ class MirroredSource:
     def _read(self) -> Held:
         return read(self.model)
 
-    def _look(self, held: Held) -> _Found:
-        """All that this rank sees by itself."""
+    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> _Found:
+        """All that this rank sees by itself. Where that can be, what is expected to have changed is taken on the way."""
         mirror = self.mirror
         assert mirror is not None
         refusal = self._refusal(held, mirror)
         if self._consumer is None and mirror.passing:
             held = held.of(lambda name: name not in mirror.passing)
+        before = self._seen if mirror.complete else {}
         full = [name for name in held.full if name in mirror.tensors]
-        whole: list[tuple[str, ...]] = [(name,) for name in full]
-        now = dict(zip(whole, checksums([held.full[n] for n in full], self.device), strict=True))
-        now.update(
-            zip([s.names for s in held.shards], checksums([s.local for s in held.shards], self.device), strict=True)
-        )
-        return _Found(held, now, refusal)
+        now: dict[tuple[str, ...], int] = {}
+        written: list[str] = []
+        if refusal is None and not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
+            written = [name for name in full if (name,) in expected and held.full[name].device == self.device]
+        if written:
+            mirror.complete = False
+            sums = take([mirror.tensors[n] for n in written], [held.full[n] for n in written])
+            now.update(((name,), number) for name, number in zip(written, sums, strict=True))
+        rest = [name for name in full if (name,) not in now]
+        sums = checksums([*(held.full[n] for n in rest), *(s.local for s in held.shards)], self.device)
+        now.update(zip([*((name,) for name in rest), *(s.names for s in held.shards)], sums, strict=True))
+        changed = {names for names, number in now.items() if before.get(names) != number}
+        return _Found(held, now, changed, written, refusal)
 
     def _take(self, found: _Found) -> int:
-        mirror, held, now = self.mirror, found.held, found.now
+        mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
-        before = self._seen if mirror.complete else {}
-        changed = {names for names, number in now.items() if before.get(names) != number}
         parts = parts_of(held.shards)
         agree(parts, self.device, found.refusal)
         unite(parts, changed, self.device)
         self._packed, self._parts = held.states, parts
         self._give_states(mirror)
-        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed}
+        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed and name not in found.written}
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
         if not changed:
             mirror.complete, self._from_elsewhere = True, False
             return 0
         mirror.complete = False
-        written = self.write(new)
+        written = self.write(new) + sum(mirror.tensors[n].nbytes for n in found.written if (n,) in changed)
         consumer = self._consumer
 
         def refresh(names: Collection[str]) -> None:
@@ -276,7 +288,7 @@ class MirroredSource:
             raise WeightTransferError(
                 f"{error}. The weights are now in parts old and new: the engine refuses to generate until an update succeeds"
             ) from error
-        mirror.complete, self._from_elsewhere, self._seen = True, False, now
+        mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
         moved = (name for s in shards for name in s.names if name not in mirror.passing)
         return written + sum(mirror.tensors[name].nbytes for name in moved)
 

@@ -16,10 +16,11 @@ _STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and loo
 _LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
 
 
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
+def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """Of each tensor a number that another content of its shape would not have, but by rare chance.
 
-    tensors: of any shapes, dtypes and strides, on one device. Returns int64 [tensors]; 0 for an empty one.
+    tensors: of any shapes, dtypes and strides, on one device. targets: where each is written to on the way, cast to the
+    target's dtype, on the same device; none: nothing is written. Returns int64 [tensors]; 0 for an empty one.
 
     Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before
     + s, all of it modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1021 apart are first
@@ -27,6 +28,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     themselves. The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole
     word. What exchanges words inside such sets alone, or leaves all their sums as they are, is not seen.
     """
+    if targets:
+        torch._foreach_copy_([t.detach() for t in targets], [t.detach() for t in tensors])
     alike: dict[object, list[int]] = {}
     for index, tensor in enumerate(tensors):
         stacked = tensor.nbytes <= _STACKED_BYTES

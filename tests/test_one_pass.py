@@ -1,0 +1,99 @@
+"""A mirror whose tensors all changed the last time takes them as it reads them, and loses nothing by having guessed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import make_model
+from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
+
+from stoker.rollout import RolloutEngine, WeightsMismatchError
+from stoker.weight_sync import mirrored
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors were taken on the way, each time."""
+    counts: list[int] = []
+    take = mirrored.take
+    monkeypatch.setattr(mirrored, "take", lambda to, came: counts.append(len(to)) or take(to, came))
+    return counts
+
+
+def test_what_changed_the_last_time_is_read_once(taken: list[int]) -> None:
+    model = make_model("llama")
+    parameters = list(model.parameters())
+    nbytes = 8 * sum(p.numel() for p in parameters)
+    with engine_on(model) as engine:
+        for version in (1, 2, 3):
+            step(model)
+            assert engine.update_weights() == version and engine.stats().last_update_bytes == nbytes
+            assert assert_matches(engine, model) == {version}
+        assert taken == [len(parameters)] * 2, "the first of them is a guess at nothing"
+        weight = parameters[3]
+        weight.data.mul_(2)
+        assert engine.update_weights() == 4 and engine.stats().last_update_bytes == 8 * weight.numel()
+        assert engine.update_weights() == 5 and engine.stats().last_update_bytes == 0, "as nothing is new"
+        assert taken == [len(parameters)] * 3 + [1], "and then only what did change"
+        step(model)
+        assert engine.update_weights() == 6 and engine.stats().last_update_bytes == nbytes
+        assert len(taken) == 4 and assert_matches(engine, model) == {6} and engine.verify_weights().ok
+
+
+def engine_that_guesses(model: torch.nn.Module, dtype: str = "float64") -> RolloutEngine:
+    engine = engine_on(model, dtype)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)
+    engine.update_weights()
+    return engine
+
+
+def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else numbers that are known from before would pass for those that the mirror has."""
+    model = make_model("llama")
+    with engine_that_guesses(model) as engine:
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        step(model)
+        whole = mirrored.take
+
+        def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> list[int]:
+            whole(targets[::2], sources[::2])
+            raise MemoryError("no memory")
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(mirrored, "take", half)
+            engine.update_weights()
+        assert taken, "it had begun"
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+        assert_matches(engine, model)
+        assert engine.verify_weights().ok
+
+
+def test_what_is_refused_is_not_written(taken: list[int]) -> None:
+    model = make_model("llama")
+    with engine_that_guesses(model, "float16") as engine:
+        before = {n: t.clone() for n, t in copies(engine).items()}
+        step(model)
+        weight = model.model.layers[2].mlp.down_proj.weight
+        weight.data[3, 5] = 7e4
+        with pytest.raises(WeightsMismatchError, match="beyond what"):
+            engine.update_weights()
+        assert not taken and all(torch.equal(t, before[n]) for n, t in copies(engine).items())
+        weight.data[3, 5] = 1
+        assert engine.update_weights() == 2 and taken
+        assert engine.verify_weights().ok
+
+
+def test_what_nobody_announced_is_looked_at_before_it_is_written(taken: list[int]) -> None:
+    """A call that finds nothing new must write nothing: steps under way may be reading it."""
+    model = make_model("llama")
+    with engine_that_guesses(model) as engine:
+        assert_matches(engine, model)
+        step(model)
+        assert assert_matches(engine, model) == {2}
+        engine.generate_batch([PROMPT], PARAMS)
+        assert not taken
