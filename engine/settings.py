@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -38,4 +39,8 @@ class Settings:
 
     @property
     def changed(self) -> bool:
-        return list(map(dict.get, self._owners, self._names)) != self._values
+        now = list(map(dict.get, self._owners, self._names))
+        if all(map(operator.is_, now, self._values)):
+            return False
+        # What a forward keeps where there was nothing, such as positions of a sequence's images, is none.
+        return any(a != b if is_setting(a) else b is not None for a, b in zip(now, self._values, strict=True))

@@ -19,7 +19,8 @@ from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 
 # A program reads 127 rows of so many words, side by side, eight rows at a time: 128 bytes a thread are on their way, and
-# 64 KiB a multiprocessor, which is more than memory's speed times its latency.
+# 64 KiB a multiprocessor, which is more than memory's speed times its latency. One that writes as well has half as many
+# rows, or its registers would keep others away (40 KiB, and less to be read at memory's speed).
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 _PER_SET = -(-APART // _COLUMNS)  # programs
 
@@ -188,7 +189,7 @@ def _launch(data: Sequence[Tensor], sums: Tensor, addresses: Sequence[int], sour
                 SET=SET,
                 PER_SET=_PER_SET,
                 COLUMNS=_COLUMNS,
-                ROWS=_ROWS,
+                ROWS=_ROWS if source is None else _ROWS // 2,
                 num_warps=_WARPS,
                 **launch.options(device, waits=False),
             )

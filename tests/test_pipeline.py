@@ -34,7 +34,8 @@ def test_the_memory_of_attention_is_kept_free_of_keys_and_values(
         with build(family, ops, kv_cache_memory="auto", max_num_seqs=64) as engine:
             left = 0.3 * free - taken - engine.stats().kv_cache_bytes
             assert 0 <= left < engine.stats().kv_block_bytes
-    assert asked == [(64, 24, 4, heads, value_dim)]
+            rows = min(64, int(0.3 * free) // engine.stats().kv_block_bytes)  # more could never run
+    assert asked == [(rows, 24, 4, heads, value_dim)]
 
 
 @pytest.mark.parametrize(
