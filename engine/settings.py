@@ -42,5 +42,6 @@ class Settings:
         now = list(map(dict.get, self._owners, self._names))
         if all(map(operator.is_, now, self._values)):
             return False
+        others = ((a, b) for a, b in zip(now, self._values, strict=True) if a is not b)  # a NaN is not even itself
         # What a forward keeps where there was nothing, such as positions of a sequence's images, is none.
-        return any(a != b if is_setting(a) else b is not None for a, b in zip(now, self._values, strict=True))
+        return any(a != b if is_setting(a) else b is not None for a, b in others)

@@ -13,6 +13,7 @@ from families import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from stoker.engine.settings import Settings
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4)
@@ -185,3 +186,19 @@ def test_a_setting_that_changes_what_layers_store_is_refused() -> None:
                 engine.generate_batch([[1]])
         attention.sliding_window = before
         engine.generate_batch([[1]])
+
+
+def test_a_setting_is_what_it_was_until_it_is_another():
+    """A NaN is not even itself; what a forward keeps where there was nothing is no setting."""
+    owner = {"scale": float("nan"), "positions": None, "top_k": 2}
+    settings = Settings()
+    for name in owner:
+        settings.watch(owner, name)
+    assert not settings.changed
+    owner["positions"] = torch.zeros(3)
+    assert not settings.changed
+    for other in (3, None, torch.zeros(2)):
+        owner["top_k"] = other
+        assert settings.changed
+    owner["top_k"] = 2
+    assert not settings.changed
