@@ -275,8 +275,11 @@ def not_whole(rank: int) -> None:
         RolloutEngine(model, config=CONFIG)
 
 
-def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
-    """(what an update takes at the most besides the mirror, bytes of the mirror): all that the system sees, Gloo's own too."""
+def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
+    """(what an update takes at the most besides the mirror, largest gather, bytes of the mirror).
+
+    The first is all that the system sees, Gloo's own memory too.
+    """
     keep_nothing()
     checksum._LOT_BYTES = 2**13
     model = nn.Sequential(*(nn.Linear(256, 1000) for _ in range(6)))
@@ -285,8 +288,10 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
     source = source_for(model, gather_bytes=memory_bytes)
     source.tensors()
     collective = dist.all_gather_into_tensor
+    gathered = []
 
     def in_place(whole: torch.Tensor, share: torch.Tensor, **fields: Any) -> Any:
+        gathered.append(whole.nbytes)
         assert share.data_ptr() == whole.data_ptr() + rank * share.nbytes, (
             "NCCL wants it there, or elsewhere altogether"
         )
@@ -301,7 +306,7 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
         assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
         took = peak.extra()
         assert all((t == value).all() for t in source.tensors().values())
-    return took, source.nbytes
+    return took, max(gathered), source.nbytes
 
 
 def cut_as_zero3(model: nn.Module, twin: nn.Module) -> None:
