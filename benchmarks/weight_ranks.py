@@ -131,7 +131,7 @@ def hold_shards(
         rounds = []
         for _ in range(5):
             dist.barrier()
-            four = ceilings.seconds(lambda: [dist.all_gather_into_tensor(whole, share) for _ in range(4)], device)
+            four = ceilings.seconds(lambda: [gather.all_gather(whole, share) for _ in range(4)], device)
             rounds.append(four / 4)
         if rank == 0:
             connection.send(

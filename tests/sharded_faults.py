@@ -7,8 +7,11 @@ import gc
 import os
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,7 +58,7 @@ def lose_a_rank(rank: int, how: str) -> str | None:
             time.sleep(4)
             return None
         if how == "inside":
-            collective, left = dist.all_gather_into_tensor, [2]
+            collective, left = gather.all_gather, [2]
 
             def die_at_the_third(*arguments: Any, **fields: Any) -> Any:
                 if not left[0]:
@@ -63,7 +66,7 @@ def lose_a_rank(rank: int, how: str) -> str | None:
                 left[0] -= 1
                 return collective(*arguments, **fields)
 
-            dist.all_gather_into_tensor = die_at_the_third
+            gather.all_gather = die_at_the_third
             engine.update_weights()
         os._exit(1)
     with pytest.raises(WeightTransferError) as caught:
@@ -275,6 +278,22 @@ def not_whole(rank: int) -> None:
         RolloutEngine(model, config=CONFIG)
 
 
+@contextmanager
+def watched(rank: int) -> Iterator[list[int]]:
+    """Bytes of what each gather fills."""
+    collective, gathered = gather.all_gather, list[int]()
+
+    def in_place(whole: torch.Tensor, share: torch.Tensor, **fields: Any) -> Any:
+        gathered.append(whole.nbytes)
+        assert share.data_ptr() == whole.data_ptr() + rank * share.nbytes, (
+            "NCCL wants it there, or elsewhere altogether"
+        )
+        return collective(whole, share, **fields)
+
+    with mock.patch.object(gather, "all_gather", in_place):
+        yield gathered
+
+
 def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
     """(what an update takes at the most besides the mirror, largest gather, bytes of the mirror).
 
@@ -287,23 +306,13 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     source = source_for(model, gather_bytes=memory_bytes)
     source.tensors()
-    collective = dist.all_gather_into_tensor
-    gathered = []
-
-    def in_place(whole: torch.Tensor, share: torch.Tensor, **fields: Any) -> Any:
-        gathered.append(whole.nbytes)
-        assert share.data_ptr() == whole.data_ptr() + rank * share.nbytes, (
-            "NCCL wants it there, or elsewhere altogether"
-        )
-        return collective(whole, share, **fields)
-
-    dist.all_gather_into_tensor = in_place
     for value in (1.0, 2.0):  # at first some things are made that stay
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(value)
         peak = Peak("cpu")
-        assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
+        with watched(rank) as gathered:
+            assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
         took = peak.extra()
         assert all((t == value).all() for t in source.tensors().values())
     return took, max(gathered), source.nbytes

@@ -18,7 +18,7 @@ from quantised_bases import adapted, quantised
 from ranks import noted
 from sharded import CONFIG, by_fsdp1, by_fsdp2
 from sharded_adapters import assert_like, by_peft_policy, optimizer_of, train
-from sharded_faults import Peak, keep_nothing
+from sharded_faults import Peak, keep_nothing, watched
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -130,8 +130,8 @@ def odds_and_ends(rank: int, folder: Path) -> None:
         assert_like(engine, twin, 3)
 
 
-def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
-    """(what an update takes at the most besides the mirror, bytes of the mirror), of a base alone."""
+def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
+    """(what an update takes at the most besides the mirror, largest gather, bytes of the mirror), of a base alone."""
     from bitsandbytes.nn import Linear4bit
 
     keep_nothing()
@@ -145,10 +145,11 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int]:
             for layer in layers:
                 layer.weight.to_local().view(torch.int16).add_(1)
         peak = Peak("cpu")
-        source.pull()
+        with watched(rank) as gathered:
+            source.pull()
         took = peak.extra()
     assert source.mismatches()[1] == [] and {t.dtype for t in tensors.values()} == {torch.bfloat16, torch.float32}
-    return took, source.nbytes
+    return took, max(gathered), source.nbytes
 
 
 def zero3(rank: int, folder: Path) -> None:

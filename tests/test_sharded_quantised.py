@@ -37,9 +37,10 @@ def test_odds_and_ends(folder: Path) -> None:
 
 def test_a_gather_takes_what_it_may_besides_the_mirror_and_no_more() -> None:
     memory_bytes = 2**21
-    peaks, mirrors = zip(*ranks.run(sharded_quantised.take_little, 2, memory_bytes), strict=True)
-    # Gloo takes less on a rank that others wait for.
-    assert memory_bytes // 2 < max(peaks) < memory_bytes + 2**19 < min(mirrors)
+    peaks, gathered, mirrors = zip(*ranks.run(sharded_quantised.take_little, 2, memory_bytes), strict=True)
+    # Two are under way at a time, each in a buffer and in Gloo's own memory, of which it takes less where ranks wait.
+    assert 0.9 * memory_bytes < 4 * max(gathered) <= memory_bytes
+    assert max(gathered) < max(peaks) < memory_bytes + 2**19 < min(mirrors)
 
 
 def test_zero3(folder: Path) -> None:

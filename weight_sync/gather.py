@@ -23,6 +23,9 @@ GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of 
 
 Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
 
+# torch 2.13 renamed it, and warns of the older name.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _AGREEING = "agreeing on what to gather"
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
@@ -150,7 +153,7 @@ def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: tor
         for part in bucket.parts:
             part.pack(share)
         try:
-            work = dist.all_gather_into_tensor(flat, share, group=bucket.group, async_op=True)
+            work = all_gather(flat, share, group=bucket.group, async_op=True)
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
         under_way.append((bucket, work, gathered))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, take, unfit
-from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, gather, parts_of, plan, unite
+from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, all_gather, gather, parts_of, plan, unite
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
@@ -41,12 +41,13 @@ class MirroredSource:
     bits it holds as they are packed, with their scales.
 
     A pull moves only tensors whose checksum changed since the last one: it reads what this rank holds, and writes what is
-    new; whole tensors that the last pull found changed are written as they are read, in one pass. Shards are gathered bucket by bucket straight into the mirror, one gather under way while the one before is put in
-    place. Both take at most ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded
-    along another dimension than its first goes at least one row at a time); checksums are made before that, on a CPU with
-    some 5 MiB. Ranks that find other tensors changed take part in each other's gathers. All that can be refused is refused
-    before the first byte is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is
-    False until a pull succeeds. (A second mirror would keep the old version, and double what this one takes.)
+    new; whole tensors that the last pull found changed are written as they are read, in one pass. Shards are gathered
+    bucket by bucket straight into the mirror, one gather under way while the one before is put in place. Both take at most
+    ``gather_bytes`` besides the mirror, Gloo's own buffers among them (a tensor that is sharded along another dimension
+    than its first goes at least one row at a time); checksums are made before that, on a CPU with some 5 MiB. Ranks that
+    find other tensors changed take part in each other's gathers. All that can be refused is refused before the first byte
+    is written. A gather that fails half-way leaves the mirror in parts old and new: ``complete`` is False until a pull
+    succeeds. (A second mirror would keep the old version, and double what this one takes.)
 
     Weights that are handed over pass through: those of one layer after the other are in memory while they are.
     """
@@ -409,7 +410,7 @@ class MirroredSource:
             table[i, column] = number
         mine = table.to(self.device)
         theirs = mine.new_empty(group.size(), *mine.shape)
-        dist.all_gather_into_tensor(theirs.view(-1), mine.view(-1), group=group)
+        all_gather(theirs.view(-1), mine.view(-1), group=group)
         table = theirs.cpu()
         pieces = [
             (r, i, c, p)
