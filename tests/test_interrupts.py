@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from families import make_model
+from mirrored import assert_matches, engine_on, step
 from small_engine import (
     CROWD,
     GREEDY,
@@ -31,6 +32,7 @@ from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker
+from stoker.weight_sync.version import uninterrupted
 
 
 def test_nan_weights_fail_the_requests_and_a_repair_heals_the_engine():
@@ -256,3 +258,46 @@ def test_a_window_that_runs_past_an_end_leaves_the_cached_prefix_alone(block_siz
             assert completion.token_ids == oracle.greedy(model, again, 12)
             expected = oracle.logprobs(model, again, completion.token_ids)
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+# -- in an update ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_an_interrupt_waits_for_the_end_of_an_update(dtype, monkeypatch):
+    model = make_model("llama")
+    with engine_on(model, dtype) as engine:
+        assert assert_matches(engine, model) == {0}
+        step(model)
+        pull = type(engine._binding.source).pull
+
+        def interrupted(source):
+            signal.raise_signal(signal.SIGINT)
+            return pull(source)
+
+        monkeypatch.setattr(type(engine._binding.source), "pull", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.update_weights()
+        monkeypatch.undo()
+        assert engine.weight_version == 1 and engine.verify_weights().ok
+        assert assert_matches(engine, model) == {1}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+        signal.raise_signal(signal.SIGINT)
+        done.append(2)
+    assert done == [1]
+    with uninterrupted():
+        pass
+
+
+def test_an_interrupt_is_not_lost_where_what_it_waits_for_fails():
+    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__context__, ZeroDivisionError)

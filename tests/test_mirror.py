@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import oracle
 import pytest
 import torch
@@ -25,7 +23,6 @@ from stoker.rollout import (
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
-from stoker.weight_sync.version import uninterrupted
 
 # -- another dtype ---------------------------------------------------------------------------------------------------
 
@@ -361,47 +358,7 @@ def test_weights_from_elsewhere_that_break_off_while_they_are_written(dtype, mon
         assert max(assert_matches(engine, model)) > 0 and engine.verify_weights().ok
 
 
-# -- one step --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float64"])
-def test_an_interrupt_waits_for_the_end_of_an_update(dtype, monkeypatch):
-    model = make_model("llama")
-    with engine_on(model, dtype) as engine:
-        assert assert_matches(engine, model) == {0}
-        step(model)
-        pull = type(engine._binding.source).pull
-
-        def interrupted(source):
-            signal.raise_signal(signal.SIGINT)
-            return pull(source)
-
-        monkeypatch.setattr(type(engine._binding.source), "pull", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            engine.update_weights()
-        monkeypatch.undo()
-        assert engine.weight_version == 1 and engine.verify_weights().ok
-        assert assert_matches(engine, model) == {1}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_second_interrupt_does_not_wait():
-    done = []
-    with pytest.raises(KeyboardInterrupt), uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        done.append(1)
-        signal.raise_signal(signal.SIGINT)
-        done.append(2)
-    assert done == [1]
-    with uninterrupted():
-        pass
-
-
-def test_an_interrupt_is_not_lost_where_what_it_waits_for_fails():
-    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
-        signal.raise_signal(signal.SIGINT)
-        raise ZeroDivisionError
-    assert isinstance(caught.value.__context__, ZeroDivisionError)
+# -- with other engines, and asleep ----------------------------------------------------------------------------------
 
 
 def test_two_engines_on_one_model_one_of_them_in_another_dtype():

@@ -8,19 +8,14 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from adapted import two_adapters
 from server_setup import CHAT, CONFIG, client_of, openai, post, text_engine, text_model
 from small_engine import TEXT_VOCAB, only, tokenizer
-from tokenizer_kinds import CORPUS, KINDS
-from tokenizer_kinds import tokenizer as tokenizer_of_kind
 
 from stoker.integrations.server import Server, serve
-from stoker.integrations.text_stream import TextStream
 from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
 
 # As transformers tells reasoning and calls of tools from content.
@@ -192,49 +187,6 @@ def test_a_streamed_chat_is_the_whole(client: Any) -> None:
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content for event in events) == whole.choices[0].message.content
     assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("step", [1, 3])
-def test_text_as_it_grows(kind: str, step: int) -> None:
-    """Pieces make the whole text, whatever a tokenizer does with spaces, bytes and special tokens."""
-    made = tokenizer_of_kind(kind)
-    draws = torch.Generator().manual_seed(step)
-    pieces_of = [token for text in CORPUS[:10] for token in [made(text)["input_ids"]]]
-    for _ in range(30):
-        order = torch.randint(0, len(pieces_of), (6,), generator=draws).tolist()
-        ids = [token for at in order for token in pieces_of[at]]
-        if kind not in ("llama", "gemma"):  # whose bytes in a row are all lost where one of them is wrong
-            ids += torch.randint(0, len(made), (60,), generator=draws).tolist()
-        stream, pieces = TextStream(made, ["never there"]), []
-        for at in range(0, len(ids), step):
-            pieces.append(stream.add(ids[at : at + step]))
-        whole = made.decode(ids, skip_special_tokens=True)
-        assert "".join(pieces) == whole[: sum(map(len, pieces))]
-        assert "".join(pieces) + stream.rest(whole) == whole
-    assert sum(map(len, pieces)) > len(whole) // 2  # and not all of it at the end
-
-
-def test_bytes_that_make_no_character_are_sent_as_they_come() -> None:
-    """And cost the same at each token, however many there are."""
-    made = tokenizer_of_kind("byte-level")
-    half = made.convert_ids_to_tokens(made("Ω")["input_ids"])
-    assert len(half) == 2, "a character of two tokens is asked for"
-    ids = made.convert_tokens_to_ids(half[:1]) * 300 + made("and text Ω")["input_ids"]
-
-    lengths = []
-
-    def decode(ids: list[int], **options: bool) -> str:
-        lengths.append(len(ids))
-        return str(made.decode(ids, **options))
-
-    stream, pieces = TextStream(SimpleNamespace(decode=decode), []), []
-    for token in ids:
-        pieces.append(stream.add([token]))
-    whole = made.decode(ids)
-    assert "".join(pieces) == whole and whole.endswith("�and text Ω")
-    assert sum(map(len, pieces[:300])) > 250
-    assert max(lengths) < 100
 
 
 def test_no_piece_of_a_stop_string_is_sent(engine: RolloutEngine, client: Any) -> None:
