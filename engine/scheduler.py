@@ -114,7 +114,7 @@ class Scheduler:
             return None
         num_steps = 1
         work = list(zip(requests, counts, strict=True))
-        if all(r.computed + n == r.total and n == 1 and not r.within_images for r, n in work):
+        if all(r.computed + n == r.total and n == 1 and not r.within_images and not _awaited(r) for r, n in work):
             num_steps = self._reserve_window(requests)
         pairs, window_pairs = ([(source, target) for target, source in kind.items()] for kind in copies)
         starts = [r.computed for r in requests]
@@ -137,7 +137,7 @@ class Scheduler:
         elif left > 1 and request.ends_at_once:
             # It would finish, and give up its blocks, with the plan that completes its prompt: so one token is left for
             # the next plan, in which the samples that still wait can share them.
-            left -= any(r.status is Status.WAITING for r in request.group if r is not request)
+            left -= _awaited(request)
         border = self.states.border(request.num_prompt)  # where its state is to be kept
         return min(left, border - request.computed) if request.computed < border else left
 
@@ -336,3 +336,10 @@ class Scheduler:
             assert r.status is Status.RUNNING and r.computed < r.total
         for r in self.waiting:
             assert r.status is Status.WAITING and r.computed == 0 and not (r.block_ids or r.window_ids) and r.slot == -1
+
+
+def _awaited(request: Request) -> bool:
+    """Whether other samples of a request's prompt wait until it has computed that."""
+    if request.computed >= request.num_prompt or len(request.group) == 1:
+        return False
+    return any(r.status is Status.WAITING for r in request.group if r is not request)

@@ -67,6 +67,16 @@ def test_a_group_of_one_token_each_goes_on_from_one_prompt(length: int, ahead: i
     assert machine.tokens_computed == length - 1 + 6
 
 
+@pytest.mark.parametrize("length", [1, 4, 8])
+def test_no_window_is_run_for_the_first_of_a_group_that_waits_for_one_token(length: int) -> None:
+    """Which is all that is to be computed of a prompt that the cache holds whole, or of one token."""
+    scheduler = make_scheduler(block_size=4, decode_window=8)
+    machine = Machine(scheduler)
+    for first_id in (0, 5):  # the second time all of it is cached
+        scheduler.add(make_group(first_id, [3] * length, [make_spec(seed=i, max_tokens=8) for i in range(5)]))
+        assert [len(machine.step()) for _ in range(2)] == [0, 5]
+
+
 def test_a_prompt_that_the_cache_holds_whole_costs_one_token() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     machine = Machine(scheduler)
