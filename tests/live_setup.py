@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import oracle
@@ -21,6 +25,28 @@ def build(family: str = "llama", **fields: Any) -> RolloutEngine:
 
 def long(seed: int = 1, **fields: Any) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 24, "ignore_eos": True, "seed": seed} | fields))
+
+
+@contextmanager
+def held(engine: RolloutEngine, there: Callable[[], bool]) -> Iterator[threading.Event]:
+    """Once it is ``there`` the engine makes no step before another thread wants a turn, or the event is set.
+
+    So that what is done to it then comes in the middle of a request, however late this machine runs the thread that does it.
+    """
+    step, go_on = engine.core.step, threading.Event()
+
+    def stepping() -> Any:
+        end = time.monotonic() + 60
+        while there() and not (go_on.is_set() or engine._loop._wanted) and time.monotonic() < end:
+            time.sleep(1e-3)
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.core, "step", stepping)
+        try:
+            yield go_on
+        finally:
+            go_on.set()
 
 
 def nudge(engine: RolloutEngine) -> None:

@@ -198,7 +198,7 @@ def broadcast_and_die(rank: int) -> str:
 def share(connection: Connection, die: bool, device: str = "cpu") -> None:
     """Sends through memory that both have open, on the device, thrice, the last two times the same; it may die in these."""
     torch.set_num_threads(1)
-    transfer = SharedMemoryTransfer(connection, timeout=30)
+    transfer = SharedMemoryTransfer(connection, timeout=60)
     original = transfer.bucket
 
     def last(data: Any = None) -> Any:
@@ -214,7 +214,7 @@ def share(connection: Connection, die: bool, device: str = "cpu") -> None:
 def share_few(connection: Connection, states: int, last: bool) -> None:
     """Sends the same twice, and that with a few tensors changed as often as ``states`` says, or is gone half-way."""
     torch.set_num_threads(1)
-    transfer = SharedMemoryTransfer(connection, timeout=30)
+    transfer = SharedMemoryTransfer(connection, timeout=60)
     original, buckets = transfer.bucket, 0
 
     def gone(data: Any = None) -> Any:
@@ -269,7 +269,7 @@ class Kept:
     def finish(self, error: str | None = None) -> None: ...
 
 
-def over_a_pipe(timeout: float = 10) -> tuple[SharedMemoryTransfer, SharedMemoryTransfer]:
+def over_a_pipe(timeout: float = 60) -> tuple[SharedMemoryTransfer, SharedMemoryTransfer]:
     return tuple(SharedMemoryTransfer(end, timeout=timeout) for end in multiprocessing.Pipe())  # type: ignore[return-value]
 
 
@@ -296,9 +296,9 @@ def passed(tensors: Any, targets: dict[str, Tensor], casts: Casts | None = None,
             _commit(receive(counted, targets, (), check_finite=finite, casts=casts))
         except WeightsMismatchError as refused:
             with pytest.raises(WeightTransferError, match=re.escape(str(refused).partition(". ")[0])):
-                sent.result(5)
+                sent.result(60)
             raise
-        sent.result(5)
+        sent.result(60)
     assert [name for name in tensors if not torch.equal(targets[name], tensors[name].to(targets[name]))] == []
     assert counted.passed == sum(tensors[name].nbytes for name in counted.coming)
     return counted.coming

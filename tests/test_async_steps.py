@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from live_setup import PROMPTS, at_rest, build, long, same
+from live_setup import PROMPTS, at_rest, build, held, long, same
 
 from stoker.integrations.async_steps import AsyncSteps
 from stoker.rollout import EngineStateError, RolloutChunk, RolloutEngine, RolloutOutput
@@ -54,12 +54,13 @@ def test_a_task_that_is_cancelled_ends_its_request_and_no_other(how: str) -> Non
         async with AsyncSteps(engine) as steps:
             handle = engine.submit(PROMPTS[0], long(max_tokens=100))
             waiting = asyncio.create_task(drained(steps, handle) if how == "chunks" else steps.result(handle))
-            other = asyncio.create_task(steps.result(engine.submit(PROMPTS[1], long(1))))
-            while not handle.poll():
-                await asyncio.sleep(0.001)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+            with held(engine, lambda: handle._requests[0].num_output > 0):
+                other = asyncio.create_task(steps.result(engine.submit(PROMPTS[1], long(1))))
+                while not handle.poll():
+                    await asyncio.sleep(0.001)
+                waiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await waiting
             output = await other
             while not handle.done:
                 await asyncio.sleep(0.001)
@@ -117,10 +118,16 @@ async def drained(steps: AsyncSteps, handle: Any) -> None:
 def test_an_error_inside_leaves_nothing_under_way() -> None:
     async def fail(engine: RolloutEngine) -> None:
         async with AsyncSteps(engine) as steps:
-            waiting = [asyncio.create_task(steps.result(engine.submit(p, long(max_tokens=100)))) for p in PROMPTS]
-            await asyncio.sleep(0.05)
-            assert not any(task.done() for task in waiting)
-            raise ZeroDivisionError("of the environment")
+            handles = [engine.submit(p, long(max_tokens=100)) for p in PROMPTS]
+            with held(engine, lambda: under_way(handles)):
+                waiting = [asyncio.create_task(steps.result(handle)) for handle in handles]
+                while not under_way(handles):
+                    await asyncio.sleep(0.001)
+                assert not any(task.done() for task in waiting)
+                raise ZeroDivisionError("of the environment")
+
+    def under_way(handles: list[Any]) -> bool:
+        return all(handle._requests[0].num_output > 0 for handle in handles)
 
     with build() as engine:
         with pytest.raises(ZeroDivisionError, match="of the environment"):
@@ -135,9 +142,10 @@ def test_a_pause_holds_them(stream: bool) -> None:
         async with AsyncSteps(engine) as steps:
             handle = engine.submit(PROMPTS[0], long(max_tokens=60))
             waiting = asyncio.create_task(drained(steps, handle) if stream else steps.result(handle))
-            while len(handle._requests[0].output) < 5:
-                await asyncio.sleep(0.001)
-            engine.pause()
+            with held(engine, lambda: len(handle._requests[0].output) > 4):
+                while len(handle._requests[0].output) < 5:
+                    await asyncio.sleep(0.001)
+                engine.pause()
             stood = len(handle._requests[0].output)
             await asyncio.sleep(0.1)
             assert len(handle._requests[0].output) == stood and not waiting.done()

@@ -258,7 +258,7 @@ def test_what_passes_through_a_mirror_comes_with_every_transfer() -> None:
         for expected in ({*dict(other.named_parameters())}, {*engine._binding.source.passing}):
             with sending(there, dict(other.named_parameters()), 2**20) as sent:
                 engine.update_weights(counted)
-                sent.result(5)
+                sent.result(60)
             assert counted.coming == expected
             assert_rounded(engine, other)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_setup import held
 from server_setup import CHAT, CONFIG, LONG, client_of, openai, post, text_engine, text_model, until
 from small_engine import only, tokenizer
 
@@ -45,6 +46,11 @@ def client(server: Server) -> Any:
 
 def idle(engine: RolloutEngine) -> bool:
     return not engine.core.has_work
+
+
+def begun(engine: RolloutEngine, tokens: int = 5) -> int:
+    """How many requests under way have more tokens."""
+    return sum(r.num_output > tokens for r in engine.core.under_way)
 
 
 def test_an_engine_that_sleeps_says_so(engine: RolloutEngine, server: Server, client: Any) -> None:
@@ -76,9 +82,10 @@ def test_new_weights_under_way(stream: bool) -> None:
             answers.append([v for event in events for v in event.choices[0].weight_versions])
 
         thread = threading.Thread(target=ask)
-        thread.start()
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
-        engine.pause()
+        with held(engine, lambda: begun(engine) > 0):
+            thread.start()
+            until(lambda: begun(engine) > 0)
+            engine.pause()
         with torch.no_grad():
             model.lm_head.weight.mul_(0.5)
         assert engine.update_weights() == 1
@@ -140,10 +147,12 @@ def test_a_client_that_goes_away(engine: RolloutEngine, server: Server, stream: 
     body = json.dumps({"prompt": "abc", "max_tokens": 240, "ignore_eos": True, "stream": stream, "n": 16}).encode()
     before = engine.stats().finished_requests
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
+    with held(engine, lambda: begun(engine) > 0):
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            until(lambda: begun(engine) > 0)
+        until(lambda: not server._steps._followed)
     until(lambda: idle(engine))
     assert engine.stats().finished_requests - before < 16
     engine.core.scheduler.check()
@@ -179,10 +188,11 @@ def test_closing(engine: RolloutEngine) -> None:
     for thread in threads:
         thread.start()
     until(lambda: len(engine.core.under_way) == 32)
-    engine.resume()
-    until(lambda: sum(r.num_output > 2 for r in engine.core.under_way) >= 16)
-    server.close()
-    server.close()
+    with held(engine, lambda: begun(engine, 2) >= 16):
+        engine.resume()
+        until(lambda: begun(engine, 2) >= 16)
+        server.close()
+        server.close()
     for thread in threads:
         thread.join(timeout=60)
     assert sorted(answers) == [["abort"], ["abort"] * 16]
@@ -220,14 +230,15 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
     ):
         client = client_of(server)
         thread = threading.Thread(target=lambda: client.completions.create(model="policy", prompt="abc", **LONG))
-        thread.start()
-        until(lambda: any(r.num_output > 5 for r in engine.core.under_way))
-        status, body = post(server, "/sleep", {})
-        assert status == 409 and "under way" in body["error"]["message"]
-        assert post(server, "/pause", {"mode": "keep"}) == (
-            200,
-            {"weight_version": 0, "is_sleeping": False, "is_paused": True},
-        )
+        with held(engine, lambda: begun(engine) > 0):
+            thread.start()
+            until(lambda: begun(engine) > 0)
+            status, body = post(server, "/sleep", {})
+            assert status == 409 and "under way" in body["error"]["message"]
+            assert post(server, "/pause", {"mode": "keep"}) == (
+                200,
+                {"weight_version": 0, "is_sleeping": False, "is_paused": True},
+            )
         assert post(server, "/update_weights", {"path": str(tmp_path / "new"), "version": 7})[1]["weight_version"] == 7
         assert thread.is_alive()
         assert post(server, "/resume", {"recompute": True})[1]["is_paused"] is False
@@ -318,10 +329,11 @@ def test_what_cannot_be_served_is_known_before_the_model_is_loaded(
 
 
 def test_the_port_is_free_again_where_the_model_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    host = "127.0.0.1" if sys.platform == "darwin" else "127.53.17.1"  # where nobody else is given that port meanwhile
+    with socket.create_server((host, 0)) as free:
         port = free.getsockname()[1]
     for _ in range(2):
-        assert cli.main(["serve", "./nowhere", "--port", str(port)]) == 1
+        assert cli.main(["serve", "./nowhere", "--host", host, "--port", str(port)]) == 1
         assert "there is no such folder" in capsys.readouterr().err
 
 

@@ -110,7 +110,7 @@ def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
     at: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its last bucket, with the only handle of the memory, was never taken."""
-    here, there = over_a_pipe(timeout=30)
+    here, there = over_a_pipe()
     targets = {"a": torch.zeros(40)}
     name = "_expect" if at == "end" else at.split()[-1]
     owner = Staging if name in ("wanted", "__call__", "write") else here
@@ -132,16 +132,16 @@ def test_a_receiver_that_gives_up_tells_its_sender_and_both_go_on(
             who = "the receiver" if at == "wanted" else f"the receiver, process {os.getpid()},"
             gave_up = rf"{who} gave up: {error.__name__}: enough\."
             with pytest.raises(WeightTransferError, match=gave_up):
-                sent.result(5)
+                sent.result(60)
         with sending(there, {"a": torch.full((40,), value)}) as sent:
             take(here, targets)
-            sent.result(5)
+            sent.result(60)
         assert targets["a"].eq(value).all()
 
 
 def test_a_transfer_that_was_given_up_before_anyone_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver does not stay a transfer behind: it takes the next one, also where that has begun before it looks."""
-    here, there = over_a_pipe(timeout=30)
+    here, there = over_a_pipe()
     targets = {"a": torch.zeros(40)}
     for value in (1.0, 2.0):
         with monkeypatch.context() as patch:
@@ -151,14 +151,14 @@ def test_a_transfer_that_was_given_up_before_anyone_took_it(monkeypatch: pytest.
                     send_weights({"a": torch.full((40,), -value)}, there)
         with sending(there, {"a": torch.full((40,), value)}) as sent:
             if value == 2.0:
-                assert here.connection.poll(5) and not sent.done()
+                assert here.connection.poll(60) and not sent.done()
             take(here, targets)
-            sent.result(5)
+            sent.result(60)
         assert targets["a"].eq(value).all()
 
 
 def test_a_sender_that_is_interrupted_before_it_takes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, there = over_a_pipe(timeout=30)
+    here, there = over_a_pipe()
     targets = {"a": torch.zeros(40)}
     poll = there.connection.poll
     monkeypatch.setattr(there, "connection", Interrupting(there.connection))
@@ -166,11 +166,11 @@ def test_a_sender_that_is_interrupted_before_it_takes_the_answer(monkeypatch: py
         with pytest.raises(WeightTransferError, match="the sender gave up: KeyboardInterrupt"):
             take(here, targets)
         with pytest.raises(KeyboardInterrupt):
-            sent.result(5)
+            sent.result(60)
     assert poll(0), "the answer to what nobody waits for any more"
     with sending(there, {"a": torch.ones(40)}) as sent:
         take(here, targets)
-        sent.result(5)
+        sent.result(60)
     assert targets["a"].all()
 
 
@@ -193,7 +193,7 @@ class Interrupting:
 
 def test_a_message_is_neither_cut_nor_lost_by_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives with it is there at the next call."""
-    here, there = over_a_pipe(timeout=30)
+    here, there = over_a_pipe()
     targets = {"a": torch.zeros(40)}
     receive_message = here.connection.recv
     seen: list[Any] = []
@@ -215,7 +215,7 @@ def test_a_message_is_neither_cut_nor_lost_by_an_interrupt(monkeypatch: pytest.M
             take(here, targets)
         assert [kind for kind, _, _ in seen] == ["begin"] and not targets["a"].any()
         take(here, targets)
-        sent.result(5)
+        sent.result(60)
     assert targets["a"].all()
 
 
@@ -233,7 +233,7 @@ def test_a_receiver_that_is_gone() -> None:
         with pytest.raises(SystemExit):
             take(here, {"a": torch.zeros(40)})
         with pytest.raises(WeightTransferError, match=rf"the receiver, process {os.getpid()}, is gone"):
-            sent.result(5)
+            sent.result(60)
 
 
 @pytest.mark.parametrize("end", [0, 1])
@@ -283,7 +283,7 @@ def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.Mo
         targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
         with sending(there, tensors, 9) as sent:
             take(here, targets)
-            sent.result(5)
+            sent.result(60)
         assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
         assert handles == [9] + [0] * (6 * number + 5), "8 bytes, three times, then 9, 9, 2"
         assert here._shared is not None and there._shared is not None
@@ -291,7 +291,7 @@ def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.Mo
     targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     with sending(there, tensors, 44) as sent:
         take(here, targets)
-        sent.result(5)
+        sent.result(60)
     assert handles[18:] == [44] and here._shared.data_ptr() != place, "a larger one"
 
 
@@ -309,7 +309,7 @@ def test_a_transfer_that_was_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None
         with sending(there, new) as sent:
             anew = "gave this transfer up and began another: call update_weights again"
             with pytest.raises(WeightTransferError, match=anew):
-                taken.result(5)
+                taken.result(60)
             assert not targets["a"].any()
             take(here, targets)
             sent.result()

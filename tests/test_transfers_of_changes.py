@@ -72,7 +72,7 @@ def test_what_did_not_change_is_told_from_what_is_missing(monkeypatch: pytest.Mo
         with pytest.raises(WeightsMismatchError, match=r"do not fit: missing c\. "):
             take(here, targets)
         with pytest.raises(WeightTransferError, match="missing c"):
-            sent.result(5)
+            sent.result(60)
     kept = Kept()
     send_weights(new, kept)
     begin = kept.begin
@@ -98,6 +98,6 @@ def test_what_changes_here_while_others_arrive(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(WeightTransferError, match="a changed in this process while .* What arrived was not taken"):
             take(here, targets)
         with pytest.raises(WeightTransferError, match="a changed in this process"):
-            sent.result(5)
+            sent.result(60)
     assert not targets["b"].any()
     assert passed(new, targets) == {"a", "b"}

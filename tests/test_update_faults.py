@@ -256,7 +256,7 @@ def test_an_interrupt_at_any_point_of_a_turn_or_a_pause_leaves_no_lock_behind() 
             turn()
         another = threading.Thread(target=lambda: engine.is_paused or engine._loop.has_work("say"), daemon=True)
         another.start()
-        another.join(10)
+        another.join(60)
         assert not another.is_alive(), f"event {event}"
         engine.resume()
     assert_matches(engine, engine._binding.model)
