@@ -28,19 +28,25 @@ def noted(case: str) -> Iterator[None]:
         raise
 
 
-def run(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0, dead: int = 0
-) -> list[Any]:
-    """What ``function(rank, *arguments)`` returned on each rank. dead: how many ranks are meant to vanish."""
+def context() -> Any:
+    """For processes that are forked from one that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # or Python 3.11 finds no preload, and says nothing
         forkserver.ensure_running()
+    return context
+
+
+def run(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60.0, dead: int = 0
+) -> list[Any]:
+    """What ``function(rank, *arguments)`` returned on each rank. dead: how many ranks are meant to vanish."""
+    processes_of = context()
     with tempfile.TemporaryDirectory() as folder:
-        results = context.SimpleQueue()
+        results = processes_of.SimpleQueue()
         processes = [
-            context.Process(
+            processes_of.Process(
                 target=_main,
                 args=(function, rank, world_size, os.path.join(folder, "store"), arguments, timeout, results),
             )

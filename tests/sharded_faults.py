@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -53,9 +53,12 @@ def lose_a_rank(rank: int, how: str) -> str | None:
     model = by_fsdp2(small())
     engine = RolloutEngine(model, config=replace(CONFIG, gather_memory="16KiB"))
     train(model, sgd(model), 1)
+    dist.barrier()  # from here on all are as fast as each other
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    store = dist.distributed_c10d._get_default_store()
     if rank == dist.get_world_size() - 1:
         if how == "absent":
-            time.sleep(4)
+            store.wait(["told 0", "told 1"], timedelta(seconds=60))
             return None
         if how == "inside":
             collective, left = gather.all_gather, [2]
@@ -71,6 +74,7 @@ def lose_a_rank(rank: int, how: str) -> str | None:
         os._exit(1)
     with pytest.raises(WeightTransferError) as caught:
         engine.update_weights()
+    store.set(f"told {rank}", "1")
     assert engine.weight_version == 0
     if how == "inside":
         with pytest.raises(EngineStateError, match="incomplete since an update failed"):
@@ -315,6 +319,9 @@ def take_little(rank: int, memory_bytes: int) -> tuple[int, int, int]:
             assert source.pull() == sum(p.numel() * 4 for p in model.parameters())
         took = peak.extra()
         assert all((t == value).all() for t in source.tensors().values())
+    peak = Peak("cpu")
+    torch.ones(2**22)
+    assert peak.extra() > 2**23, "the system sees no peaks"
     return took, max(gathered), source.nbytes
 
 

@@ -48,16 +48,16 @@ def test_a_forward_that_leaves_the_whole_model_there(world_size):
 
 
 def test_a_rank_that_generates_alone_after_a_forward_leaves_what_it_gathered():
-    ranks.run(sharded_faults.alone_after_a_forward, 2, timeout=10)
+    ranks.run(sharded_faults.alone_after_a_forward, 2)
 
 
 def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
-    ranks.run(sharded_faults.formed_anew, 3, str(tmp_path), timeout=10)
+    ranks.run(sharded_faults.formed_anew, 3, str(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
-    *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, timeout=2, dead=how != "absent")
+    *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, dead=how != "absent")
     for message in told:
         assert "lost touch while" in message and "every rank has to" in message
         assert ("in parts old and new" in message) == (how == "inside")
@@ -77,7 +77,7 @@ def test_what_one_rank_refuses_no_rank_takes():
 
 
 def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
-    other, own = ranks.run(sharded_faults.changed_on_one, 2, timeout=20)
+    other, own = ranks.run(sharded_faults.changed_on_one, 2)
     assert [message.partition(":")[0] for message in own] == [
         "the model has another shape than the engine was built for",
         "the ranks hold parts of other tensors each, as after one of them alone changed its model",
@@ -87,7 +87,7 @@ def test_a_rank_whose_model_is_another_one_now_is_waited_for_by_none():
 
 
 def test_a_rank_that_is_not_ready_is_waited_for_by_none():
-    other, own = ranks.run(sharded_faults.not_ready_on_one, 2, timeout=10)
+    other, own = ranks.run(sharded_faults.not_ready_on_one, 2)
     assert all(message.startswith("another rank refused") for message in other)
     why = ["requests are under way"] * 2 + ["the weights are asleep"] * 2 + ["q_proj runs the adapters []"]
     assert [reason in message for reason, message in zip(why, own, strict=True)] == [True] * 5
@@ -101,7 +101,7 @@ def test_one_changed_tensor_is_named_and_moved_alone():
 
 
 def test_groups_that_see_other_changes_stay_in_step():
-    ranks.run(sharded_faults.copies_that_differ, 4, timeout=10)
+    ranks.run(sharded_faults.copies_that_differ, 4)
 
 
 def test_a_mesh_in_whose_order_a_model_is_not_whole_is_refused():
@@ -111,6 +111,7 @@ def test_a_mesh_in_whose_order_a_model_is_not_whole_is_refused():
 @pytest.mark.parametrize("memory_bytes", [2**21, 2**22])
 def test_a_gather_takes_what_it_may_besides_the_mirror_and_no_more(memory_bytes):
     peaks, gathered, mirrors = zip(*ranks.run(sharded_faults.take_little, 2, memory_bytes), strict=True)
-    # Two are under way at a time, each in a buffer and in Gloo's own memory, of which it takes less where ranks wait.
+    # Two are under way at a time, each in a buffer and in Gloo's own memory, of which it takes less where ranks wait: what
+    # the system sees is at the most so much.
     assert 0.9 * memory_bytes < 4 * max(gathered) <= memory_bytes
-    assert max(gathered) < max(peaks) < memory_bytes + 2**19 < min(mirrors)
+    assert max(peaks) < memory_bytes + 2**19 < min(mirrors)

@@ -60,7 +60,7 @@ def test_an_engine_in_a_wider_dtype():
 
 
 def test_what_is_refused_on_one_rank_is_on_all():
-    ranks.run(sharded_adapters.refused, 2, timeout=5)
+    ranks.run(sharded_adapters.refused, 2)
 
 
 def test_odds_and_ends():

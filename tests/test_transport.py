@@ -285,23 +285,22 @@ def test_a_broadcast_from_a_trainer_to_two_engines() -> None:
 
 
 def test_a_trainer_that_dies_half_way_leaves_the_old_weights_in_service() -> None:
-    (message,) = [m for m in ranks.run(sender.broadcast_and_die, 2, timeout=10, dead=1) if m is not None]
+    (message,) = [m for m in ranks.run(sender.broadcast_and_die, 2, dead=1) if m is not None]
     assert "the sender, rank 0, was lost while waiting for a bucket" in message and "keeps the weights" in message
 
 
 @contextmanager
 def from_process(function: Callable[..., None], *arguments: Any) -> Iterator[sender.Counted]:
     """The end here of a transfer from a process that runs the function."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
+    context = ranks.context()
     here, there = context.Pipe()
     process = context.Process(target=function, args=(there, *arguments))
     process.start()
     there.close()
     try:
-        yield sender.Counted(SharedMemoryTransfer(here, timeout=30))
+        yield sender.Counted(SharedMemoryTransfer(here, timeout=60))
     finally:
-        process.join(20)
+        process.join(60)
         process.kill()
 
 
