@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, worst_difference
+from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
 
 from stoker.integrations.accelerate import AcceleratedEngine
-from stoker.rollout import SamplingParams
+from stoker.rollout import EngineConfig, SamplingParams
 
 PROMPTS = [[3, 4, 5], [6] * 20]
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -108,6 +108,36 @@ def follow(rank: int, how: str) -> dict[str, Any]:
         assert worst_difference(whole(model), first) > 100 * LOGPROB_TOLERANCE, "the check can tell"
         source = engine.engine._binding.source.kind
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
+
+
+def train_on(accelerator: Accelerator, model: Any, optimizer: Any, ids: list[int]) -> None:
+    with accelerator.accumulate(model):
+        tokens = torch.tensor([ids])
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def follow_ddp(rank: int) -> dict[str, Any]:
+    launched()
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    with AcceleratedEngine(accelerator, model, config=EngineConfig(seed=5)) as engine:
+        first = engine.generate_batch(PROMPTS, PARAMS)
+        train_on(accelerator, model, optimizer, first[0].completions[0].token_ids)
+        for _ in range(1 + 2 * rank):  # a collective in one of them would never end
+            batch = engine.generate_batch(PROMPTS, PARAMS)
+        inner = accelerator.unwrap_model(model)
+        return {
+            "wrapper": type(model).__name__,
+            "seed": engine.engine.config.seed,
+            "version": engine.engine.weight_version,
+            "sampled": [c.token_ids for output in first for c in output.completions],
+            "difference": worst_difference(whole(inner), batch),
+            "moved": worst_difference(whole(inner), first),
+            "weights": {name: tensor.numpy() for name, tensor in inner.state_dict().items()},
+        }
 
 
 def follow_past_a_forward(rank: int) -> list[int]:
@@ -212,6 +242,44 @@ def trl(
     }
     detach(trainer)
     return found
+
+
+def train_one_policy(rank: int, folder: str) -> dict[str, Any]:
+    """GRPO under DDP, of groups that are each cut in the middle: 2 rows a process and groups of 4."""
+    from stoker.integrations.trl import attach, detach
+
+    launched()
+    trainer = build("grpo", folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, ddp_backend="gloo")
+    engine = attach(trainer)
+    prompts, completions = [], []
+    generate = trainer.vllm_generation.generate
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        answer = generate(*args, **kwargs)
+        prompts.append([list(p) for p in answer[0]])
+        completions.append([list(c) for c in answer[1]])
+        return answer
+
+    trainer.vllm_generation.generate = keep
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    # A different number of calls on each: a collective in one of them would never end.
+    for _ in range(1 + 2 * rank):
+        _, ids, logprobs, _ = generate([[3, 4, 5]], None, 1)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    plain = plain_logprobs(model, [3, 4, 5], ids[0])
+    detach(trainer)
+    return {
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "seed": engine.config.seed,
+        "version": engine.weight_version,
+        "prompts": prompts,
+        "completions": completions,
+        "differences": logged(trainer, "sampling/sampling_logp_difference/max"),
+        "error": max(abs(a - b[0]) for a, b in zip(plain, logprobs[0], strict=True)),
+        "moved": any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)),
+        "weights": {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()},
+    }
 
 
 def assert_trained(found: dict[str, Any], source: str = "mirror", *, kept: bool = False) -> None:

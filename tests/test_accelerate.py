@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import accelerated
 import pytest
+import ranks
 import torch
 import trl_setup
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
+from accelerated import PARAMS, PROMPTS, train_on
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
-from two_processes import run_in_two_processes
 
 from stoker.integrations.accelerate import AcceleratedEngine
 from stoker.rollout import (
-    EngineConfig,
     EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
     RolloutEngine,
     SamplingParams,
 )
-
-PROMPTS = [[3, 4, 5], [6] * 20]
-PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +51,6 @@ def worst_difference(model: Any, batch: Any) -> float:
     plain = make_model()
     plain.load_state_dict(model.state_dict())
     return trl_setup.worst_difference(plain, batch)
-
-
-def train_on(accelerator: Accelerator, model: Any, optimizer: Any, ids: list[int]) -> None:
-    with accelerator.accumulate(model):
-        tokens = torch.tensor([ids])
-        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -302,30 +291,10 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         AcceleratedEngine(accelerator, model)
 
 
-def train(folder: str) -> dict[str, Any]:
-    rank = int(os.environ["RANK"])
-    accelerator, model, optimizer = prepared()
-    with AcceleratedEngine(accelerator, model, config=EngineConfig(seed=5)) as engine:
-        first = engine.generate_batch(PROMPTS, PARAMS)
-        train_on(accelerator, model, optimizer, first[0].completions[0].token_ids)
-        for _ in range(1 + 2 * rank):  # a collective in one of them would never end
-            batch = engine.generate_batch(PROMPTS, PARAMS)
-        inner = accelerator.unwrap_model(model)
-        return {
-            "wrapper": type(model).__name__,
-            "seed": engine.engine.config.seed,
-            "version": engine.engine.weight_version,
-            "sampled": [c.token_ids for output in first for c in output.completions],
-            "difference": worst_difference(inner, batch),
-            "moved": worst_difference(inner, first),
-            "weights": {name: tensor.clone() for name, tensor in inner.state_dict().items()},
-        }
-
-
-def test_two_processes(tmp_path: Path) -> None:
-    first, second = run_in_two_processes(train, str(tmp_path))
+def test_two_processes() -> None:
+    first, second = ranks.run(accelerated.follow_ddp, 2)
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
     assert (first["seed"], second["seed"]) == (5, 6) and first["sampled"] != second["sampled"]
     for one in (first, second):
         assert one["version"] == 1 and one["difference"] < LOGPROB_TOLERANCE < one["moved"]
-    assert all(torch.equal(tensor, second["weights"][name]) for name, tensor in first["weights"].items())
+    assert all((array == second["weights"][name]).all() for name, array in first["weights"].items())
