@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 from adapted import CONFIG as OPEN
-from adapted import PROMPTS, assert_like_peft, expected_tokens, lora, running, shake, tokens
+from adapted import PROMPTS, assert_like_peft, expected_tokens, greedy_tokens, lora, running, shake, tokens
 from hybrids import CONFIG, draw, make_model, peft_model, step
 from peft import LoraConfig, get_peft_model
 from quantised_bases import quantised
@@ -84,7 +84,7 @@ def test_several_adapters_of_one_model() -> None:
                 torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
         assert [o.cached_tokens for o in batch] == [20] * 4
         model.base_model.set_adapter(["default", "other"])
-        assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS]
+        assert tokens(engine) == greedy_tokens(model)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_modules_that_are_read_or_keep_a_state_cannot_be_saved(family: str, save
         with pytest.raises(UnsupportedModelError, match=r"saves model\.layers\.0.*not run as a module of its own"):
             engine.load_adapter("other", model)
         assert engine.adapters == ()
-        assert tokens(engine) == [oracle.greedy(plain, p, 9) for p in PROMPTS]
+        assert tokens(engine) == greedy_tokens(plain)
 
 
 def test_the_bias_of_a_convolution_comes_with_the_base_and_with_no_other_adapter() -> None:
@@ -203,7 +203,7 @@ def test_mixers_that_were_wrapped_or_replaced() -> None:
         ):
             engine.generate_batch(PROMPTS)
         model.model.layers[0].linear_attn = make_model("qwen3_5", seed=4).model.layers[0].linear_attn
-        assert tokens(engine) == [oracle.greedy(model, p, 9) for p in PROMPTS]
+        assert tokens(engine) == greedy_tokens(model)
 
 
 # -- a base in 4 bits -------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_turns_that_go_on_where_another_has_ended(family: str) -> None:
         for turn in range(4):
             output = engine.submit(prompt, params).result()
             (c,) = output.completions
-            assert c.token_ids == oracle.greedy(model, prompt, 6)
+            assert c.token_ids == oracle.greedy(model, prompt, 6, c.token_ids)
             assert output.cached_tokens == before
             before, prompt = border(len(prompt)), prompt + c.token_ids + draw(turn, 5)
         branched = prompt[:20] + draw(7, 9)  # shares blocks with the others, and a state with the first turn alone

@@ -20,6 +20,7 @@ from vision import (
     Prompt,
     extended,
     greedy,
+    greedy_each,
     logprobs,
     make_model,
     make_prompt,
@@ -98,7 +99,7 @@ def test_greedy_tokens_and_logprobs(kind: str) -> None:
     with engine_of(model) as engine:
         batch = engine.generate_batch(prompts, GREEDY)
         check(model, prompts, batch)
-        assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts]
+        assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
         at_rest(engine)
 
 
@@ -140,7 +141,7 @@ def test_preempted(kind: str) -> None:
         batch = engine.generate_batch(prompts, params)
         assert engine.stats().num_preemptions > 0
         check(model, prompts, batch)
-        assert tokens(batch) == [greedy(model, prompt, 24) for prompt in prompts]
+        assert tokens(batch) == greedy_each(model, prompts, 24, tokens(batch))
         at_rest(engine)
 
 
@@ -152,7 +153,7 @@ def test_an_image_of_one_token_among_larger_ones(kind: str) -> None:
     with engine_of(model) as engine:
         batch = engine.generate_batch(prompts, GREEDY)
         check(model, prompts, batch)
-        assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts]
+        assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
 
 
 def test_placeholders_of_other_kinds_are_what_they_are_without_neighbours() -> None:
@@ -307,7 +308,7 @@ def test_the_same_text_with_another_image_is_another_prompt(kind: str) -> None:
                 again, length = batch[2].cached_tokens, len(token_ids(prompts[2]))
                 assert again >= (length - 1) // BLOCK * BLOCK, "an equal image in other memory is the same image"
             check(model, prompts, batch)
-            assert tokens(batch) == [greedy(model, prompt, 10) for prompt in prompts]
+            assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
             assert batch[1].cached_tokens <= 9, "keys and values of another image"
 
 
@@ -332,7 +333,7 @@ def test_a_next_turn_begins_with_what_the_last_one_computed(kind: str) -> None:
         turn = extended(prompt, [*said, 40, 41, 42])
         second = engine.generate_batch([turn], GREEDY)
         check(model, [turn], second)
-        assert tokens(second) == [greedy(model, turn, 10)]
+        assert tokens(second) == greedy_each(model, [turn], 10, tokens(second))
         assert second[0].cached_tokens >= (len(token_ids(prompt)) - 1) // BLOCK * BLOCK
         more = make_prompt(kind, (*layout, (2, 2), 5))
         third = engine.generate_batch([more], GREEDY)
@@ -349,7 +350,7 @@ def test_the_shape_of_an_image_is_a_part_of_it(kind: str) -> None:
         for prompt in (upright, lying):
             batch = engine.generate_batch([prompt], GREEDY)
             check(model, [prompt], batch)
-            assert tokens(batch) == [greedy(model, prompt, 10)]
+            assert tokens(batch) == greedy_each(model, [prompt], 10, tokens(batch))
         batch = engine.generate_batch([upright, lying], GREEDY)
         check(model, [upright, lying], batch)
 

@@ -16,6 +16,7 @@ from adapted import (
     PROMPTS,
     assert_like_peft,
     expected_tokens,
+    greedy_tokens,
     lora,
     peft_model,
     shake,
@@ -255,12 +256,12 @@ def test_several_adapters_at_once_are_what_peft_makes_of_them() -> None:
         for names in (["default", "other"], ["other", "default"], ["third", "other", "default"]):
             model.base_model.set_adapter(names)
             found.append(tokens(engine))
-            assert found[-1] == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+            assert found[-1] == greedy_tokens(model)
             score = engine.score([PROMPTS[0] + found[-1][0]], start=len(PROMPTS[0]))[0].logprobs
             expected = oracle.logprobs(model, PROMPTS[0], found[-1][0]).float()
             torch.testing.assert_close(score, expected, atol=1e-4, rtol=0)
             with model.disable_adapter():
-                assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+                assert tokens(engine) == greedy_tokens(model)
         assert len({str(t) for t in [before, *found]}) == 4
         sums = {"default+other", "other+default", "third+other+default"}
         assert set(engine.adapters) == {"default", "other", "third"} | sums
@@ -280,10 +281,10 @@ def test_several_at_once_move_no_byte_and_follow_the_trainer() -> None:
         assert {t.data_ptr() for t in engine._binding.adapters.weights["other+default"].tensors()} == ours
         shake(model, seed=5)
         model.base_model.set_adapter(["other", "default"])
-        assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS] != before
+        assert tokens(engine) == greedy_tokens(model) != before
         model.set_adapter("other")
         model.delete_adapter("default")
-        assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        assert tokens(engine) == greedy_tokens(model)
         assert engine.adapters == ("other",)
 
 
@@ -297,7 +298,7 @@ def test_several_at_once_over_experts_and_a_router() -> None:
         alone = tokens(engine, adapter="default"), tokens(engine, adapter="other")
         model.base_model.set_adapter(["default", "other"])
         both = tokens(engine, adapter=[LIVE, None, "other", LIVE])
-        expected = [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+        expected = greedy_tokens(model)
         assert [both[0], both[3]] == [expected[0], expected[3]]
         assert both[2] == alone[1][2] and both[0] not in (alone[0][0], alone[1][0])
 
@@ -311,7 +312,7 @@ def test_an_adapter_that_saves_a_module_beside_one_that_does_not() -> None:
     with RolloutEngine(model, config=config) as engine:
         for names in (["default", "other"], ["default"], ["other"], ["other", "default"]):
             model.base_model.set_adapter(names)
-            assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+            assert tokens(engine) == greedy_tokens(model)
 
 
 def test_an_adapter_over_the_copy_that_another_has_saved() -> None:
@@ -322,7 +323,7 @@ def test_an_adapter_over_the_copy_that_another_has_saved() -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         for names in (["default"], ["other"]):
             model.base_model.set_adapter(names)
-            assert tokens(engine) == [oracle.greedy(model, p, GREEDY.max_tokens) for p in PROMPTS]
+            assert tokens(engine) == greedy_tokens(model)
         model.base_model.set_adapter(["other", "default"])
         with pytest.raises(UnsupportedModelError, match="lm_head is saved whole by the adapter 'default', and 'other'"):
             tokens(engine)

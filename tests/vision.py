@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from families import _COMMON, _DELTA_RULE, _ROUTED, FAMILIES, HYBRIDS, VOCAB, _rope, randomise
+from oracle import is_greedy
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 IMAGE, BEGIN, END, BREAK, VIDEO = range(VOCAB - 5, VOCAB)  # tokens no text below has
@@ -295,10 +296,25 @@ def token_ids(prompt: Mapping[str, torch.Tensor] | list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def greedy(model: PreTrainedModel, prompt: Prompt | list[int], max_new_tokens: int) -> list[int]:
+def greedy(
+    model: PreTrainedModel, prompt: Prompt | list[int], max_new_tokens: int, guess: list[int] | None = None
+) -> list[int]:
+    """As ``oracle.greedy``."""
+    if (
+        guess is not None
+        and all(token in TEXT for token in guess)
+        and is_greedy(model, guess, max_new_tokens, lambda: _logits(model, prompt, guess))
+    ):
+        return guess
     inputs = _inputs(model, prompt, [])
     out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+def greedy_each(
+    model: PreTrainedModel, prompts: list[Any], max_new_tokens: int, guesses: list[list[int]]
+) -> list[list[int]]:
+    return [greedy(model, p, max_new_tokens, guess) for p, guess in zip(prompts, guesses, strict=True)]
 
 
 @torch.no_grad()
@@ -306,10 +322,13 @@ def logprobs(
     model: PreTrainedModel, prompt: Prompt | list[int], completion: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probability of each completion token under ``logits / temperature``, float64 [len(completion)]."""
-    given = token_ids(prompt)
-    out = model(**_inputs(model, prompt, completion), use_cache=False).logits[0, len(given) - 1 : -1]
-    scaled = (out.double() / temperature).log_softmax(-1)
+    scaled = (_logits(model, prompt, completion).double() / temperature).log_softmax(-1)
     return scaled.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def _logits(model: PreTrainedModel, prompt: Prompt | list[int], completion: list[int]) -> torch.Tensor:
+    out = model(**_inputs(model, prompt, completion), use_cache=False).logits[0]
+    return out[len(token_ids(prompt)) - 1 : -1]
 
 
 @torch.no_grad()
