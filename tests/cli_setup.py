@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 from trl_setup import make_model, make_tokenizer
+
+from stoker.integrations.cli import main
+from stoker.integrations.jsonl import ResumableWriter
 
 TEMPLATE = "{% for m in messages %}h{{ m.content }}{% endfor %}{% if add_generation_prompt %}g{% endif %}"
 
@@ -36,3 +41,16 @@ def make_files(path: Path) -> tuple[str, str]:
         {"token_ids": [3, 4, 5], "completions": "replaced"},
     ]
     return write(path / "in.jsonl", lines), str(path / "out.jsonl")
+
+
+def killed_after(lines: int, command: list[str]) -> None:
+    """For a process of its own, which is killed as soon as it has written so many lines."""
+    write_line, left = ResumableWriter.write, iter(range(lines - 1, -1, -1))
+
+    def write_and_die(writer: ResumableWriter, record: dict[str, Any]) -> None:
+        write_line(writer, record)
+        if not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ResumableWriter.write = write_and_die  # type: ignore[method-assign]
+    main(command)

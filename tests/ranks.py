@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of a Gloo group, each a process of its own, and raises what any of them raised."""
+"""Processes forked from one that has all imported; a function on several ranks of a Gloo group, and what any of them raised."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,30 @@ def context() -> Any:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # or Python 3.11 finds no preload, and says nothing
         forkserver.ensure_running()
     return context
+
+
+def run_script(code: str, *arguments: str) -> str:
+    """What the code prints, as a program of its own with those arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder, "printed")
+        process = context().Process(target=_script, args=(code, arguments, str(printed)))
+        process.start()
+        process.join(300)
+        process.kill()
+        process.join()
+        said = printed.read_text()
+    assert process.exitcode == 0, f"exit code {process.exitcode}: {said[-3000:]}"
+    return said
+
+
+def _script(code: str, arguments: tuple[str, ...], printed: str) -> None:
+    sys.argv = ["-c", *arguments]
+    with open(printed, "w", buffering=1) as file, redirect_stdout(file):
+        try:
+            exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=file)
+            raise
 
 
 def run(

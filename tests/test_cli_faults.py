@@ -7,12 +7,12 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_setup import make_files, make_folder, read, write
+import ranks
+from cli_setup import killed_after, make_files, make_folder, read, write
 from trl_setup import make_model
 
 from stoker.integrations.cli import main
@@ -33,23 +33,17 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_a_killed_run_goes_on_where_it_stopped(folder: str, tmp_path: Path) -> None:
-    count = 60
-    source = write(tmp_path / "in", [{"token_ids": [3 + i % 8, 4]} for i in range(count)])
-    flags = ["--max-tokens", "48", "--ignore-eos", "--max-num-seqs", "2", "--n", "2"]
+    source = write(tmp_path / "in", [{"token_ids": [3 + i % 8, 4]} for i in range(24)])
+    flags = ["--max-tokens", "12", "--ignore-eos", "--max-num-seqs", "2", "--n", "2"]
     whole, target = tmp_path / "whole", tmp_path / "out"
     assert main(["generate", folder, source, str(whole), *flags]) == 0
 
-    code = "import sys; from stoker.integrations.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-P", "-c", code, "generate", folder, source, str(target), *flags]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        while (not target.exists() or target.read_bytes().count(b"\n") < 3) and process.poll() is None:
-            time.sleep(0.002)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process = ranks.context().Process(target=killed_after, args=(7, ["generate", folder, source, str(target), *flags]))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
     killed = target.read_bytes()
-    assert 3 <= killed.count(b"\n") < count
+    assert killed.count(b"\n") == 7
     target.write_bytes(killed + b'{"token_ids": [')  # as a kill in the middle of a line leaves it
     assert main(["generate", folder, source, str(target), *flags]) == 0
     assert target.read_bytes() == whole.read_bytes()

@@ -12,7 +12,6 @@ import pytest
 import ranks
 import torch
 from hybrids import CONFIG, PARAMS, PROMPTS, assert_like_plain, check, draw, follow_fsdp2, make_model, step
-from small_engine import in_another_process
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -319,7 +318,7 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_wake_and_rollout_leave_nothing_behind() -> None:
-    in_another_process(_CYCLES)
+    ranks.run_script(_CYCLES)
 
 
 def test_copies_of_states_give_way_to_new_ones_and_what_is_lost_is_computed_again() -> None:

@@ -6,6 +6,7 @@ import signal
 
 import oracle
 import pytest
+import ranks
 import torch
 from families import make_model
 from mirrored import assert_matches, engine_on, step
@@ -16,7 +17,6 @@ from small_engine import (
     NEEDLE_PARAMS,
     TEXT_VOCAB,
     build,
-    in_another_process,
     needle_alone,
     tokenizer,
     tokens,
@@ -217,7 +217,7 @@ print(interrupts)
 
 
 def test_ctrl_c_at_any_moment():
-    assert int(in_another_process(_CTRL_C)) >= 6
+    assert int(ranks.run_script(_CTRL_C)) >= 6
 
 
 def test_a_real_sigint_in_this_process():

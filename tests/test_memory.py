@@ -7,9 +7,9 @@ import weakref
 from functools import cache
 
 import pytest
+import ranks
 import torch
 from families import make_model
-from small_engine import in_another_process
 from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
@@ -260,7 +260,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def sleeper() -> dict:
-    return json.loads(in_another_process(_SLEEP))
+    return json.loads(ranks.run_script(_SLEEP))
 
 
 def test_sleep_gives_memory_back_to_the_system(sleeper):
@@ -279,7 +279,7 @@ def test_weights_from_a_file_stay_in_the_file(tmp_path):
         "llama", hidden_size=512, intermediate_size=1536, num_hidden_layers=6, vocab_size=4096, num_attention_heads=8
     )
     model.save_pretrained(tmp_path, max_shard_size="20MB")
-    seen = json.loads(in_another_process(_MAPPED, str(tmp_path)))
+    seen = json.loads(ranks.run_script(_MAPPED, str(tmp_path)))
     assert seen["weights"] == sum(p.nbytes for p in model.parameters()) > 50 * MIB
     with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB")) as engine:
         (c,) = engine.generate_batch([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=8))[0].completions

@@ -4,9 +4,9 @@ import weakref
 from functools import cache
 
 import pytest
+import ranks
 import torch
 from families import make_model
-from small_engine import in_another_process
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -360,4 +360,4 @@ with RolloutEngine(model, config=config) as engine:
 
 
 def test_cycles_of_sleep_update_wake_and_rollout_leave_nothing_behind():
-    in_another_process(_CYCLES)
+    ranks.run_script(_CYCLES)
