@@ -13,7 +13,7 @@ from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.adapter_files import read_adapter
+from stoker.weight_sync.adapter_files import model_of, read_adapter
 from stoker.weight_sync.adapters import (
     active_adapters,
     check_adapters,
@@ -24,6 +24,7 @@ from stoker.weight_sync.adapters import (
     sum_of,
 )
 from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.gather import agree, ranks_of, telling
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
 from stoker.weight_sync.source import WeightSource
@@ -206,8 +207,32 @@ class AdapterSources:
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
-        given: as for ``read_adapter``. ``EngineStateError`` where what there is cannot be read meanwhile.
+        given: as for ``read_adapter``. ``EngineStateError`` where what there is cannot be read meanwhile. Of a sharded model
+        all ranks do so together, and what one of them refuses no rank has.
         """
+        sampled = self._numbers is not None
+        ranks = ranks_of(model_of(given))
+        with telling(*ranks):
+            new, adapter, packed = self._read(name, given, shell, source)
+            # What is refused is refused here; and what changed until now would be forgotten below.
+            self.look(shell, source, announced=not sampled)
+        agree(*ranks)
+        if isinstance(new, AdapterOfModel) and new.copies is not None:
+            new.copies.pull()
+        self.unload(name)
+        if isinstance(new, AdapterOfModel):
+            self._others[name] = new
+        else:
+            if packed is not None:
+                self.packed[name], adapter = packed, packed.adapter
+            self._copies[name] = adapter
+        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
+        self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
+
+    def _read(
+        self, name: str, given: Any, shell: ModelShell, source: WeightSource
+    ) -> tuple[AdapterWeights | AdapterOfModel, AdapterWeights, Packed | None]:
+        """What ``read_adapter`` gives, its weights, and these packed where they lie elsewhere than on the device."""
         if (source.adapters and not source.resident) or not self.resident:
             raise EngineStateError("the weights are asleep: call wake_up(['weights']) first")
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
@@ -222,18 +247,7 @@ class AdapterSources:
         adapter.bases.clear()  # they are those of the model
         elsewhere = not isinstance(new, AdapterOfModel) and not lies_on(adapter, source.device)
         packed = pack(adapter, runtime_for(source.device)) if elsewhere else None
-        sampled = self._numbers is not None
-        # What is refused is refused here; and what changed until now would be forgotten below.
-        self.look(shell, source, announced=not sampled)
-        self.unload(name)
-        if isinstance(new, AdapterOfModel):
-            self._others[name] = new
-        else:
-            if packed is not None:
-                self.packed[name], adapter = packed, packed.adapter
-            self._copies[name] = adapter
-        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
-        self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
+        return new, adapter, packed
 
     def unload(self, name: str) -> None:
         """Forget it, which is no change of the others."""

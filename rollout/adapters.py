@@ -23,6 +23,8 @@ from stoker.kernels.errors import (
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
+from stoker.weight_sync.adapter_files import model_of
+from stoker.weight_sync.gather import ranks_of, telling
 
 
 class Live(Enum):
@@ -119,16 +121,17 @@ class Adapters:
 
         ``EngineStateError`` where one of that name is in use, ``UnsupportedModelError`` for one the engine does not run.
         """
-        error: Exception | None = self._in_use(name, under_way, "replaced")
-        if error is None:
-            try:
-                self._binding.load_adapter(name, source)
-            except Exception as unreadable:  # whatever a source may raise that is none
-                return unreadable
-            if name in self._known:
-                self._forget(name)
-            self.refresh()
-        return error
+        try:
+            with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
+                if (error := self._in_use(name, under_way, "replaced")) is not None:
+                    raise error
+            self._binding.load_adapter(name, source)
+        except Exception as refused:  # whatever a source may raise that is none
+            return refused
+        if name in self._known:
+            self._forget(name)
+        self.refresh()
+        return None
 
     def unload(self, name: str, under_way: Iterable[Request]) -> StokerError | None:
         """Forget one that was loaded. Returns an error, and has changed nothing, where it cannot."""

@@ -34,6 +34,7 @@ from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.gather import ranks_of, refuse
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
 from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.shards import is_sharded
@@ -70,8 +71,8 @@ class ModelBinding:
         copying: dict[str, Any] = {"check_finite": check_finite, "gather_bytes": gather_bytes, "stable": virtual_buffer}
         self.adapters = AdapterSources(model, deterministic=deterministic, gathering=copying)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
-        wanted = (None if option == "auto" else option for option in (dtype, device))
-        self._source_now = partial(source_for, model, *wanted, **copying)
+        dtype, self._device = (None if option == "auto" else option for option in (dtype, device))
+        self._source_now = partial(source_for, model, dtype, self._device, **copying)
         self._check_finite = check_finite
         self.source: WeightSource = self._source_now()
         check_supported(self.source.module)
@@ -138,11 +139,19 @@ class ModelBinding:
         with self.together():
             self._changed = False
             same = self._looks_as_seen()
-            moved = not same and self._has_moved()
-            if not moved:
+            source, shell = self._made_anew() if not same and self._has_moved() else (None, None)
+            if source is None:
                 self._look_at_adapters(same=same)
                 self._remember()
-        return (self.rebind() if moved else self.source.pull()) + self.adapters.pull()
+        if source is None or shell is None:
+            return self.source.pull() + self.adapters.pull()
+        written = source.pull()
+        try:
+            self._succeed(source, shell)
+        except Exception as error:
+            self.adapters.refuse(error)
+            raise
+        return written + self.adapters.pull()
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -151,18 +160,39 @@ class ModelBinding:
             yield
         except Exception as error:
             if not self.source.refuse(error):
+                refuse(*ranks_of(self.model, self._device), error)  # it may be sharded now
                 self.adapters.refuse(error)
             raise
 
-    def rebind(self) -> int:
-        """As ``refresh``, where the model has ``moved``."""
+    def rebind(self) -> None:
+        """Take the weights as they are now, where the model has ``moved``; without another rank.
+
+        Raises ``WeightsMovedError`` where that cannot be: the model was sharded since the last update, or changed while it was.
+        """
+        self.check_alone()
+        source, shell = self._made_anew()
+        source.pull()
+        self._succeed(source, shell)
+
+    def check_alone(self) -> None:
+        if is_sharded(self.model):
+            raise WeightsMovedError(
+                "the model is sharded now, or it was and a setting of it has changed: call update_weights() on every rank "
+                "once"
+            )
+
+    def _made_anew(self) -> tuple[WeightSource, ModelShell]:
+        """A source of the model as it is now, which nothing was pulled from, and a shell over it."""
         self.source.check()
         source = self._source_now()
         shell = self._new_shell(source)
         same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
         if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
-        written = source.pull()
+        return source, shell
+
+    def _succeed(self, source: WeightSource, shell: ModelShell) -> None:
+        """Run on them from now on."""
         if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
             source.succeed(self.source)
         shell = self._fuse(shell, source)
@@ -172,7 +202,6 @@ class ModelBinding:
             self.source.superseded()
         self.source, self.shell, self._kinds = source, shell, kinds(source.module)
         self._remember()
-        return written
 
     def moved(self) -> bool:
         """Whether any borrowed tensor of the model was added, replaced or moved since it was bound, or a setting changed."""
@@ -192,11 +221,6 @@ class ModelBinding:
         same = self._is_as_seen()
         moved = not same and self._has_moved()
         if moved:
-            if is_sharded(self.model):
-                raise WeightsMovedError(
-                    "the model is sharded now, or it was and a setting of it has changed: call update_weights() on every "
-                    "rank once"
-                )
             self.rebind()
         self._look_at_adapters(announced=False, same=same)
         self._remember()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -28,7 +28,9 @@ from stoker.rollout.requests import params_per_prompt, read_sequences, token_log
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
+from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.gather import ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
 
 
@@ -51,7 +53,14 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        self._binding = setup.bind(self.config, model)
+        with ExitStack() as undo:
+            with setup.on_all_ranks(model, self.config):
+                self._binding = setup.bind(self.config, model)
+                undo.callback(self._binding.release)  # also after an interrupt: nobody has the engine, to close it
+                self._build()
+            undo.pop_all()
+
+    def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)
         self.max_model_len = setup.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
@@ -66,13 +75,9 @@ class RolloutEngine:
         self._requests = setup.requests(
             self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
-        try:
-            self._binding.fuse()
-            self.core.runner.bind(self._binding.shell)
-            self._adapters.refresh()
-        except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
-            self._binding.release()
-            raise
+        self._binding.fuse()
+        self.core.runner.bind(self._binding.shell)
+        self._adapters.refresh()
 
     @classmethod
     def from_pretrained(
@@ -318,8 +323,11 @@ class RolloutEngine:
         ``EngineStateError`` where requests use the adapter of that name, and while the weights of a trainer that shards
         adapters sleep. Nothing is changed then.
         """
-        if not isinstance(name, str) or not name:
-            raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
+        with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
+            if not isinstance(name, str) or not name:
+                raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
+            self._check_open()
+            self._loop.gate("load an adapter")
         self._change_adapters("load an adapter", lambda: self._updates.load_adapter(name, source))
 
     def unload_adapter(self, name: str) -> None:

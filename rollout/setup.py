@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from stoker.rollout.live import Loop
 from stoker.rollout.loading import whole_models
 from stoker.rollout.prompts import as_int
 from stoker.rollout.requests import RequestMaker
+from stoker.weight_sync.gather import agree, ranks_of, telling
 
 _log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come
@@ -125,6 +127,15 @@ def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
         if wanted.type != actual.type or wanted.index not in (None, actual.index or 0):
             raise InvalidConfigError(f"device={config.device} and the model is on {actual}: set device='auto'")
     return bound
+
+
+@contextmanager
+def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
+    """Where the model is sharded, its ranks do together what is within: where one of them fails, so do all."""
+    ranks = ranks_of(model, None if config.device == "auto" else torch.device(config.device))
+    with telling(*ranks):
+        yield
+    agree(*ranks)
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:

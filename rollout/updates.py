@@ -93,7 +93,10 @@ class WeightUpdates:
         with self._loop.gate("verify its weights"):
             with self._binding.together():
                 check()
-            if self._told and self._binding.moved():  # which the update may have left to ``notice``
+                moved = self._told and self._binding.moved()  # which the update may have left to ``notice``
+                if moved:
+                    self._binding.check_alone()
+            if moved:
                 self._between_steps("verify its weights", self._rebind)
             return self._binding.verify(self.version, self._adapters.in_slots)
 

@@ -32,7 +32,7 @@ from stoker.rollout import (
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import gather, shards
+from stoker.weight_sync import gather, meshes
 from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -143,8 +143,8 @@ def formed_anew(rank: int, folder: str) -> None:
     earlier = None
     for turn in range(2):
         if rank < 2:
-            made = shards._group_of((0, 1))
-            assert shards._group_of((0, 1)) is made and made.size() == 2
+            made = meshes._group_of((0, 1))
+            assert meshes._group_of((0, 1)) is made and made.size() == 2
             gc.collect()
             assert earlier is None or earlier() is None
             earlier = weakref.ref(made)

@@ -44,6 +44,16 @@ _DEFAULTS = {  # of what the configs that older versions saved do not have
 }
 
 
+def _split(source: Any) -> tuple[Any, Any]:
+    return source if isinstance(source, tuple) and len(source) == 2 else (source, None)
+
+
+def model_of(source: Any) -> nn.Module | None:
+    """The ``PeftModel`` of a source that has one."""
+    first, _ = _split(source)
+    return first if isinstance(first, nn.Module) and hasattr(first, "peft_config") else None
+
+
 def read_adapter(
     name: str, source: Any, parameters: Mapping[str, int], device: torch.device, options: Mapping[str, Any]
 ) -> AdapterWeights | AdapterOfModel:
@@ -58,9 +68,9 @@ def read_adapter(
     """
     if isinstance(source, str | os.PathLike):
         return _from_folder(name, os.fspath(source), parameters)
-    first, second = source if isinstance(source, tuple) and len(source) == 2 else (source, None)
-    if isinstance(first, nn.Module) and hasattr(first, "peft_config"):
-        return AdapterOfModel(name, first, second, device, options)
+    first, second = _split(source)
+    if (model := model_of(source)) is not None:
+        return AdapterOfModel(name, model, second, device, options)
     if isinstance(first, Mapping) and second is not None:
         try:
             return from_state_dict(name, first, second, parameters)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
-from stoker.weight_sync.shards import Piece, Shards, by_group
+from stoker.weight_sync.shards import Piece, Shards, by_group, groups_of
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
 MEMORY_BYTES = 256 * 2**20
@@ -27,6 +27,8 @@ Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what i
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _AGREEING = "agreeing on what to gather"
+_KNOWN = "_is_known_to_all_ranks"  # of an error
+_E = TypeVar("_E", bound=Exception)
 _BESIDES = 1 / 32  # of the memory, for what allocators and sockets take besides the buffers
 _ALIGNMENT = 16  # bytes: parts of different dtypes lie in one buffer
 
@@ -124,79 +126,144 @@ def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.devic
     return int(memory_bytes * (1 - _BESIDES)) // (2 * copies * group.size())
 
 
-def gather(buckets: Sequence[Bucket], tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[int]:
-    """Fill ``tensors`` with the full contents, and say of each bucket when it is in place. Every rank has the same plan.
+def buffers_for(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+    """What ``gather`` needs besides: two of the largest bucket, uint8 [2, bytes]."""
+    return torch.empty(2, max((b.share * b.group.size() for b in buckets), default=0), dtype=torch.uint8, device=device)
 
-    Takes two buffers of the largest bucket, in which this rank's share lies where it is gathered to.
+
+def gather(
+    buckets: Sequence[Bucket], buffers: Tensor, tensors: Mapping[str, Tensor], then: Callable[[int], None]
+) -> Exception | None:
+    """Fill ``tensors`` with the full contents, and tell ``then`` of each bucket that is in place. All ranks have one plan.
+
+    buffers: as of ``buffers_for``; this rank's share lies where it is gathered to. Returns what went wrong on this rank
+    alone, a lack of memory say: it takes part to the end all the same, as the others would wait for it.
 
     Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of in the time its
-    process group allows; ``tensors`` then are part old, part new.
+    process group allows. ``tensors`` are part old, part new after either.
     """
-    if not buckets:
-        return
-    largest = max(b.share * b.group.size() for b in buckets)
-    buffers = torch.empty(2, largest, dtype=torch.uint8, device=device)
+    failures: list[Exception] = []
 
-    def put_in_place(bucket: Bucket, work: Any, gathered: Tensor) -> None:
+    @contextmanager
+    def alone() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            failures.append(error)
+
+    def put_in_place(index: int, work: Any, gathered: Tensor) -> None:
+        bucket = buckets[index]
         try:
             work.wait()
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
-        pairs = [pair for part in bucket.parts for pair in part.place(gathered, tensors)]
-        torch._foreach_copy_([to for to, _ in pairs], [came for _, came in pairs])
+        with alone():
+            pairs = [pair for part in bucket.parts for pair in part.place(gathered, tensors)]
+            torch._foreach_copy_([to for to, _ in pairs], [came for _, came in pairs])
+            then(index)
 
-    under_way: list[tuple[Bucket, Any, Tensor]] = []
+    under_way: list[tuple[int, Any, Tensor]] = []
     for index, bucket in enumerate(buckets):
         flat = buffers[index % 2, : bucket.share * bucket.group.size()]
         gathered = flat.view(bucket.group.size(), -1)
         share = gathered[bucket.group.rank()]
-        for part in bucket.parts:
-            part.pack(share)
+        with alone():
+            for part in bucket.parts:
+                part.pack(share)
         try:
             work = all_gather(flat, share, group=bucket.group, async_op=True)
         except RuntimeError as error:
             raise lost(bucket.group, f"gathering {bucket.names}", error) from error
-        under_way.append((bucket, work, gathered))
+        under_way.append((index, work, gathered))
         if len(under_way) == 2:
             put_in_place(*under_way.pop(0))
-            yield index - 1
     for rest in under_way:
         put_in_place(*rest)
-        yield len(buckets) - 1
+    return failures[0] if failures else None
 
 
 def parts_of(shards: Iterable[Shards]) -> Parts:
     return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
 
 
-def agree(parts: Parts, device: torch.device, refusal: Exception | None = None) -> None:
-    """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it.
+def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> tuple[Parts, torch.device]:
+    """What ``agree`` and ``telling`` need among the ranks that hold a model, whatever it is that they hold of it.
 
-    Raises ``WeightsMismatchError`` where ranks have parts of other tensors each, which one that refuses may have: it has to
-    know the groups alone. ``WeightTransferError`` where a rank does not answer.
+    device: an engine's, where it is not to be the model's.
+    """
+    groups = {} if model is None else groups_of(model)
+    return dict.fromkeys(groups, ()), device or next(iter(groups.values()), torch.device("cpu"))
+
+
+def agree(
+    parts: Parts,
+    device: torch.device,
+    refusal: Exception | None = None,
+    *,
+    has_news: bool = False,
+    half_way: bool = False,
+) -> bool:
+    """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it, and goes on with it
+    wherever one of them may have failed by itself since. Returns whether any rank ``has_news``.
+
+    half_way: weights may have been written to. Raises ``WeightsMismatchError``, or half-way ``WeightTransferError``, where
+    another rank refuses; the first of them also where ranks have parts of other tensors each, which one that refuses may
+    have: it has to know the groups alone. ``WeightTransferError`` where a rank does not answer.
     """
     numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
     refused, differ = refusal is not None, False
     for _ in numbers:  # so often that what is found in one group reaches every other
         for group, number in numbers.items():
-            said = torch.tensor([refused, differ, number, -number], dtype=torch.int64, device=device)
+            said = torch.tensor([refused, differ, has_news, number, -number], dtype=torch.int64, device=device)
             try:
                 if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
                     dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
                 dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
             except RuntimeError as error:
                 raise lost(group, _AGREEING, error) from error
-            any_refused, any_differ, largest, smallest = said.tolist()
+            any_refused, any_differ, any_news, largest, smallest = said.tolist()
             refused, differ = bool(any_refused), bool(any_differ) or largest != -smallest
+            has_news = bool(any_news)
     if refusal is not None:
-        raise refusal
+        raise _known_to_all(refusal) if parts else refusal
+    if refused and half_way:
+        raise _known_to_all(WeightTransferError("another rank failed half-way; its error says why"))
     if refused:
-        raise WeightsMismatchError("another rank refused; its error says why. No weight was changed")
+        raise _known_to_all(WeightsMismatchError("another rank refused; its error says why. No weight was changed"))
     if differ:
-        raise WeightsMismatchError(
-            "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on all of "
-            "them, and build a new engine"
+        raise _known_to_all(
+            WeightsMismatchError(
+                "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
+                "all of them, and build a new engine"
+            )
         )
+    return has_news
+
+
+def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
+    """Have the others, who wait in ``agree`` or will come to it, fail too, but where they know of this error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _KNOWN in vars(cause):
+            return
+        cause = cause.__cause__
+    with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
+        agree(parts, device, error)
+
+
+@contextmanager
+def telling(parts: Parts, device: torch.device) -> Iterator[None]:
+    """For what a rank does by itself while others wait for it in ``agree``, or will: where it fails, so do they."""
+    try:
+        yield
+    except Exception as error:
+        refuse(parts, device, error)
+        raise
+
+
+def _known_to_all(error: _E) -> _E:
+    vars(error)[_KNOWN] = True
+    return error
 
 
 def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> None:
@@ -216,12 +283,13 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
     named = "failed to pass" in str(error)  # a barrier, before the others can know that it failed
     silent = _silent(group, [] if named else others)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return WeightTransferError(
+    broken = WeightTransferError(
         f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. "
         + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
         + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
-        "rank has to"
+        "rank has to. This group of processes stays broken: start them again"
     )
+    return _known_to_all(broken)
 
 
 def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:

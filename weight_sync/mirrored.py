@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stoker.kernels.errors import UnsupportedModelError, WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import (
+    EngineStateError,
+    StokerError,
+    UnsupportedModelError,
+    WeightsMismatchError,
+    WeightTransferError,
+)
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.checksum import checksums, take, unfit
-from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, agree, all_gather, gather, parts_of, plan, unite
+from stoker.weight_sync.comparing import Comparison
+from stoker.weight_sync.gather import (
+    MEMORY_BYTES,
+    Bucket,
+    agree,
+    buffers_for,
+    gather,
+    parts_of,
+    plan,
+    refuse,
+    telling,
+    unite,
+)
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
 from stoker.weight_sync.shards import Held, Shards, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
+
+# Gathers, and calls what it is given with the names of each layer whose tensors pass through.
+_Gathering = Callable[[Callable[[Collection[str]], object]], None]
 
 
 @dataclass(frozen=True)
@@ -186,17 +207,11 @@ class MirroredSource:
         return written
 
     def refuse(self, error: Exception) -> bool:
-        with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
-            agree(self._parts, self.device, error)
+        refuse(self._parts, self.device, error)
         return bool(self._parts)
 
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.refuse(error)
-            raise
+    def _telling(self) -> AbstractContextManager[None]:
+        return telling(self._parts, self.device)
 
     @property
     def resident(self) -> bool:
@@ -264,18 +279,24 @@ class MirroredSource:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
-        agree(parts, self.device, found.refusal)
-        unite(parts, changed, self.device)
+        has_news = agree(parts, self.device, found.refusal, has_news=bool(changed))
         self._packed, self._parts = held.states, parts
-        self._give_states(mirror)
-        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed and name not in found.written}
+        written = 0
+        if has_news:
+            unite(parts, changed, self.device)
+            written = self._bring(found)
+        else:
+            self._give_states(mirror)
+        mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
+        return written
+
+    def _bring(self, found: _Found) -> int:
+        """Write what has changed, on all ranks together; returns the bytes written. Where one of them fails, all do."""
+        mirror, held, changed, written = self.mirror, found.held, found.changed, 0
+        assert mirror is not None
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
-        if not changed:
-            mirror.complete, self._from_elsewhere = True, False
-            return 0
-        mirror.complete = False
-        written = self.write(new) + sum(mirror.tensors[n].nbytes for n in found.written if (n,) in changed)
+        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed and name not in found.written}
         consumer = self._consumer
 
         def refresh(names: Collection[str]) -> None:
@@ -283,15 +304,28 @@ class MirroredSource:
             assert consumer is not None
             written += consumer.refresh(names)
 
-        try:
-            self._gather(shards, refresh)
-        except WeightTransferError as error:
-            raise WeightTransferError(
-                f"{error}. The weights are now in parts old and new: the engine refuses to generate until an update succeeds"
-            ) from error
-        mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
+        with ExitStack() as memory:
+            with self._telling():
+                self._give_states(mirror)
+                gathering = self._prepare(memory, shards)
+            agree(self._parts, self.device)  # that there is the memory for it; nothing is written before
+            mirror.complete = False
+            try:
+                with self._telling():
+                    gathering(refresh)
+                    written += self.write(new)
+                agree(self._parts, self.device, half_way=True)
+            except Exception as error:
+                if not self._parts:
+                    raise
+                reason = error if isinstance(error, StokerError) else f"{type(error).__name__}: {error}"
+                raise WeightTransferError(
+                    f"{reason}. The weights are now in parts old and new: the engine refuses to generate until an update "
+                    "succeeds"
+                ) from error
         moved = (name for s in shards for name in s.names if name not in mirror.passing)
-        return written + sum(mirror.tensors[name].nbytes for name in moved)
+        there = (name for name in found.written if (name,) in changed)
+        return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
 
     def write(self, new: Mapping[str, Tensor]) -> int:
         mirror, consumer = self.mirror, self._consumer
@@ -315,10 +349,12 @@ class MirroredSource:
                 copy_each([mirror.tensors[name] for name in names], [new[name] for name in names])
                 yield names
 
-    def _gather(self, shards: Sequence[Shards], then: Callable[[Collection[str]], None], *, kept: bool = True) -> None:
-        """Shards that all ranks gather, to where they are kept, and then layer by layer those that pass through.
+    def _prepare(self, memory: ExitStack, shards: Sequence[Shards], *, kept: bool = True) -> _Gathering:
+        """Take what a gather of these shards needs. What is returned gathers them, as all ranks do: to where they are kept, and
+        then layer by layer those that pass through; it calls its argument with the names of a layer's while their numbers are
+        in memory. kept: whether to gather those.
 
-        then: is called with the names of a layer's while their numbers are in memory. kept: whether to gather those.
+        What goes wrong on this rank alone it raises when all is through.
         """
         mirror = self.mirror
         assert mirror is not None
@@ -334,10 +370,24 @@ class MirroredSource:
             buckets += more
             if more and layer is not None:
                 after[len(buckets) - 1] = [name for s in of_layer for name in s.names]
-        with mirror.room():
-            for done in gather(buckets, mirror.tensors, self.device):
-                if done in after:
-                    then(after[done])
+        try:
+            memory.enter_context(mirror.room())
+            buffers = buffers_for(buckets, self.device)
+        except (RuntimeError, MemoryError) as error:
+            raise EngineStateError(
+                f"no memory to gather weights in: {error}. Nothing was changed: free some, or set a smaller "
+                "EngineConfig.gather_memory"
+            ) from error
+
+        def gathering(then: Callable[[Collection[str]], object]) -> None:
+            def then_of(index: int) -> None:
+                if index in after:
+                    then(after[index])
+
+            if (failure := gather(buckets, buffers, mirror.tensors, then_of)) is not None:
+                raise failure
+
+        return gathering
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
         if held.spoilt:
@@ -370,53 +420,34 @@ class MirroredSource:
 
         A sharded trainer's ranks tell each other the checksums of their parts, so all of them call it together.
         """
-        mirror = self.mirror
+        mirror, consumer = self.mirror, self._consumer
         assert mirror is not None
         passing = mirror.passing
-        with self._telling():
-            held = self._read()
-            names = [name for name in held.full if name in mirror.tensors and name not in passing]
-            theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
-            ours = checksums([mirror.tensors[name] for name in names], self.device)
-        wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
-        # Others came after the engine was built.
-        shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
-        grouped = by_group(shards)
-        agree(parts_of(shards), self.device)
-        found: set[str] = set()
-        for group, of_group in grouped.items():
-            kept = [part for part in (s.of(lambda name: name not in passing) for s in of_group) if part.names]
-            if kept:
-                found.update(self._compare(group, kept, mirror))
-        consumer = self._consumer
-        if consumer is not None and passing:
-            through = {name: tensor for name, tensor in held.full.items() if name in passing}
-            names += through
-            for part in self._put(through):
-                wrong += consumer.mismatches(part)
-            in_order = [s for of_group in grouped.values() for s in of_group]
-            self._gather(in_order, lambda part: found.update(consumer.mismatches(part)), kept=False)
+        with ExitStack() as memory:
+            with self._telling():
+                held = self._read()
+                names = [name for name in held.full if name in mirror.tensors and name not in passing]
+                theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
+                ours = checksums([mirror.tensors[name] for name in names], self.device)
+                wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
+                # Others came after the engine was built.
+                shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
+                kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
+                comparisons = [Comparison(*of_group, self.device, self._dtypes) for of_group in kept.items()]
+                in_order = [s for of_group in by_group(shards).values() for s in of_group]
+                gathering = self._prepare(memory, in_order, kept=False)
+            agree(parts_of(shards), self.device)
+            for comparison in comparisons:
+                comparison.exchange()
+            with self._telling():
+                found: set[str] = set()
+                if consumer is not None and passing:
+                    gathering(lambda part: found.update(consumer.mismatches(part)))
+                    through = {name: tensor for name, tensor in held.full.items() if name in passing}
+                    names += through
+                    for part in self._put(through):
+                        wrong += consumer.mismatches(part)
+                found.update(*(comparison.differing(mirror.tensors) for comparison in comparisons))
+            agree(parts_of(shards), self.device)
         count = len(names) + sum(len(s.names) for s in shards)
         return count, wrong + [name for s in shards for name in s.names if name in found]
-
-    def _compare(self, group: dist.ProcessGroup, shards: list[Shards], mirror: Mirror) -> set[str]:
-        rank = dist.get_rank(group)
-        width = max(len(pieces) for s in shards for pieces in s.pieces)
-        held = [(i, c, piece) for i, s in enumerate(shards) for c, piece in enumerate(s.pieces[rank])]
-        parts = [shards[i].local[piece.start : piece.start + piece.rows] for i, _, piece in held]
-        numbers = checksums(parts, self.device, [self._dtypes[piece.name] for *_, piece in held])
-        table = torch.zeros(len(shards), width, dtype=torch.int64, device="cpu")
-        for (i, column, _), number in zip(held, numbers, strict=True):
-            table[i, column] = number
-        mine = table.to(self.device)
-        theirs = mine.new_empty(group.size(), *mine.shape)
-        all_gather(theirs.view(-1), mine.view(-1), group=group)
-        table = theirs.cpu()
-        pieces = [
-            (r, i, c, p)
-            for i, s in enumerate(shards)
-            for r, of_rank in enumerate(s.pieces)
-            for c, p in enumerate(of_rank)
-        ]
-        ours = checksums([p.view(mirror.tensors[p.name]) for *_, p in pieces], self.device)
-        return {p.name for (r, i, c, p), number in zip(pieces, ours, strict=True) if table[r, i, c] != number}

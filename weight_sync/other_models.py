@@ -50,7 +50,8 @@ class AdapterCopies(MirroredSource):
 class AdapterOfModel:
     """One adapter, or several that are active at once. options: of ``MirroredSource``.
 
-    Of a sharded model it is made, and pulled, on all ranks together. Raises ``UnsupportedModelError``.
+    Of a sharded model it is made, and pulled, on all ranks together, and holds no numbers before that. Raises
+    ``UnsupportedModelError``.
     """
 
     def __init__(
@@ -66,7 +67,6 @@ class AdapterOfModel:
         if is_sharded(model):
             trains_biases = any(self._biases(n) != "none" for n in self._names)
             self.copies = AdapterCopies(name, model, self._names, trains_biases, device, **options)
-            self.copies.pull()
 
     def _biases(self, name: str) -> str:
         return getattr(self._model.peft_config.get(name), "bias", "none")

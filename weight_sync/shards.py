@@ -16,18 +16,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import UnsupportedModelError
+from stoker.weight_sync.meshes import Box, Layout, device_of, group_over, layout_of
 from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
 from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
-
-Box = tuple[tuple[int, int], ...]
-# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
-_GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class Piece(NamedTuple):
@@ -185,18 +180,47 @@ def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
     return found
 
 
+def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
+    """The groups that gather the shards of a model, in the order in which ``read`` finds them, and where each computes.
+
+    It asks so little that a rank knows them also where it could not ``read``: the others will wait for it there.
+    """
+    modules = [*walk(model), *walk_adapters(model)]
+    _reshard(modules)
+    found: dict[dist.ProcessGroup, torch.device] = {}
+    seen = set()  # as a model has many tensors and few kinds of them
+    for _, module in modules:
+        handle: Any = module._handle if is_unit(module) else None
+        if handle is not None and handle.uses_sharded_strategy:
+            found.setdefault(handle.process_group, handle.device)
+    for _, tensor, _ in tensors_of(modules):
+        if isinstance(tensor, DTensor):
+            kind = tensor.device_mesh, tensor.placements
+            if kind not in seen and (group := group_over(*kind)) is not None:
+                found.setdefault(group, device_of(tensor.device_mesh, tensor.device))
+            seen.add(kind)
+        elif is_shard(tensor):
+            sharded: Any = tensor
+            found.setdefault(sharded.ds_process_group, sharded.device)
+    return found
+
+
+def _reshard(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    for _, module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()  # or what it gathered for a forward would be taken for the parameters; nothing is lost
+
+
 def read(model: nn.Module) -> Held:
     """What the trainer holds now. No communication, but where a group of ranks has to be made for the first time."""
     modules, of_adapters = list(walk(model)), list(walk_adapters(model))
-    for _, module in (*modules, *of_adapters):
-        if isinstance(module, FSDPModule):
-            module.reshard()  # or what it gathered for a forward would be taken for the parameters; nothing is lost
+    _reshard([*modules, *of_adapters])
     held = Held()
     for path, module in (*modules, *of_adapters):
         if is_unit(module):
             _read_flat_parameter(held, path, module)
     seen: dict[int, str] = {}
-    layouts: dict[Any, _Layout] = {}
+    layouts: dict[Any, Layout] = {}
     sharded = (found for found in tensors_of(of_adapters) if is_shard(found[1]))
     for name, tensor, in_checkpoints in chain(tensors_of(modules), sharded):
         if name in held.shapes or name in held.aliases:
@@ -235,17 +259,7 @@ def _read_scales(held: Held, name: str, state: Any) -> None:
 # -- DTensor ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the parts of tensors of one shape, placement and mesh are. boxes: by group rank; flat: of the flattened tensor."""
-
-    group: dist.ProcessGroup | None  # None: whole on every rank
-    local: tuple[int, ...]  # this rank's shape
-    boxes: tuple[Box, ...] = ()
-    flat: bool = False
-
-
-def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, _Layout]) -> None:
+def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Layout]) -> None:
     """layouts: those found so far, as a model has many tensors and few shapes."""
     mesh, placements = tensor.device_mesh, tensor.placements
     held.add(name, tensor.shape, tensor.dtype)
@@ -258,7 +272,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, _La
     key = mesh, placements, tensor.shape
     layout = layouts.get(key)
     if layout is None:
-        layout = layouts[key] = _layout(f"parameter {name}", mesh, placements, tensor.shape)
+        layout = layouts[key] = layout_of(f"parameter {name}", mesh, placements, tensor.shape)
     if layout.local != local.shape:
         raise UnsupportedModelError(
             f"parameter {name}, placed as {placements}, holds {tuple(local.shape)} of {tuple(tensor.shape)} here, and not "
@@ -267,89 +281,10 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, _La
     if layout.group is None:
         held.full[name] = local
         return
-    kind = mesh.device_type
-    device = (
-        local.device
-        if kind == local.device.type
-        else torch.device(kind, torch.get_device_module(kind).current_device())
-    )
+    device = device_of(mesh, local.device)
     rows = local.reshape(-1) if layout.flat else local
     pieces = tuple((Piece(name, 0, box, layout.flat),) for box in layout.boxes)
     held.shards.append(Shards((name,), layout.group, device, rows, pieces))
-
-
-def _layout(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> _Layout:
-    sharded = [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
-    known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
-    coordinate = mesh.get_coordinate()
-    if not known or coordinate is None:
-        raise UnsupportedModelError(
-            f"{name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
-            "parameters over meshes that every rank of the engine is in"
-        )
-    sizes = [mesh.size(i) for i in range(mesh.ndim)]
-    places = _places(mesh)
-    local = tuple(high - low for low, high in _box(shape, sizes, placements, places[dist.get_rank()]))
-    if not sharded:
-        return _Layout(None, local)
-    # Only over the mesh dimensions that shard; the copies along the others are equal.
-    index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
-    ranks = tuple(mesh.mesh[index].flatten().tolist())
-    group = mesh.get_group(sharded[0]) if len(sharded) == 1 else _group_of(ranks)
-    of_group = [places[rank] for rank in dist.get_process_group_ranks(group)]
-    if len({tuple(place[i] for i in sharded) for place in of_group}) < len(of_group):
-        raise UnsupportedModelError(  # torch itself has lost the rest
-            f"{name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
-            "order: give its mesh ascending ones"
-        )
-    boxes = [_box(shape, sizes, placements, place) for place in of_group]
-    flat = all(box[1:] == boxes[0][1:] for box in boxes)
-    if flat:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
-        row = math.prod(shape[1:])
-        boxes = [((low * row, high * row),) for (low, high), *_ in boxes]
-    return _Layout(group, local, tuple(boxes), flat)
-
-
-def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    if sorted(ranks) == list(range(dist.get_world_size())):
-        return world
-    for key in [key for key in _GROUPS if key[0] is not world]:
-        del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
-    if (world, ranks) not in _GROUPS:
-        _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _GROUPS[world, ranks]
-
-
-def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
-    """By rank, which part it has of what each dimension of the mesh splits.
-
-    That is its rank in the dimension's group, as torch's collectives have it, and these are in ascending order: in a mesh
-    of another order it is not its coordinate.
-    """
-    ranks = mesh.mesh
-    places = [ranks.argsort(dim).argsort(dim).flatten() for dim in range(mesh.ndim)]
-    return dict(zip(ranks.flatten().tolist(), torch.stack(places, dim=1).tolist(), strict=True))
-
-
-def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], places: Sequence[int]) -> Box:
-    """What a rank holds that has these ``places``.
-
-    Mesh dimensions split a tensor dimension from left to right, each what the one before left, into chunks of rounded-up
-    length. A strided one (FSDP over tensor parallelism) comes last: it splits what the others left.
-    """
-    box = [(0, n) for n in shape]
-    splits = [
-        (isinstance(p, _StridedShard), i) for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard)
-    ]
-    for _, i in sorted(splits):
-        dim = placements[i].dim
-        low, high = box[dim]
-        length = -(-(high - low) // sizes[i])
-        begin = min(low + length * places[i], high)
-        box[dim] = (begin, min(begin + length, high))
-    return tuple(box)
 
 
 # -- flat ones -------------------------------------------------------------------------------------------------------

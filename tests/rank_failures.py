@@ -1,0 +1,179 @@
+"""What each rank does in the tests of a rank that fails alone: importable by name, as the processes have to import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import noted
+from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
+from sharded_adapters import GREEDY, adapted
+from sharded_faults import sgd, small
+
+from stoker.rollout import (
+    EngineStateError,
+    RolloutEngine,
+    WeightsMovedError,
+    binding,
+)
+from stoker.weight_sync import comparing, gather, mirrored
+
+
+def told(
+    rank: int, call: Callable[[], Any], own: str, others: str = "another rank refused; its error says why"
+) -> None:
+    """The last rank raises an error of its own, and the others at once one that says so."""
+    with pytest.raises(Exception, match=own if rank == dist.get_world_size() - 1 else others):
+        call()
+
+
+def out_of_memory(works: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """What works so many times."""
+    left = [calls]
+
+    def call(*arguments: Any, **fields: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("none left")
+        return works(*arguments, **fields)
+
+    return call
+
+
+def adapters(rank: int) -> None:
+    """What the last rank refuses of a sharded model's adapter no rank loads, and none waits for it."""
+    model, theirs = by_fsdp2(adapted("qwen3", {})), by_fsdp2(adapted("qwen3", {}, seed=7))
+    wide = by_fsdp2(adapted("qwen3", {"r": 8}))
+    fails = rank == dist.get_world_size() - 1
+    with RolloutEngine(model, config=replace(CONFIG, max_lora_rank=4, check_finite_weights=True)) as engine:
+
+        def refused(own: str, name: str = "theirs", source: Any = theirs) -> None:
+            with noted(own):
+                told(rank, lambda: engine.load_adapter(name, source), own)
+                assert engine.adapters == ("default",)
+
+        refused("name='': give a name", "" if fails else "theirs")
+        refused("'default' is on the live model already", "default" if fails else "theirs")
+        refused("no 'nobody'", source=(theirs, "nobody") if fails else theirs)
+        refused("rank 8", source=wide if fails else theirs)
+        if fails:
+            engine.sleep(level=2)
+        refused("the weights are asleep")
+        engine.wake_up()
+        part = next(p for n, p in theirs.named_parameters() if "lora_A" in n).to_local().detach()
+        kept = part.clone()
+        if fails:
+            part.fill_(torch.nan)
+        refused("holds NaN or Inf")
+        part.copy_(kept)
+        engine.load_adapter("theirs", theirs)
+        engine.load_adapter("again", theirs)
+        handle = engine.submit(PROMPT, GREEDY, adapter="theirs") if fails else None
+        told(rank, lambda: engine.load_adapter("theirs", theirs), "cannot be replaced while 1 requests use it")
+        if handle is not None:
+            handle.result()
+        engine.load_adapter("theirs", theirs)
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+
+
+def building(rank: int, sharding: str) -> None:
+    """Whatever ends the building of an engine on one rank ends it on all, and the next attempt is none the worse for it."""
+    shard = {"fsdp2": by_fsdp2, "two meshes": by_two_meshes}[sharding]
+    model, fails = shard(small()), rank == dist.get_world_size() - 1
+
+    def refused(own: str, owner: Any = None, name: str = "", **settings: Any) -> None:
+        with noted(f"{own} {name}"), pytest.MonkeyPatch.context() as patch:
+            if fails and owner is not None:
+                patch.setattr(owner, name, out_of_memory(getattr(owner, name), 0))
+            config = replace(CONFIG, **settings) if fails else CONFIG
+            told(rank, lambda: RolloutEngine(model, config=config), own)
+
+    refused("none left", mirrored, "read")
+    refused("none left", mirrored, "Mirror")
+    refused("none left", mirrored, "buffers_for")
+    refused("holds no block", kv_cache_memory=1)
+    refused("is beyond the model's", max_model_len=2**20)
+    refused("none left", binding, "fuse_layers")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert_matches(engine, small())
+
+
+def lack_of_memory(rank: int, sharding: str) -> None:
+    """A rank that has no memory for a gather refuses, and all keep what they had. One that has none for placing what came takes
+    part to the end, and no rank generates before the next update."""
+    shard = {"fsdp2": by_fsdp2, "two meshes": by_two_meshes}[sharding]
+    twin, model, fails = small(), shard(small()), rank == dist.get_world_size() - 1
+    optimizers = sgd(twin), sgd(model)
+    with RolloutEngine(model, config=replace(CONFIG, gather_memory="64KiB")) as engine:
+        for step, (owner, name, calls) in enumerate(
+            [
+                (mirrored, "buffers_for", 0),
+                (gather._Part, "pack", 3),
+                (gather._Part, "place", 3),
+                (mirrored, "copy_each", 0),
+            ]
+        ):
+            for one, optimizer in zip((twin, model), optimizers, strict=True):
+                train(one, optimizer, step)
+            with noted(name), pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(owner, name, out_of_memory(getattr(owner, name), calls))
+                if name == "buffers_for":
+                    told(rank, engine.update_weights, "no memory to gather weights in: none left")
+                    engine.generate_batch([PROMPT], PARAMS)
+                else:
+                    half_way = "The weights are now in parts old and new"
+                    own = f"OutOfMemoryError: none left. {half_way}"
+                    told(rank, engine.update_weights, own, f"another rank failed half-way; .*{half_way}")
+                    with pytest.raises(EngineStateError, match="incomplete since an update failed"):
+                        engine.generate_batch([PROMPT], PARAMS)
+                assert engine.weight_version == step
+            assert engine.update_weights() == step + 1
+            assert set(assert_matches(engine, twin)) == {step + 1}
+
+
+def verifying(rank: int) -> None:
+    """A rank that fails in a comparison before or after the ranks have told each other what they hold."""
+    model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
+    with RolloutEngine(model, config=CONFIG) as engine:
+        for owner, name in ((comparing, "checksums"), (comparing.Comparison, "differing")):
+            with noted(name), pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(owner, name, out_of_memory(getattr(owner, name), 0))
+                told(rank, engine.verify_weights, "^none left")
+            assert engine.verify_weights().ok
+
+
+def settings(rank: int) -> None:
+    """A setting that one rank alone has changed."""
+    model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+        if fails:
+            for layer in model.model.layers:
+                layer.self_attn.scaling *= 3
+            with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
+                engine.generate_batch([PROMPT], PARAMS)
+            with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
+                engine.update_weights(dict(small().named_parameters()))
+        assert engine.update_weights() == 1
+        after = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+        assert (after != before) == fails
+        assert engine.verify_weights().ok
+        engine.update_weights()
+        if fails:
+            for layer in model.model.layers:
+                layer.self_attn.scaling /= 3
+        told(rank, engine.verify_weights, r"call update_weights\(\) on every rank once")
+        assert engine.update_weights() == 3 and engine.verify_weights().ok
+        assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs == before
+        if fails:
+            model.config.num_key_value_heads *= 2
+        told(rank, engine.update_weights, "other shape|another shape|does not run")
+        if fails:
+            model.config.num_key_value_heads //= 2
+        assert engine.update_weights() == 4 and engine.verify_weights().ok

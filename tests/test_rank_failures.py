@@ -1,0 +1,31 @@
+"""A rank that fails alone in what all do together: no other one waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import rank_failures
+import ranks
+
+SHARDINGS = [("fsdp2", 2), ("two meshes", 4)]
+
+
+def test_an_adapter_of_a_sharded_model():
+    ranks.run(rank_failures.adapters, 2, timeout=20)
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), SHARDINGS)
+def test_the_building_of_an_engine(sharding, world_size):
+    ranks.run(rank_failures.building, world_size, sharding, timeout=20)
+
+
+@pytest.mark.parametrize(("sharding", "world_size"), SHARDINGS)
+def test_a_lack_of_memory_for_an_update(sharding, world_size):
+    ranks.run(rank_failures.lack_of_memory, world_size, sharding, timeout=20)
+
+
+def test_a_comparison_of_weights():
+    ranks.run(rank_failures.verifying, 2, timeout=20)
+
+
+def test_a_setting_of_one_ranks_model():
+    ranks.run(rank_failures.settings, 2, timeout=20)

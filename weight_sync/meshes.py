@@ -1,0 +1,122 @@
+"""Where the parts of a DTensor lie: over which ranks a mesh cuts it, and which box of the whole each of them holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from stoker.kernels.errors import UnsupportedModelError
+
+Box = tuple[tuple[int, int], ...]
+# Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
+_GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of tensors of one shape, placement and mesh are. boxes: by group rank; flat: of the flattened tensor."""
+
+    group: dist.ProcessGroup | None  # None: whole on every rank
+    local: tuple[int, ...]  # this rank's shape
+    boxes: tuple[Box, ...] = ()
+    flat: bool = False
+
+
+def device_of(mesh: DeviceMesh, of_parts: torch.device) -> torch.device:
+    """Where a trainer computes with parts, which may wait in host memory."""
+    kind = mesh.device_type
+    if kind == of_parts.type:
+        return of_parts
+    return torch.empty(0, device=kind).device  # the present one of that kind
+
+
+def _splits(mesh: DeviceMesh, placements: Sequence[Any]) -> list[int]:
+    """The dimensions of a mesh that shard; the copies along the others are equal."""
+    return [i for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard) and mesh.size(i) > 1]
+
+
+def group_over(mesh: DeviceMesh, placements: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Of the ranks among which this one's parts lie; None where it has the whole, or is not in the mesh."""
+    sharded, coordinate = _splits(mesh, placements), mesh.get_coordinate()
+    if not sharded or coordinate is None:
+        return None
+    index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
+    ranks = tuple(mesh.mesh[index].flatten().tolist())
+    return mesh.get_group(sharded[0]) if len(sharded) == 1 else _group_of(ranks)
+
+
+def layout_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> Layout:
+    known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
+    if not known or mesh.get_coordinate() is None:
+        raise UnsupportedModelError(
+            f"{name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
+            "parameters over meshes that every rank of the engine is in"
+        )
+    sizes = [mesh.size(i) for i in range(mesh.ndim)]
+    places = _places(mesh)
+    local = tuple(high - low for low, high in _box(shape, sizes, placements, places[dist.get_rank()]))
+    sharded, group = _splits(mesh, placements), group_over(mesh, placements)
+    if group is None:
+        return Layout(None, local)
+    of_group = [places[rank] for rank in dist.get_process_group_ranks(group)]
+    if len({tuple(place[i] for i in sharded) for place in of_group}) < len(of_group):
+        raise UnsupportedModelError(  # torch itself has lost the rest
+            f"{name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
+            "order: give its mesh ascending ones"
+        )
+    boxes = [_box(shape, sizes, placements, place) for place in of_group]
+    flat = all(box[1:] == boxes[0][1:] for box in boxes)
+    if flat:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
+        row = math.prod(shape[1:])
+        boxes = [((low * row, high * row),) for (low, high), *_ in boxes]
+    return Layout(group, local, tuple(boxes), flat)
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        return world
+    for key in [key for key in _GROUPS if key[0] is not world]:
+        del _GROUPS[key]  # which would keep threads and sockets of a world that is no more
+    if (world, ranks) not in _GROUPS:
+        _GROUPS[world, ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _GROUPS[world, ranks]
+
+
+def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
+    """By rank, which part it has of what each dimension of the mesh splits.
+
+    That is its rank in the dimension's group, as torch's collectives have it, and these are in ascending order: in a mesh
+    of another order it is not its coordinate.
+    """
+    ranks = mesh.mesh
+    places = [ranks.argsort(dim).argsort(dim).flatten() for dim in range(mesh.ndim)]
+    return dict(zip(ranks.flatten().tolist(), torch.stack(places, dim=1).tolist(), strict=True))
+
+
+def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], places: Sequence[int]) -> Box:
+    """What a rank holds that has these ``places``.
+
+    Mesh dimensions split a tensor dimension from left to right, each what the one before left, into chunks of rounded-up
+    length. A strided one (FSDP over tensor parallelism) comes last: it splits what the others left.
+    """
+    box = [(0, n) for n in shape]
+    splits = [
+        (isinstance(p, _StridedShard), i) for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard)
+    ]
+    for _, i in sorted(splits):
+        dim = placements[i].dim
+        low, high = box[dim]
+        length = -(-(high - low) // sizes[i])
+        begin = min(low + length * places[i], high)
+        box[dim] = (begin, min(begin + length, high))
+    return tuple(box)
