@@ -99,6 +99,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._failed = threading.Event()
         self._trainer: Any = None
         self._callback: TrainerCallback | None = None
+        self._gave_budget = False
         self._loop: _EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self.engine: RolloutEngine | None = None
@@ -141,7 +142,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         try:
             if self.engine is not None:
                 if args.token_budget is None:  # or the trainer would ask a server
-                    args.token_budget = self.engine.max_model_len
+                    args.token_budget, self._gave_budget = self.engine.max_model_len, True
                 self.rollout_buffer.maxsize = args.queue_maxsize
                 self._callback = _AroundOptimizerSteps(self, self.engine, self._recompute)
                 trainer.add_callback(self._callback)
@@ -153,7 +154,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             raise
 
     def detach(self) -> None:
-        """Close the engine. The trainer needs another rollout worker before it can train again."""
+        """Close the engine, and undo ``attach``. The trainer needs another rollout worker before it can train again."""
         if self._trainer is None:
             raise EngineStateError("these rollouts are attached to no trainer")
         self.stop()
@@ -162,6 +163,8 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     @uninterrupted()
     def _leave(self) -> None:
         vars(self._trainer).pop("_sync_weight_merged", None)
+        if self._gave_budget:  # another engine's length may be another one
+            self._trainer.args.token_budget, self._gave_budget = None, False
         if self._callback is not None:
             remove_callback(self._trainer, self._callback)
         if self.engine is not None:

@@ -286,7 +286,7 @@ def test_an_interrupt_leaves_the_trainer_as_it_was(make: Make, monkeypatch: pyte
     trainer.model.load_state_dict(
         {k: v.clone() for k, v in trainer.model.state_dict().items()}, assign=True
     )  # no file's
-    before = dict(vars(trainer))
+    before, settings = dict(vars(trainer)), dict(vars(trainer.args))
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -295,9 +295,11 @@ def test_an_interrupt_leaves_the_trainer_as_it_was(make: Make, monkeypatch: pyte
         patch.setattr(type(trainer), "add_callback", interrupt)
         trainer.rollout_worker.attach(trainer)
     assert vars(trainer) == before and trainer.rollout_worker.engine is None
+    assert vars(trainer.args) == settings
     assert all(p.untyped_storage().resizable() for p in trainer.model.parameters()), "weights own their memory again"
     trainer.rollout_worker.attach(trainer)
     trainer.rollout_worker.detach()
+    assert vars(trainer) == before and vars(trainer.args) == settings
 
 
 def test_a_setting_that_cannot_be_is_refused_before_training(make: Make) -> None:
