@@ -102,14 +102,16 @@ class AcceleratedEngine:
         ``rollout/mean_length`` (of completions, in tokens) and ``rollout/weight_version``; step: the step they are
         logged under. Without one, W&B has them in the entry that the loop logs next.
         """
-        if self.engine.is_sleeping:
-            self.engine.wake_up()
         try:
             steps = self._deepspeed_steps()
             if self._changed or steps != self._steps_seen:
+                if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
+                    self.engine.wake_up("weights")
                 self.engine.update_weights()
                 self._know_parameters()
                 self._changed, self._steps_seen = False, steps
+            if self.engine.is_sleeping:
+                self.engine.wake_up()
             start = time.perf_counter()
             batch = self.engine.generate_batch(
                 prompts,

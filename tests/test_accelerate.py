@@ -144,6 +144,24 @@ def test_asleep_outside_of_rollouts() -> None:
         assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
 
 
+def test_weights_are_taken_before_the_kv_cache_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, model, optimizer = prepared()
+    config = EngineConfig(dtype="float64", kv_cache_memory="1MiB")  # with a copy of the weights, which sleeps too
+    with AcceleratedEngine(accelerator, model, config=config, sleep=True) as engine:
+        update, asleep = engine.engine.update_weights, []
+
+        def look() -> int:
+            asleep.append(list(engine.engine._memory.asleep))
+            return update()
+
+        monkeypatch.setattr(engine.engine, "update_weights", look)
+        for _ in range(2):
+            engine.generate_batch(PROMPTS, PARAMS)
+            train_on(accelerator, model, optimizer, [3, 4, 5])
+        assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+        assert asleep == [["kv_cache"]] * 2 and engine.engine.is_sleeping
+
+
 def test_an_error_is_not_hidden_by_one_of_falling_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, _ = prepared()
     with AcceleratedEngine(accelerator, model, sleep=True) as engine:
