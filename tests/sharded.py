@@ -113,6 +113,8 @@ WRAPPERS: dict[int, dict[str, Any]] = {
         "fsdp2": by_fsdp2,
         "fsdp2 with images": by_fsdp2,
         "fsdp1": by_fsdp1,
+        "fsdp1 of tied weights": by_fsdp1,
+        "fsdp1 of tied original parameters": partial(by_fsdp1, use_orig_params=True),
         "fsdp1 with checkpointing": by_checkpointing_fsdp1,
         "fsdp1 not sharded": partial(by_fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
         "ddp": by_ddp,
