@@ -15,7 +15,7 @@ from sender import Kept, over_a_pipe, sending, some_tensors, take
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import WeightTransferError
 from stoker.weight_sync.manifest import Manifest, TensorSpec
 from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.transport import SharedMemoryTransfer, send_weights
@@ -61,15 +61,68 @@ def test_the_device_is_waited_for_before_the_other_end_is_told(monkeypatch: pyte
     assert done["receiver"] == ["judged", *["waits", "taken"] * 3, "ended"]
 
 
-def test_a_transfer_that_brings_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["short", "long", "lost", "twice"])
+def test_a_bucket_of_another_size_than_announced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = over_a_pipe()
-    whole = here.bucket
-    monkeypatch.setattr(here, "bucket", lambda: whole()[:-4])
-    with sending(there, {"a": torch.ones(5)}) as sent:
-        with pytest.raises(WeightsMismatchError, match="a came in part"):
-            take(here, {"a": torch.zeros(5)})
-        with pytest.raises(WeightTransferError, match="a came in part"):
+    whole, passed = here.bucket, list[Tensor]()
+    # Of buckets of 16, 16 and 4 bytes: the second one, cut or doubled, the third in its place, or again in place of the third.
+    of_second = {"short": lambda d: d[:-3], "long": lambda d: torch.cat([d, d]), "lost": lambda _: whole()}
+
+    def bucket() -> Tensor:
+        data = passed[1] if how == "twice" and len(passed) == 2 else whole().clone()
+        passed.append(of_second[how](data) if how != "twice" and len(passed) == 1 else data)
+        return passed[-1]
+
+    monkeypatch.setattr(here, "bucket", bucket)
+    target = {"a": torch.zeros(9)}
+    with sending(there, {"a": torch.ones(9)}, 16) as sent:
+        with pytest.raises(WeightTransferError, match=r"a bucket has \d+ bytes, and (4|16) were announced"):
+            take(here, target)
+        with pytest.raises(WeightTransferError, match="were announced"):
             sent.result()
+    assert not target["a"].any()
+
+
+def test_buckets_that_come_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one size, with no way to tell them but by what is in them."""
+    here, there = over_a_pipe()
+    send, kept = there.bucket, list[Tensor]()
+
+    def swapped(data: Tensor) -> Tensor:
+        kept.append(data.clone())
+        if len(kept) == 2:
+            send(kept[1])
+            send(kept[0])
+        return data
+
+    monkeypatch.setattr(there, "bucket", swapped)
+    target = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    with sending(there, {"a": torch.ones(4), "b": torch.ones(4) * 2}, 16) as sent:
+        with pytest.raises(WeightTransferError, match="a, b came otherwise than announced"):
+            take(here, target)
+        with pytest.raises(WeightTransferError, match="came otherwise than announced"):
+            sent.result()
+    assert not target["a"].any()
+
+
+def test_weights_that_are_written_to_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a trainer that goes on: half of a tensor would be of one step, half of the next."""
+    here, there = over_a_pipe()
+    send, tensor, target = there.bucket, torch.ones(8), {"a": torch.zeros(8)}
+
+    def step_behind(data: Tensor) -> Tensor:
+        try:
+            return send(data)
+        finally:
+            tensor.add_(1)
+
+    monkeypatch.setattr(there, "bucket", step_behind)
+    with sending(there, {"a": tensor}, 16) as sent:
+        with pytest.raises(WeightTransferError, match="a came otherwise than announced: the sender wrote to them"):
+            take(here, target)
+        with pytest.raises(WeightTransferError, match="came otherwise"):
+            sent.result()
+    assert not target["a"].any()
 
 
 def test_a_transfer_without_any_element() -> None:

@@ -84,6 +84,11 @@ def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:
             staging.expect(spec)
         for bucket in manifest.buckets():
             data, end = transfer.bucket(), 0
+            if (due := sum(spec.dtype.itemsize * count for spec, _, count in bucket)) != data.numel():
+                raise WeightTransferError(
+                    f"a bucket has {data.numel()} bytes, and {due} were announced: the transfer lost some, or gave its "
+                    f"buckets in another order. {OLD_STAYS}"
+                )
             for spec, start, count in bucket:
                 size = count * spec.dtype.itemsize
                 staging.write(spec.name, start, data[end : end + size].view(spec.dtype))

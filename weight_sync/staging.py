@@ -132,7 +132,7 @@ class Staging:
     def finish(self) -> None:
         """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be is here and can be taken.
 
-        ``WeightTransferError`` where something that was not to come is no longer what it was.
+        ``WeightTransferError`` where something that was not to come is no longer what it was, or came otherwise than announced.
         """
         stays = {name: number for name, number in self._held.items() if name not in self._came}
         problems = list(dict.fromkeys(self._problems))
@@ -152,7 +152,19 @@ class Staging:
                 f"{', '.join(changed)} changed in this process while the other weights arrived, and did not come: send "
                 "again, and call update_weights again. What arrived was not taken"
             )
+        self._check_arrived()
         self._learn()
+
+    def _check_arrived(self) -> None:
+        """Raise ``WeightTransferError`` where a content is not the one that was announced; one that was cast cannot be told."""
+        same = {n: s for n, s in self._coming.items() if s.checksum is not None and s.dtype == self._new[n].dtype}
+        content = [self._new[name] for name in same]
+        sums = checksums(content, content[0].device) if content else []
+        if wrong := [name for (name, spec), number in zip(same.items(), sums, strict=True) if number != spec.checksum]:
+            raise WeightTransferError(
+                f"{', '.join(wrong[:4])} came otherwise than announced: the sender wrote to them while it sent, or the transfer "
+                "gave its buckets in another order. Send again, and call update_weights again. What arrived was not taken"
+            )
 
     def _learn(self) -> None:
         """What became of the sender's content by the casts to the engine's dtypes."""
