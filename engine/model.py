@@ -97,9 +97,8 @@ class ModelShell:
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and value.is_meta:
                     setattr(module, key, getattr(modules[path], key))
-                elif not is_split and key not in _OF_THE_SHELL and all(map(is_setting, (value, theirs.get(key, ...)))):
-                    setattr(module, key, theirs[key])  # the config may say another one by now
-                    self.settings.watch(theirs, key)
+                elif not is_split and key not in _OF_THE_SHELL and is_setting(value):
+                    setattr(module, key, self.settings.taken_over(path, theirs, key, value))
         self.stood_for = _keep_unscaled(self.module)
         self._base, self._tail, self._given = _split(self.module)
         self.text: Any = self._base if self._base in self.decoder.modules() else self.decoder  # Llama 4's has a head

@@ -6,9 +6,14 @@ import operator
 import re
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
+from stoker.kernels.errors import UnsupportedModelError
+
 # What a trainer may change all the time, and no rollout reads; a kept length is of the rotary embeddings' own.
 _NOT_OF_ROLLOUTS = re.compile(
-    r"_.*|p|name_or_path|.*(dropout|jitter|loss|_coef|checkpointing|initializer|seq_len_cached|token_id).*"
+    r"_.*|p|name_or_path|padding_idx|.*(drop|jitter|loss|_coef|checkpointing|initializer|seq_len_cached|token_id).*"
 )
 
 
@@ -25,6 +30,24 @@ class Settings:
         self._names: list[str] = []
         self._values: list[Any] = []
 
+    def taken_over(self, path: str, owner: dict[str, Any], name: str, own: Any) -> Any:
+        """What a module computes with, for which the config says ``own``, and that of the model ``owner`` says: it may by now.
+
+        Raises ``UnsupportedModelError`` for an array in place of a number.
+        """
+        value = owner.get(name, ...)
+        if own is not None:
+            value = _plain(value)
+        if is_setting(value):
+            self.watch(owner, name)
+            return value
+        if isinstance(own, float) and isinstance(value, np.ndarray | Tensor):
+            raise UnsupportedModelError(
+                f"{path}.{name} is an array of shape {tuple(value.shape)}, and a number where the model's class makes it: give it "
+                "one"
+            )
+        return own
+
     def watch(self, owner: dict[str, Any], name: str) -> None:
         if not _NOT_OF_ROLLOUTS.fullmatch(name):
             self._owners.append(owner)
@@ -34,7 +57,7 @@ class Settings:
     def watch_numbers(self, config: Any) -> None:
         """Of a model's configuration, some of which its forward reads: a softcap, say. Switches are the trainer's."""
         for name, value in vars(config).items():
-            if type(value) in (int, float):
+            if value is None or type(value) in (int, float):
                 self.watch(vars(config), name)
 
     @property
@@ -42,6 +65,16 @@ class Settings:
         now = list(map(dict.get, self._owners, self._names))
         if all(map(operator.is_, now, self._values)):
             return False
-        others = ((a, b) for a, b in zip(now, self._values, strict=True) if a is not b)  # a NaN is not even itself
-        # What a forward keeps where there was nothing, such as positions of a sequence's images, is none.
-        return any(a != b if is_setting(a) else b is not None for a, b in others)
+        return any(a is not b and _differs(a, b) for a, b in zip(now, self._values, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """One number of numpy's or torch's as Python has it; anything else as it is."""
+    return value.item() if isinstance(value, np.generic | Tensor) and value.ndim == 0 else value
+
+
+def _differs(now: Any, before: Any) -> bool:
+    if before is None:  # what a forward keeps there, such as positions of a sequence's images, is no setting
+        return type(now) in (int, float)
+    now = _plain(now)
+    return not is_setting(now) or bool(now != _plain(before))

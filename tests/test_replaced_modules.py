@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -72,7 +73,7 @@ def halves(model: Any, path: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("told", [False, True])
 def test_a_module_without_tensors_that_became_another_is_refused_but_for_what_does_nothing(told: bool) -> None:
     model: Any = make_model("llama")
-    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+    model.model.layers[0].mlp.drop, model.config.resid_pdrop = nn.Dropout(0.1), 0.1
     with RolloutEngine(model, config=CONFIG) as engine:
         call = engine.update_weights if told else lambda: engine.generate_batch([[1]])
         model.model.layers[0].mlp.drop = nn.Identity()
@@ -131,11 +132,28 @@ def another_softcap(model: Any) -> None:
     model.config.final_logit_softcapping = 0.1
 
 
+def scaled_by_numpy(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = np.float32(0.01)
+
+
+def scaled_by_a_tensor(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = torch.tensor(0.01)
+
+
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
 @pytest.mark.parametrize(
     ("family", "change"),
-    [("llama", scaled), ("llama", another_epsilon), ("qwen3_moe", fewer_experts), ("gemma2", another_softcap)],
+    [
+        ("llama", scaled),
+        ("llama", scaled_by_numpy),
+        ("llama", scaled_by_a_tensor),
+        ("llama", another_epsilon),
+        ("qwen3_moe", fewer_experts),
+        ("gemma2", another_softcap),
+    ],
 )
 def test_settings_that_change_are_followed(family: str, change: Any, dtype: str, told: bool) -> None:
     """What the trainer's next forward computes with, so does the engine, be it in a copy of the weights."""
@@ -160,10 +178,40 @@ def test_settings_that_change_are_followed(family: str, change: Any, dtype: str,
         assert engine.weight_version == 1, "what was computed before serves nobody"
 
 
+@pytest.mark.parametrize("change", [scaled_by_numpy, scaled_by_a_tensor])
+def test_one_number_of_numpy_s_or_torch_s_is_the_number_it_is(change: Any) -> None:
+    model: Any = make_model("llama")
+    change(model)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        (scores,) = engine.score([[5, 6, 7, 8]])
+        torch.testing.assert_close(scores.logprobs.double(), oracle.logprobs(model, [5], [6, 7, 8]), rtol=0, atol=1e-4)
+        assert not engine._binding.shell.settings.changed
+
+
+def test_an_array_in_place_of_a_number_is_refused_by_name() -> None:
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before, model.model.layers[1].self_attn.scaling = model.model.layers[1].self_attn.scaling, torch.ones(4, 1, 1)
+        for call in (lambda: engine.generate_batch([[1]]), lambda: RolloutEngine(model)) * 2:
+            with pytest.raises(UnsupportedModelError, match=r"^model.layers.1.self_attn.scaling is an array of shape"):
+                call()
+        model.model.layers[1].self_attn.scaling = before
+        engine.generate_batch([[1]])
+
+
+def test_a_number_of_the_configuration_where_there_was_none_is_followed() -> None:
+    model: Any = make_model("gemma2", final_logit_softcapping=None)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.generate_batch([[1]])
+        another_softcap(model)
+        (scores,) = engine.score([[5, 6, 7, 8]])
+        torch.testing.assert_close(scores.logprobs.double(), oracle.logprobs(model, [5], [6, 7, 8]), rtol=0, atol=1e-4)
+
+
 def test_settings_of_training_alone_are_of_no_interest() -> None:
     """A shell is not made anew at each of them."""
     model: Any = make_model("llama")
-    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+    model.model.layers[0].mlp.drop, model.config.resid_pdrop = nn.Dropout(0.1), 0.1
     with RolloutEngine(model, config=CONFIG) as engine:
         shell = engine._binding.shell
         model.train()
@@ -171,6 +219,7 @@ def test_settings_of_training_alone_are_of_no_interest() -> None:
         model.model.layers[0].mlp.drop.p = 0.2
         model.model.layers[0].self_attn.attention_dropout = 0.2
         model.config.attention_dropout, model.config.use_cache, model.config.pad_token_id = 0.2, False, 3
+        model.config.resid_pdrop, model.model.embed_tokens.padding_idx = 0.2, 3
         model.model.layers[0].mlp.up_proj.register_full_backward_hook(lambda *_: None)
         engine.generate_batch([[1]])
         assert engine._binding.shell is shell and engine.weight_version == 0
