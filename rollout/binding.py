@@ -137,21 +137,25 @@ class ModelBinding:
         then keeps the old shell, and goes on failing.
         """
         with self.together():
-            self._changed = False
             same = self._looks_as_seen()
-            source, shell = self._made_anew() if not same and self._has_moved() else (None, None)
-            if source is None:
+            moved = not same and self._has_moved()
+            anew = self._made_anew() if moved else None
+            if anew and anew[0] is self.source:
+                self._succeed(*anew)
+                self._changed = True  # where a later line raises, nobody is told
+            elif not moved:
                 self._look_at_adapters(same=same)
                 self._remember()
-        if source is None or shell is None:
-            return self.source.pull() + self.adapters.pull()
-        written = source.pull()
-        try:
-            self._succeed(source, shell)
-        except Exception as error:
-            self.adapters.refuse(error)
-            raise
-        return written + self.adapters.pull()
+        written = self.source.pull() if anew is None else anew[0].pull()
+        if anew and anew[0] is not self.source:
+            try:
+                self._succeed(*anew)
+            except Exception as error:
+                self.adapters.refuse(error)
+                raise
+        written += self.adapters.pull()
+        self._changed = False
+        return written
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -167,24 +171,26 @@ class ModelBinding:
     def rebind(self) -> None:
         """Take the weights as they are now, where the model has ``moved``; without another rank.
 
-        Raises ``WeightsMovedError`` where that cannot be: the model was sharded since the last update, or changed while it was.
+        Raises ``WeightsMovedError`` as ``check_alone``.
         """
         self.check_alone()
         source, shell = self._made_anew()
-        source.pull()
+        if source is not self.source:
+            source.pull()
         self._succeed(source, shell)
 
     def check_alone(self) -> None:
-        if is_sharded(self.model):
+        """Raise ``WeightsMovedError`` where a model that has ``moved`` cannot be taken without another rank."""
+        if self._needs_new_source() and (is_sharded(self.model) or not self.source.at_hand):
             raise WeightsMovedError(
-                "the model is sharded now, or it was and a setting of it has changed: call update_weights() on every rank "
-                "once"
+                "the model is sharded now, or a setting of it has changed, and its weights, of which not all are kept, were "
+                "gathered or came from elsewhere: call update_weights() on every rank once"
             )
 
     def _made_anew(self) -> tuple[WeightSource, ModelShell]:
         """A source of the model as it is now, which nothing was pulled from, and a shell over it."""
         self.source.check()
-        source = self._source_now()
+        source = self._source_now() if self._needs_new_source() else self.source
         shell = self._new_shell(source)
         same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
         if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
@@ -207,6 +213,13 @@ class ModelBinding:
         """Whether any borrowed tensor of the model was added, replaced or moved since it was bound, or a setting changed."""
         return self.shell.settings.changed or self.source.moved(unwrap(self.model))
 
+    def _needs_new_source(self) -> bool:
+        """Of what has ``moved``: not where a setting alone has changed, as another copy would take as much memory again, and have
+        nothing that came from elsewhere. But layers are compared with their fused form on weights that are all there.
+        """
+        source = self.source
+        return source.moved(unwrap(self.model)) or bool(source.passing) or not source.complete
+
     def _has_moved(self) -> bool:
         """``moved``, of the modules that the shell was made for; another model is another shell's."""
         if unwrap(self.model) is self.source.module:
@@ -216,7 +229,8 @@ class ModelBinding:
     def notice(self) -> bool:
         """Take changes nobody announced, as far as that needs no other rank; returns whether there were any.
 
-        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update, or changed while it was.
+        Raises ``WeightsMovedError`` where it does: the model was sharded since the last update, or a setting of it has changed and
+        its weights are not all there.
         """
         same = self._is_as_seen()
         moved = not same and self._has_moved()

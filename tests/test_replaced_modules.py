@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ import torch
 from families import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from stoker.engine.settings import Settings
+from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4)
@@ -206,6 +210,90 @@ def test_a_number_of_the_configuration_where_there_was_none_is_followed() -> Non
         another_softcap(model)
         (scores,) = engine.score([[5, 6, 7, 8]])
         torch.testing.assert_close(scores.logprobs.double(), oracle.logprobs(model, [5], [6, 7, 8]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_copy_of_the_weights_stays_when_a_setting_changes(told: bool) -> None:
+    """Another one would take its memory again, and have the model's numbers in place of those that came from elsewhere."""
+    model: Any = make_model("llama")
+    elsewhere: Any = make_model("llama", seed=1)
+    with RolloutEngine(model, config=replace(CONFIG, dtype="float64")) as engine:
+        mirror = engine._binding.source.mirror  # type: ignore[attr-defined]
+        engine.update_weights(elsewhere.state_dict())
+        for one in (model, elsewhere):
+            another_epsilon(one)
+        if told:
+            engine.update_weights(elsewhere.state_dict())
+        (scores,) = engine.score([[5, 6, 7, 8]])
+        expected = oracle.logprobs(elsewhere, [5], [6, 7, 8])
+        torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
+        assert engine.update_weights() == engine.weight_version
+        (scores,) = engine.score([[5, 6, 7, 8]])
+        expected = oracle.logprobs(model, [5], [6, 7, 8])
+        torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
+        assert engine._binding.source.mirror is mirror  # type: ignore[attr-defined]
+
+
+def test_what_changed_before_an_update_that_is_refused_is_not_forgotten() -> None:
+    """A setting, and what waking has taken from the model."""
+    model: Any = make_model("llama")
+    config = replace(CONFIG, dtype="float64", check_finite_weights=True)
+    sequence, weight = [*range(5, 25)], model.model.norm.weight
+    with RolloutEngine(model, config=config) as engine:
+
+        def refused() -> None:
+            before = weight.detach().clone()
+            with torch.no_grad():
+                weight.fill_(torch.nan)
+                with pytest.raises(WeightsMismatchError, match="NaN"):
+                    engine.update_weights()
+                weight.copy_(before)
+
+        def check() -> None:
+            (scores,) = engine.score([sequence], start=16)
+            expected = oracle.logprobs(model, sequence[:16], sequence[16:])
+            torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
+
+        check()
+        scaled(model)
+        refused()
+        check()
+        engine.sleep(tags=["weights"])
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.weight.mul_(-1)
+        engine.wake_up()
+        refused()
+        check()
+
+
+def test_weights_from_elsewhere_of_which_none_are_kept_are_not_replaced_by_the_model_s() -> None:
+    """Layers in fp8 are made anew of weights that are gone."""
+    model: Any = make_model("llama")
+    config = replace(CONFIG, dtype="float64", quantization="fp8")
+    with RolloutEngine(model, config=config) as engine:
+        engine.update_weights(make_model("llama", seed=1).state_dict())
+        engine.generate_batch([[1]])
+        another_epsilon(model)
+        for _ in range(2):
+            with pytest.raises(WeightsMovedError, match="or a setting of it has changed"):
+                engine.generate_batch([[1]])
+        engine.update_weights()
+        engine.generate_batch([[1]])
+
+
+def test_a_setting_of_a_sharded_model_is_followed_by_each_rank_for_itself(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model: Any = fully_shard(make_model("llama"), mesh=init_device_mesh("cpu", (1,)))
+        with RolloutEngine(model, config=CONFIG) as engine:
+            (before,) = engine.score([[5, 6, 7, 8]])
+            scaled(model)
+            (scores,) = engine.score([[5, 6, 7, 8]])
+            assert (scores.logprobs - before.logprobs).abs().max() > 1e-2
+            expected = oracle.logprobs(model, [5], [6, 7, 8])
+            torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_settings_of_training_alone_are_of_no_interest() -> None:
