@@ -199,13 +199,17 @@ class ModelBinding:
 
     def _succeed(self, source: WeightSource, shell: ModelShell) -> None:
         """Run on them from now on."""
-        if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
-            source.succeed(self.source)
-        shell = self._fuse(shell, source)
-        self._seen = None
-        self.adapters.look(shell, source, announced=True)
-        if isinstance(self.source, AliasedSource):
-            self.source.superseded()
+        kept, dropped = self.source, source
+        try:
+            if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
+                source.succeed(self.source)
+            shell = self._fuse(shell, source)
+            self._seen = None
+            self.adapters.look(shell, source, announced=True)
+            kept, dropped = source, self.source
+        finally:
+            if isinstance(dropped, AliasedSource) and dropped is not kept:
+                dropped.superseded() if isinstance(kept, AliasedSource) else dropped.release()
         self.source, self.shell, self._kinds = source, shell, kinds(source.module)
         self._remember()
 

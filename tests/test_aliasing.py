@@ -11,6 +11,9 @@ import torch
 from families import make_model
 from small_training import CONFIG, PARAMS, PROMPT, assert_matches, assert_same, snapshot, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stoker.engine.fused_decoder import FusedDecoderLayer
@@ -287,3 +290,40 @@ def test_what_an_exception_keeps_alive_uses_no_weights():
     engine.close()
     assert all(p.untyped_storage().resizable() for p in model.parameters())
     assert raised.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_a_look_that_failed_has_moved_is_given_back(goes_on, monkeypatch):
+    """Be it lost with what moved it, or kept alive by the error."""
+    model = make_model("llama")
+    engine = RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB"))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(model.model.layers[0].self_attn, name).weight
+        weight.data = weight.detach().clone()
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory") as raised:
+        patch.setattr(engine._binding.adapters, "look", fails)
+        engine.generate_batch([PROMPT])
+    if goes_on:
+        engine.generate_batch([PROMPT])
+    assert not all(p.untyped_storage().resizable() for p in model.parameters()), "they lie side by side"
+    engine.close()
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+    assert raised.value.__traceback__ is not None
+
+
+def test_weights_are_given_back_when_a_copy_takes_their_place(tmp_path):
+    """As of those that are not among the shards of a model that is sharded in part."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = make_model("llama")
+        with RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB")) as engine:
+            fully_shard(model.model.norm, mesh=init_device_mesh("cpu", (1,)))
+            engine.update_weights()
+            assert engine.verify_weights().source == "mirror"
+            assert all(p.untyped_storage().resizable() for p in model.parameters() if not isinstance(p, DTensor))
+    finally:
+        torch.distributed.destroy_process_group()

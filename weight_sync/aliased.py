@@ -109,7 +109,7 @@ class AliasedSource:
                     part.data = _with_storage(rows)
             if whole is not None:
                 fused[group] = whole
-        self._rehomed = [(p, address) for p, address in self._rehomed if p.data_ptr() == address]
+        self._rehomed[:] = [(p, address) for p, address in self._rehomed if p.data_ptr() == address]
         return fused
 
     def bind(self) -> None:
@@ -193,11 +193,11 @@ class AliasedSource:
                 )
 
     def succeed(self, former: AliasedSource) -> None:
-        """Take over the duty to give the parameters that another source has moved storages of their own again."""
+        """Share the duty to give parameters that either has moved storages of their own again: one of the two is then ``superseded``."""
         self._rehomed = former._rehomed
 
     def superseded(self) -> None:
-        """Another source has taken its place: it uses nothing any more, though an exception may keep it alive."""
+        """The other one has its place, and the duty: it uses nothing any more, though an exception may keep it alive."""
         _BOUND.discard(self)
 
     def give_back(self, *, drop: bool) -> None:
