@@ -40,13 +40,23 @@ class RolloutCost:
 
     def log(self, trainer: Any, weight_version: int) -> None:
         """Among the trainer's own metrics, where its kind has such; and the next rollout begins at nothing."""
+        seconds, tokens = self._taken()
         metrics = getattr(trainer, "_metrics", None)
-        if metrics is not None and self._tokens:
+        if metrics is not None and tokens:
             now = metrics["train" if trainer.model.training else "eval"]
-            now["rollout/seconds"].append(self._seconds)
-            now["rollout/tokens_per_second"].append(self._tokens / self._seconds)
+            now["rollout/seconds"].append(seconds)
+            now["rollout/tokens_per_second"].append(tokens / seconds)
             now["rollout/weight_version"].append(weight_version)
-        self.forget()
 
     def forget(self) -> None:
-        self._seconds, self._tokens = 0.0, 0
+        self._taken()
+
+    def _taken(self) -> tuple[float, int]:
+        """Seconds and tokens so far, which are then those of no other rollout."""
+        with self._lock:
+            if self._under_way:  # in a thread that was not waited for: what follows is the next rollout's
+                now = time.perf_counter()
+                self._seconds, self._begun = self._seconds + now - self._begun, now
+            taken = self._seconds, self._tokens
+            self._seconds, self._tokens = 0.0, 0
+        return taken
