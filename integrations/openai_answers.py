@@ -79,13 +79,21 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
         if not message:
             return unparsed
         last = "content" if message.setdefault("content", None) else "reasoning_content"
-        if isinstance(completion.stop_reason, str) and (text := message.get(last)):
+        if isinstance(stop := completion.stop_reason, str) and (text := message.get(last)):
             # Parsed with the stop string, which may be what ends a call; the text ends before it.
-            message[last] = text.rpartition(completion.stop_reason)[0] or text
+            message[last] = _before(stop, text, completion, tokenizer)
         json.dumps(message, ensure_ascii=False, allow_nan=False).encode()  # or no answer can hold it: half a character
     except Exception:  # parsers raise errors of many kinds over what a model may write
         return unparsed
     return message
+
+
+def _before(stop: str, text: str, completion: Completion, tokenizer: Any) -> str:
+    """The last part of a message without what its completion's text is without, or as much of that as a parser has left."""
+    decoded: str = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    left_out = decoded[len(completion.text or "") :]  # the stop string, and what its last token goes on with
+    ends = (left_out, left_out.rstrip(), stop)  # the last where it names special tokens
+    return next((text.removesuffix(end) for end in ends if end and text.endswith(end)), text)
 
 
 def _tool_call(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from stoker.integrations.server import Server
 
 CONFIG = EngineConfig(kv_cache_memory="4MiB", max_model_len=256, max_num_seqs=16)
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 LONG = {"max_tokens": 240, "extra_body": {"ignore_eos": True}}
 
 

@@ -12,29 +12,11 @@ from typing import Any
 
 import pytest
 from adapted import two_adapters
-from server_setup import CHAT, CONFIG, client_of, openai, post, text_engine, text_model
-from small_engine import TEXT_VOCAB, only, tokenizer
+from server_setup import CHAT, CONFIG, TOOLS, client_of, openai, post, text_engine, text_model
+from small_engine import only, tokenizer
 
 from stoker.integrations.server import Server, serve
 from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
-
-# As transformers tells reasoning and calls of tools from content.
-RESPONSES = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<bot>",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>", "content": "text"},
-        "tool_calls": {
-            "open": "<call>",
-            "close_pattern": r"</call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<eos>", "content": "text"},
-    },
-}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @pytest.fixture(scope="module")
@@ -225,75 +207,6 @@ def test_json_of_a_schema(client: Any, by: str) -> None:
     for text in ended:
         found = json.loads(text)
         assert set(found) == {"x", "y"} and isinstance(found["x"], int) and found["y"] in "ab"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream: bool) -> None:
-    written = '<think>hm</think>so<call>{"name": "add", "arguments": {"x": 3}}</call>'
-    engine.tokenizer.response_template = RESPONSES
-    try:
-        body = {"structured_outputs": {"choice": [written]}}
-        answer = client.chat.completions.create(
-            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, extra_body=body, stream=stream
-        )
-        events = list(answer) if stream else [answer]
-        (choice,) = events[-1].choices
-        message = choice.delta if stream else choice.message
-        assert choice.finish_reason == "tool_calls"
-        assert message.content == "so" and message.reasoning_content == "hm"
-        (call,) = message.tool_calls
-        assert call.function.name == "add" and json.loads(call.function.arguments) == {"x": 3} and call.id
-        assert not any(event.choices[0].delta.content for event in events[:-1])
-        cut = client.chat.completions.create(
-            model="policy", messages=CHAT, tools=TOOLS, max_tokens=30, extra_body=body, stream=False
-        )
-        assert cut.choices[0].finish_reason == "length" and cut.choices[0].message.tool_calls is None
-        for stop, content, reasoning in (("o<", "s", "hm"), ("m</", None, "h"), ("</call>", "so", "hm")):
-            told = client.chat.completions.create(
-                model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, stop=[stop], extra_body=body, stream=False
-            )
-            message = told.choices[0].message
-            assert told.choices[0].stop_reason == stop and message.content == content, stop
-            assert message.reasoning_content == reasoning and bool(message.tool_calls) == (stop == "</call>")
-        alone = {"structured_outputs": {"choice": ['<call>{"name": "add", "arguments": {"x": 3}}</call>']}}
-        (choice,) = client.chat.completions.create(
-            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, extra_body=alone, stream=False
-        ).choices
-        assert choice.message.content is None and len(choice.message.tool_calls) == 1, "it is not said twice"
-    finally:
-        del engine.tokenizer.response_template
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_no_parser_makes_a_message_of_is_content(
-    engine: RolloutEngine, client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    """An end at once, a call by a name that is none, and text over which a parser gives up."""
-    monkeypatch.setattr(engine.tokenizer, "response_template", RESPONSES, raising=False)
-
-    def ask(**body: Any) -> Any:
-        answer = client.chat.completions.create(
-            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, stream=stream, extra_body=body
-        )
-        (choice,) = (list(answer) if stream else [answer])[-1].choices
-        message = choice.delta if stream else choice.message
-        assert choice.finish_reason == "stop" and not message.tool_calls
-        return message.content
-
-    eos = engine.tokenizer.eos_token_id
-    assert ask(suppress_token_ids=[token for token in range(TEXT_VOCAB) if token != eos]) == ""
-    for written in (
-        r'<call>{"name": "\ud800", "arguments": {}}</call>',
-        '<call>{"name": null, "arguments": {}}</call>',
-        "<think> ",  # in which the parser finds a role alone
-    ):
-        assert ask(structured_outputs={"choice": [written]}) == written
-
-    def parse_response(*_: Any, **__: Any) -> Any:
-        raise RecursionError  # as over a thousand brackets
-
-    monkeypatch.setattr(engine.tokenizer, "parse_response", parse_response, raising=False)
-    assert ask(structured_outputs={"choice": ["<call>[[["]}) == "<call>[[["
 
 
 def test_adapters_by_name() -> None:
