@@ -23,6 +23,7 @@ from trl_setup import LOGPROB_TOLERANCE, make_model, plain_logprobs
 
 from stoker.integrations.accelerate import AcceleratedEngine
 from stoker.rollout import (
+    EngineConfig,
     EngineStateError,
     InvalidConfigError,
     InvalidRequestError,
