@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stoker.weight_sync import gather as gathering
+from stoker.weight_sync import meshes
 from stoker.weight_sync import shards as sharding
 from stoker.weight_sync.shards import Shards
 
@@ -107,7 +108,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         get_world_size=lambda: world.size,
         new_group=lambda ranks, **_: world.group(ranks),
     )
-    monkeypatch.setattr(sharding, "dist", calls)
+    for module in (meshes, sharding):
+        monkeypatch.setattr(module, "dist", calls)
     return world
 
 
@@ -145,7 +147,7 @@ def part_of(full: Tensor, mesh: Mesh, placements: Sequence[Any]) -> Tensor:
 
 def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) -> Shards | None:
     """None where it is whole on this rank."""
-    layout = sharding._layout(name, mesh, placements, full.shape)
+    layout = meshes.layout_of(name, mesh, placements, full.shape)
     local = part_of(full, mesh, placements)
     assert layout.local == tuple(local.shape)
     if layout.group is None:
@@ -225,7 +227,9 @@ def test_the_parts_of_every_layout_make_the_whole_again(world: World, seed: int)
             least = 16 * bucket.group.size()
             assert row or 2 * bucket.share * bucket.group.size() <= max(memory * 31 // 32, 2 * least)
         tensors = {name: torch.full(full[name].shape, 5.0, dtype=dtypes[name]) for name in names}
-        assert list(gathering.gather(buckets, tensors, CPU)) == [*range(len(buckets))]
+        placed: list[int] = []
+        assert gathering.gather(buckets, gathering.buffers_for(buckets, CPU), tensors, placed.append) is None
+        assert placed == [*range(len(buckets))]
         return tensors
 
     for rank, tensors in enumerate(world.run(main)):
