@@ -148,32 +148,37 @@ def verifying(rank: int) -> None:
             assert engine.verify_weights().ok
 
 
-def settings(rank: int) -> None:
-    """A setting that one rank alone has changed."""
+def settings(rank: int, passing: bool) -> None:
+    """A setting that one rank alone has changed. It needs no other rank, but where weights pass through and are not kept."""
     model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
-    with RolloutEngine(model, config=CONFIG) as engine:
-        before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
-        if fails:
-            for layer in model.model.layers:
-                layer.self_attn.scaling *= 3
-            with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
-                engine.generate_batch([PROMPT], PARAMS)
-            with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
-                engine.update_weights(dict(small().named_parameters()))
-        assert engine.update_weights() == 1
-        after = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
-        assert (after != before) == fails
-        assert engine.verify_weights().ok
-        engine.update_weights()
-        if fails:
-            for layer in model.model.layers:
-                layer.self_attn.scaling /= 3
-        told(rank, engine.verify_weights, r"call update_weights\(\) on every rank once")
-        assert engine.update_weights() == 3 and engine.verify_weights().ok
-        assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs == before
+    with RolloutEngine(model, config=replace(CONFIG, quantization="fp8") if passing else CONFIG) as engine:
+
+        def logprobs() -> list[float]:
+            return engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
+
+        def change(factor: float) -> None:
+            for layer in model.model.layers if fails else ():
+                layer.self_attn.scaling *= factor
+
+        before = logprobs()
+        change(2)
+        if passing:
+            if fails:
+                with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
+                    logprobs()
+                with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
+                    engine.update_weights(dict(small().named_parameters()))
+            told(rank, engine.update_weights, "change it on all of them", "change it on all of them")
+        else:
+            assert (max(abs(a - b) for a, b in zip(logprobs(), before, strict=True)) > 1e-3) == fails
+            engine.update_weights(version=5)
+            assert (logprobs() != before) == fails and engine.verify_weights().ok
+        change(0.5)
+        engine.update_weights(version=10)
+        assert engine.verify_weights().ok and logprobs() == before
         if fails:
             model.config.num_key_value_heads *= 2
         told(rank, engine.update_weights, "other shape|another shape|does not run")
         if fails:
             model.config.num_key_value_heads //= 2
-        assert engine.update_weights() == 4 and engine.verify_weights().ok
+        assert engine.update_weights() == 11 and engine.verify_weights().ok

@@ -27,5 +27,6 @@ def test_a_comparison_of_weights():
     ranks.run(rank_failures.verifying, 2, timeout=20)
 
 
-def test_a_setting_of_one_ranks_model():
-    ranks.run(rank_failures.settings, 2, timeout=20)
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_setting_of_one_ranks_model(passing):
+    ranks.run(rank_failures.settings, 2, passing, timeout=20)
