@@ -39,7 +39,7 @@ demo: $(INSTALLED)
 # `pytest`, not `python -m pytest`: the latter puts the repository root on sys.path. A test runs on one thread, so there
 # are as many processes as processors; a file's tests share what is made for them.
 test: lint
-	$(BIN)/pytest -m "not gpu" -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "not gpu" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -P -m stoker.benchmarks.rollout --output benchmarks/results $(ARGS)

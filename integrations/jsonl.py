@@ -212,4 +212,4 @@ class ResumableWriter:
             self._drop_leftover()
         self._file.close()
         if kind is not None and self._is_new and not self.done and self._keeps_lines:
-            self.path.unlink()
+            self.path.resolve().unlink()  # a link to it is the user's own

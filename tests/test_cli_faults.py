@@ -294,6 +294,14 @@ def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str, capsys
     assert target.read_text() == "" and capsys.readouterr().err.endswith(f"{source} has no lines\n")
 
 
+def test_a_link_to_an_output_that_is_not_there_yet_outlives_a_start_that_fails(tmp_path: Path) -> None:
+    source, link, target = tmp_path / "in", tmp_path / "link", tmp_path / "out"
+    source.write_text('{"token_ids": [3]}\n')
+    link.symlink_to(target)
+    assert main(["generate", str(tmp_path / "nothing"), str(source), str(link)]) == 1
+    assert link.is_symlink() and not target.exists()
+
+
 def test_a_model_without_tokenizer_takes_token_ids(
     tmp_path: Path, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
