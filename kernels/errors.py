@@ -7,6 +7,11 @@ class StokerError(Exception):
     """Base of every error raised on purpose by this package."""
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, as far as a message has room for it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class InvalidConfigError(StokerError, ValueError):
     """A configuration that cannot work, found before any work starts."""
 

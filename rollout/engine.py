@@ -417,6 +417,12 @@ class RolloutEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __reduce__(self) -> str:
+        raise EngineStateError(
+            "an engine cannot be copied, pickled or sent to another process, as it is bound to its model's memory: build another "
+            "one where the other model is"
+        )
+
     def __repr__(self) -> str:
         source = self._binding.source
         states = {"asleep": self.is_sleeping, "paused": self.is_paused}

@@ -1,7 +1,9 @@
 """What cannot work is refused with a message that names cause and remedy, before any work; the engine stays usable."""
 
 import array
+import copy
 import math
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -321,6 +323,16 @@ def test_closed():
         with pytest.raises(EngineStateError, match=r"^the engine is closed: build a new one"):
             call()
     assert engine.stats().kv_cache_bytes == 0
+
+
+@pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_an_engine(call):
+    with RolloutEngine(llama(), config=CONFIG) as engine:
+        with pytest.raises(
+            EngineStateError, match=r"^an engine cannot be copied, pickled or sent .* build another one"
+        ):
+            call({"engine": engine} if call is not copy.copy else engine)
+        assert_usable(engine, llama())
 
 
 def test_a_call_inside_a_call(tokenizer, monkeypatch):

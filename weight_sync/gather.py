@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
 from stoker.weight_sync.shards import Piece, Shards, by_group, groups_of
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
@@ -282,9 +282,8 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
     others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
     named = "failed to pass" in str(error)  # a barrier, before the others can know that it failed
     silent = _silent(group, [] if named else others)
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     broken = WeightTransferError(
-        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {reason}. "
+        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {first_line(error)}. "
         + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
         + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
         "rank has to. This group of processes stays broken: start them again"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing  # registers how tensors travel through a Connection: by handle, not by value
 from torch import Tensor
 
-from stoker.kernels.errors import WeightTransferError
+from stoker.kernels.errors import WeightTransferError, first_line
 from stoker.weight_sync.manifest import Answer, Judge, Manifest, announce, answer
 from stoker.weight_sync.version import uninterrupted
 
@@ -206,9 +206,8 @@ class BroadcastTransfer(_Conversation):
         try:
             return call()
         except RuntimeError as error:
-            me, reason = dist.get_rank(), str(error).strip().splitlines()[0]
-            who = "a receiver" if me == self.src else f"the sender, rank {self.src},"
-            raise WeightTransferError(f"{who} was lost while {doing}: {reason}. {OLD_STAYS}") from error
+            who = "a receiver" if dist.get_rank() == self.src else f"the sender, rank {self.src},"
+            raise WeightTransferError(f"{who} was lost while {doing}: {first_line(error)}. {OLD_STAYS}") from error
 
 
 class SharedMemoryTransfer(_Conversation):
