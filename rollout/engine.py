@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -53,12 +53,14 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        with ExitStack() as undo:
+        with setup.on_all_ranks(model, self.config):
+            self._binding = setup.bind(self.config, model)
+        try:
             with setup.on_all_ranks(model, self.config):
-                self._binding = setup.bind(self.config, model)
-                undo.callback(self._binding.release)  # also after an interrupt: nobody has the engine, to close it
                 self._build()
-            undo.pop_all()
+        except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
+            self._binding.release()
+            raise
 
     def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)
