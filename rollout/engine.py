@@ -329,7 +329,7 @@ class RolloutEngine:
             if not isinstance(name, str) or not name:
                 raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
             self._check_open()
-            self._loop.gate("load an adapter")
+            self._loop.gate("load an adapter")  # refuses inside a step
         self._change_adapters("load an adapter", lambda: self._updates.load_adapter(name, source))
 
     def unload_adapter(self, name: str) -> None:

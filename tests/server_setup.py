@@ -6,7 +6,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
 import openai
 
-from stoker.integrations.server import Server
+from stoker.integrations.server import Server, serve
 
 CONFIG = EngineConfig(kv_cache_memory="4MiB", max_model_len=256, max_num_seqs=16)
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -39,6 +39,23 @@ def text_model() -> Any:
 
 def client_of(server: Server, **options: Any) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "-", "max_retries": 0, "timeout": 60} | options)
+
+
+@pytest.fixture(scope="module", name="engine")
+def an_engine() -> Iterator[RolloutEngine]:
+    with text_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", name="server")
+def a_server(engine: RolloutEngine) -> Iterator[Server]:
+    with serve(engine, port=0) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", name="client")
+def a_client(server: Server) -> Any:
+    return client_of(server)
 
 
 def post(server: Server, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:

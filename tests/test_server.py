@@ -6,34 +6,27 @@ import base64
 import io
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapted import two_adapters
-from server_setup import CHAT, CONFIG, TOOLS, client_of, openai, post, text_engine, text_model
+from server_setup import (  # noqa: F401 - fixtures among them
+    CHAT,
+    CONFIG,
+    TOOLS,
+    a_client,
+    a_server,
+    an_engine,
+    client_of,
+    openai,
+    post,
+    text_model,
+)
 from small_engine import only, tokenizer
 
 from stoker.integrations.server import Server, serve
 from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RolloutEngine]:
-    with text_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: RolloutEngine) -> Iterator[Server]:
-    with serve(engine, port=0) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return client_of(server)
 
 
 def test_completions_are_the_engines(engine: RolloutEngine, client: Any) -> None:

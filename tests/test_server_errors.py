@@ -7,33 +7,25 @@ import logging
 import re
 import socket
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from server_setup import CHAT, client_of, openai, post, text_engine, text_model
+from server_setup import (  # noqa: F401 - fixtures among them
+    CHAT,
+    a_client,
+    a_server,
+    an_engine,
+    client_of,
+    openai,
+    post,
+    text_engine,
+    text_model,
+)
 from small_engine import TEXT_VOCAB
 
 from stoker.integrations.server import Server, serve
 from stoker.rollout import InvalidConfigError, RolloutEngine
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RolloutEngine]:
-    with text_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: RolloutEngine) -> Iterator[Server]:
-    with serve(engine, port=0) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return client_of(server)
 
 
 @pytest.mark.parametrize(

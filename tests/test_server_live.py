@@ -12,36 +12,31 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from live_setup import held
-from server_setup import CHAT, CONFIG, LONG, client_of, openai, post, text_engine, text_model, until
+from server_setup import (  # noqa: F401 - fixtures among them
+    CHAT,
+    CONFIG,
+    LONG,
+    a_client,
+    a_server,
+    an_engine,
+    client_of,
+    openai,
+    post,
+    text_engine,
+    text_model,
+    until,
+)
 from small_engine import only, tokenizer
 
 from stoker.integrations import cli
 from stoker.integrations.server import Server, serve
 from stoker.rollout import RolloutEngine, SamplingParams
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RolloutEngine]:
-    with text_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: RolloutEngine) -> Iterator[Server]:
-    with serve(engine, port=0) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return client_of(server)
 
 
 def idle(engine: RolloutEngine) -> bool:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
-from server_setup import CHAT, CONFIG, TOOLS, client_of, text_engine, text_model
+from server_setup import (  # noqa: F401 - fixtures among them
+    CHAT,
+    CONFIG,
+    TOOLS,
+    a_client,
+    a_server,
+    an_engine,
+    client_of,
+    text_model,
+)
 from small_engine import TEXT_VOCAB, tokenizer
 
-from stoker.integrations.server import Server, serve
+from stoker.integrations.server import serve
 from stoker.rollout import RolloutEngine
 
 # As transformers tells reasoning and calls of tools from content.
@@ -31,23 +39,6 @@ RESPONSES = {
         "content": {"close_pattern": r"<eos>", "content": "text"},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[RolloutEngine]:
-    with text_engine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def server(engine: RolloutEngine) -> Iterator[Server]:
-    with serve(engine, port=0) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Any:
-    return client_of(server)
 
 
 @pytest.mark.parametrize("stream", [False, True])
