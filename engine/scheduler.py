@@ -23,6 +23,7 @@ from stoker.engine.request import Request, Status
 from stoker.engine.state_cache import StateCache, StateLayout
 from stoker.kernels.errors import StokerError
 
+_MOST_IDLE = 1 / 8  # of a window's rows, while requests wait: to admit one costs a step that is not captured
 _Copies = tuple[dict[int, int], dict[int, int]]  # as ``BlockTables.reserve`` takes them
 
 
@@ -44,6 +45,7 @@ class Scheduler:
     states: StateCache = field(init=False)
     prefixes: Prefixes = field(init=False)
     _free_slots: list[int] = field(init=False)
+    _filled: int = 0  # requests that ran after the last plan, where it admitted until no slot was free
 
     def __post_init__(self) -> None:
         self._reset_blocks(0)
@@ -103,18 +105,21 @@ class Scheduler:
             if num_new and self._make_room(request, num_new, copies):
                 take(request, num_new)
 
-        if len(self.running) == len(running):  # none had to give way
+        # Places that have just been filled are filled again after a window, not at every step in which one of them ends.
+        decodes_first = self._filled and sum(counts) == len(requests) > self._filled * (1 - _MOST_IDLE)
+        if len(self.running) == len(running) and not decodes_first:  # none had to give way
             for request, other in self._admissible():
                 if budget == 0 or not (num_new := self._admit(request, other, budget, copies)):
                     break
                 admitted.append(request)
                 take(request, num_new)
+        self._filled = len(self.running) if admitted and not self._free_slots else 0
 
         if not requests:
             return None
         num_steps = 1
         work = list(zip(requests, counts, strict=True))
-        if all(r.computed + n == r.total and n == 1 and not r.within_images and not _awaited(r) for r, n in work):
+        if all(r.computed + n == r.total and n == 1 and not (r.within_images or _leads(r)) for r, n in work):
             num_steps = self._reserve_window(requests)
         pairs, window_pairs = ([(source, target) for target, source in kind.items()] for kind in copies)
         starts = [r.computed for r in requests]
@@ -207,10 +212,14 @@ class Scheduler:
         """How many decode steps can run in a row, their blocks allocated.
 
         A request whose length ends within the window sits the rest of it out: that costs less than looking up at every
-        end, unless another request waits for its place.
+        end. Where others wait for its place, a small share of the rows may stand idle so.
         """
         remaining = [r.remaining - r.pending for r in requests]
-        most = min(self.decode_window, min(remaining) if self.waiting else max(remaining))
+        most = min(self.decode_window, max(remaining))
+        if self.waiting:
+            short = [left for left in remaining if left < most]
+            while sum(max(0, most - left) for left in short) > most * len(requests) * _MOST_IDLE:
+                most -= 1
         return self.tables.reserve_steps(requests, remaining, most)
 
     def _release(self, request: Request) -> None:
@@ -248,7 +257,7 @@ class Scheduler:
             if request.pending or request.launched:  # preempted, and what it waits for not known yet
                 return
             mine = samples.setdefault(id(request.group), [])
-            through = next((r for r in mine if r.computed >= r.num_prompt - r.ends_at_once), None)
+            through = next(filter(_serves, mine), None)
             if not mine or through is not None:
                 yield request, through
                 if request.status is Status.RUNNING:
@@ -339,7 +348,18 @@ class Scheduler:
 
 
 def _awaited(request: Request) -> bool:
-    """Whether other samples of a request's prompt wait until it has computed that."""
+    """Whether other samples of a request's prompt wait while it computes that."""
     if request.computed >= request.num_prompt or len(request.group) == 1:
         return False
     return any(r.status is Status.WAITING for r in request.group if r is not request)
+
+
+def _serves(request: Request) -> bool:
+    """Whether other samples of its prompt can go on from what it has computed."""
+    through = request.computed >= request.num_prompt - request.ends_at_once
+    return through and request.status is Status.RUNNING and not request.older_kv
+
+
+def _leads(request: Request) -> bool:
+    """Whether other samples of its prompt can begin once it, and only it, has computed that."""
+    return _awaited(request) and not any(map(_serves, request.group))

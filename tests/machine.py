@@ -308,7 +308,11 @@ class Machine:
             assert r.images is None or plan.num_steps == 1 or start >= r.images.end
         if plan.num_steps > 1:
             assert set(plan.num_new) == {1}
-            assert plan.num_steps == (min if s.waiting else max)(plan.num_samples)
+            assert plan.num_steps == max(plan.num_samples)
+            idle = sum(plan.num_steps - n for n in plan.num_samples)
+            assert not s.waiting or idle <= plan.num_steps * len(plan.requests) / 8, (
+                "they wait for rows that stand idle"
+            )
         targets = [target for _, target in plan.copies]
         assert len(targets) == len(set(targets))
         window_targets = [target for _, target in plan.window_copies]

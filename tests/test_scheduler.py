@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -185,27 +184,47 @@ def test_nobody_starves() -> None:
     assert len(finished) == 200
 
 
-@pytest.mark.parametrize("someone_waits", [False, True])
-@pytest.mark.parametrize("window", [1, 3, 8])
-def test_a_window_ends_with_the_first_request_where_one_waits_for_its_slot(window: int, someone_waits: bool) -> None:
-    lengths = (4, 9, 30)
-    scheduler = make_scheduler(decode_window=window, block_size=1, max_num_seqs=len(lengths))
+@pytest.mark.parametrize(
+    ("num_short", "someone_waits", "steps"), [(8, False, 8), (1, True, 8), (4, True, 8), (8, True, 5)]
+)
+def test_a_window_is_cut_where_others_wait_for_more_than_an_eighth_of_its_rows(
+    num_short: int, someone_waits: bool, steps: int
+) -> None:
+    """Of 16 rows, the short ones of which have 4 tokens to go."""
+    lengths = [4] * num_short + [30] * (16 - num_short)
+    scheduler = make_scheduler(decode_window=8, max_num_seqs=16)
     requests = [make_group(i, [i], [make_spec(seed=1, max_tokens=n)])[0] for i, n in enumerate(lengths)]
     late = make_group(len(lengths), [3], [make_spec(seed=1, max_tokens=40)])
     scheduler.add([*requests, *late] if someone_waits else requests)
     machine = Machine(scheduler)
-    ends = []
-    while any(r.status is not Status.FINISHED for r in requests):
+    plan = scheduler.plan()
+    assert plan is not None
+    assert plan.num_steps == steps
+    assert len(scheduler.commit(plan, machine.run(plan))) == num_short
+    machine.drain()
+    assert [r.num_output for r in requests] == lengths
+
+
+@pytest.mark.parametrize(("num_ended", "num_slots", "at_once"), [(1, 16, False), (2, 16, True), (1, 17, True)])
+def test_a_window_runs_before_places_are_filled_again_unless_many_are_free(
+    num_ended: int, num_slots: int, at_once: bool
+) -> None:
+    """Where a request ends at every step, one that is admitted at every step would leave no step that is captured."""
+    scheduler = make_scheduler(decode_window=8, max_num_seqs=num_slots)
+    machine = Machine(scheduler)
+    lengths = [1] * num_ended + [30] * 16
+    requests = [make_group(i, [i % VOCAB] * 3, [make_spec(seed=1, max_tokens=n)])[0] for i, n in enumerate(lengths)]
+    scheduler.add(requests[:16])
+    assert len(machine.step()) == num_ended
+    scheduler.add(requests[16:])
+    steps = []
+    while scheduler.waiting:
         plan = scheduler.plan()
         assert plan is not None
         scheduler.commit(plan, machine.run(plan))
-        ends.append(plan.num_steps)
-    assert [r.num_output for r in requests] == list(lengths)
-    assert max(ends) == window
-    if someone_waits:
-        assert lengths[0] in accumulate(ends), "its slot is free as soon as it can be"
-    else:
-        assert sum(ends) == max(lengths) and len(ends) == -(-max(lengths) // window), "no window is cut short"
+        steps.append(plan.num_steps)
+    assert steps == ([1] if at_once else [8, 1])
+    machine.drain()
 
 
 def test_a_window_shrinks_to_the_blocks_there_are() -> None:

@@ -77,6 +77,19 @@ def test_no_window_is_run_for_the_first_of_a_group_that_waits_for_one_token(leng
         assert [len(machine.step()) for _ in range(2)] == [0, 5]
 
 
+def test_a_window_is_run_though_samples_wait_that_another_one_serves() -> None:
+    """They wait for a place alone: the prompt is there already."""
+    scheduler = make_scheduler(max_num_seqs=2, decode_window=8)
+    machine = Machine(scheduler)
+    scheduler.add(make_group(0, [3] * 10, [make_spec(seed=i, max_tokens=20) for i in range(4)]))
+    machine.step()
+    plan = scheduler.plan()
+    assert plan is not None
+    assert len(plan.admitted) == 1 and plan.num_steps == 8
+    scheduler.commit(plan, machine.run(plan))
+    machine.drain()
+
+
 def test_a_prompt_that_the_cache_holds_whole_costs_one_token() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     machine = Machine(scheduler)
