@@ -152,13 +152,13 @@ def _kind(rows: SamplingRows, count: int) -> _Key:
     return (
         count,
         rows.stop_ids.shape[1],  # wider lists of ids are other buffers
-        rows.suppressed.shape[1],
+        rows.biased.shape[1],
         rows.any_random,
         rows.any_greedy,
         rows.any_truncated,
         rows.any_penalised,
         rows.any_min_tokens,
-        rows.any_suppressed,
+        rows.any_biased,
         rows.modes,
         rows.top_logprobs,
     )

@@ -34,7 +34,9 @@ class SamplingSpec:
     max_tokens: int
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    suppressed: frozenset[int] = frozenset()  # ids that are never sampled
+    bias: tuple[
+        tuple[int, float], ...
+    ] = ()  # ids, in order, and what is added to their logits: of those never sampled -inf
     constraint: Constraint | None = None  # what the completion follows; it says when stop ids may come
     seed: int = 0
     top_logprobs: int = 0

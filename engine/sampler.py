@@ -31,7 +31,8 @@ class SamplingRows:
     sample_index: Tensor  # int64 [R]
     first_stop: Tensor  # int64 [R]: position of the first token that may be a stop id (min_tokens)
     stop_ids: Tensor  # int64 [R, S], padded with the vocabulary size
-    suppressed: Tensor  # int64 [R, B], ids that are never sampled, padded likewise
+    biased: Tensor  # int64 [R, B], ids whose logits have something added; padded with one of them, if any
+    bias: Tensor  # fp32 [R, B], what; -inf where they are never sampled, 0 in rows without any
     mode: Tensor  # int64 [R], index into LOGPROBS_MODES
     slots: Tensor  # int64 [R], rows of the penalty state; the last, spare one where no token is sampled for keeps
     any_random: bool
@@ -39,7 +40,7 @@ class SamplingRows:
     any_truncated: bool
     any_penalised: bool
     any_min_tokens: bool
-    any_suppressed: bool
+    any_biased: bool
     modes: tuple[int, ...]  # the distinct modes among the rows
     top_logprobs: int  # the most any row asks for
     constraints: ConstraintRows | None = None  # None where no row has one
@@ -120,20 +121,21 @@ class Sampler:
 
     def __call__(self, logits: Tensor, rows: SamplingRows, positions: Tensor, noise: Tensor | None) -> SamplerOutput:
         """logits: [R, V] of any float dtype; positions: int64 [R], of the tokens to be sampled; noise: of the step."""
-        masked = rows.any_min_tokens or rows.any_suppressed or rows.constraints is not None
+        masked = rows.any_min_tokens or rows.any_biased or rows.constraints is not None
         if rows.any_penalised or masked or rows.any_truncated or rows.top_logprobs:
             logits = logits.float()  # the operations that follow compute in fp32 in any case
         inverse = rows.temperature.reciprocal()
         # Each is a kernel of every step, however small, so what no row asks for is not made.
         one = torch.ones_like(inverse) if rows.any_truncated or rows.modes != (0,) else inverse
         processed, processed_inverse = logits, inverse
+        if rows.any_biased:
+            # Not scatter_add, which would add the padding too.
+            processed = processed.scatter(1, rows.biased, processed.gather(1, rows.biased) + rows.bias)
         if rows.any_penalised:
             assert self.penalties is not None
             processed = self.penalties.apply(processed, rows)
         if rows.any_min_tokens:
             processed = _without(processed, rows.stop_ids, (positions < rows.first_stop)[:, None])
-        if rows.any_suppressed:
-            processed = _without(processed, rows.suppressed)
         if rows.constraints is not None:
             processed = self.ops.constrain(processed, rows.constraints, rows.slots, positions)
         if rows.any_truncated:
@@ -168,10 +170,9 @@ class Sampler:
         return SamplerOutput(tokens, logprobs, ids, values - basis.logsumexp(-1, keepdim=True))
 
 
-def _without(logits: Tensor, ids: Tensor, where: Tensor | None = None) -> Tensor:
+def _without(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
     """Logits under which these ids cannot be sampled, in rows where that is so. ids: int64 [R, S]; where: bool [R, 1]."""
     vocab = logits.shape[-1]
     banned = torch.zeros(logits.shape[0], vocab + 1, dtype=torch.bool, device=logits.device)
     banned.scatter_(1, ids, True)  # the padding id falls into the extra column
-    banned = banned[:, :vocab]
-    return logits.masked_fill(banned if where is None else banned & where, float("-inf"))
+    return logits.masked_fill(banned[:, :vocab] & where, float("-inf"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -53,6 +53,11 @@ class StepInputs:
         ("first_stop", np.int64),
         ("mode", np.int64),
     )
+    _LISTS: tuple[tuple[str, type[np.generic]], ...] = (
+        ("stop_ids", np.int64),
+        ("biased", np.int64),
+        ("bias", np.float32),
+    )
 
     def __init__(
         self,
@@ -83,8 +88,11 @@ class StepInputs:
         for name in ("temperature", "top_p", "repetition"):
             self._host[name][:] = 1
         self._host["greedy"][:] = True
-        # Lists of ids, padded with what no token is.
-        self._ids = {name: np.full((max_num_seqs + 1, 1), vocab, dtype=np.int64) for name in ("stop_ids", "suppressed")}
+        # Lists, padded with the last of each; an empty list of stop ids is one of what no token is.
+        self._lists: dict[str, NDArray[Any]] = {
+            name: np.full((max_num_seqs + 1, 1), vocab if name == "stop_ids" else 0, dtype=kind)
+            for name, kind in self._LISTS
+        }
 
         def static(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.long, device=runtime.device)
@@ -108,18 +116,17 @@ class StepInputs:
 
     @property
     def _widths(self) -> list[int]:
-        return [ids.shape[1] for ids in self._ids.values()]
+        return [values.shape[1] for values in self._lists.values()]
 
     @classmethod
-    def _layout(cls, rows: int, tokens: int, stops: int, suppressed: int) -> dict[str, Spec]:
+    def _layout(cls, rows: int, tokens: int, *widths: int) -> dict[str, Spec]:
         by_row = ("slot_index", "kept_slots", "last_token", "seq_lens", "last_lens")
         by_token = ("token_ids", "positions", "token_rows", "adapter_slots")
         return {
             **{name: (kind, (rows,)) for name, kind in cls._FIELDS},
             **dict.fromkeys(by_row, (np.int64, (rows,))),
             "row_starts": (np.int64, (rows + 1,)),
-            "stop_ids": (np.int64, (rows, stops)),
-            "suppressed": (np.int64, (rows, suppressed)),
+            **{name: (kind, (rows, width)) for (name, kind), width in zip(cls._LISTS, widths, strict=True)},
             **dict.fromkeys(by_token, (np.int64, (tokens,))),
         }
 
@@ -164,7 +171,7 @@ class StepInputs:
 
         widths = self._widths
         if max(widths) > _WIDE:  # of one request, of which others may know nothing
-            longest = [max(map(len, lists)) for lists in zip(*map(_lists, requests), strict=True)]
+            longest = [max(counts) for counts in zip(*map(_counts_of, requests), strict=True)]
             widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
         arrays, send = self._packed.open(rows, tokens, *widths)
 
@@ -174,8 +181,8 @@ class StepInputs:
 
         for name, column in self._host.items():
             np.take(column, slots, out=arrays[name], mode="clip")  # no slot is out of bounds, and "raise" would buffer
-        for (name, ids), width in zip(self._ids.items(), widths, strict=True):
-            np.take(ids[:, :width], slots, axis=0, out=arrays[name], mode="clip")
+        for (name, values), width in zip(self._lists.items(), widths, strict=True):
+            np.take(values[:, :width], slots, axis=0, out=arrays[name], mode="clip")
         put("slot_index", slots)
         put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
         put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
@@ -306,43 +313,60 @@ class StepInputs:
         # A constraint has no stop id come too early, where another way is.
         host["first_stop"][slot] = 0 if spec.constraint is not None else request.num_prompt + spec.min_tokens
         host["mode"][slot] = spec.logprobs_mode
-        for name, ids in zip(self._ids, _lists(request), strict=True):
-            if len(ids) > self._ids[name].shape[1]:  # to a power of two: steps are captured anew for each width
-                more = _power_of_two(len(ids)) - self._ids[name].shape[1]
-                narrow = self._ids[name]
-                self._ids[name] = np.pad(narrow, ((0, 0), (0, more)), constant_values=self.vocab)
-                try:
-                    packed = self._new_packed()
-                except BaseException:  # no memory, say: wider rows than are sent would be cut off
-                    self._ids[name] = narrow
-                    raise
-                self.runtime.let_go(self._packed.static)
-                self._packed = packed
-            self._ids[name][slot] = self.vocab
-            self._ids[name][slot, : len(ids)] = sorted(ids)
+        lists = dict(zip(self._lists, _lists_of(request), strict=True))
+        self._widen({name: len(values) for name, values in lists.items()})
+        for name, values in lists.items():
+            row = self._lists[name][slot]
+            row[: len(values)] = values
+            row[len(values) :] = values[-1] if values else self._lists[name][-1, 0]
+
+    def _widen(self, wanted: dict[str, int]) -> None:
+        """Room for so many of each list; to a power of two, as steps are captured anew for each width."""
+        wider = {
+            name: np.pad(
+                self._lists[name], ((0, 0), (0, _power_of_two(count) - self._lists[name].shape[1])), mode="edge"
+            )
+            for name, count in wanted.items()
+            if count > self._lists[name].shape[1]
+        }
+        if not wider:
+            return
+        narrow, self._lists = self._lists, self._lists | wider
+        try:
+            packed = self._new_packed()
+        except BaseException:  # no memory, say: wider rows than are sent would be cut off
+            self._lists = narrow
+            raise
+        self.runtime.let_go(self._packed.static)
+        self._packed = packed
 
     def _sampling(self, plan: Plan, sent: dict[str, Tensor]) -> SamplingRows:
         specs = [r.spec for r in plan.requests]
         return SamplingRows(
             **{name: sent[name] for name in self._host},
-            stop_ids=sent["stop_ids"],
-            suppressed=sent["suppressed"],
+            **{name: sent[name] for name in self._lists},
             slots=sent["kept_slots"],
             any_random=any(s.temperature > 0 for s in specs),
             any_greedy=any(s.temperature == 0 for s in specs),
             any_truncated=any(s.truncated for s in specs),
             any_penalised=any(s.penalised for s in specs),
             any_min_tokens=any(s.min_tokens > r.num_output for r, s in zip(plan.requests, specs, strict=True)),
-            any_suppressed=any(s.suppressed for s in specs),
+            any_biased=any(s.bias for s in specs),
             modes=tuple(sorted({s.logprobs_mode for s in specs})),
             top_logprobs=max(s.top_logprobs for s in specs),
             constraints=self.constraints.rows if any(s.constraint is not None for s in specs) else None,
         )
 
 
-def _lists(request: Request) -> tuple[Collection[int], Collection[int]]:
-    """As in ``_ids``."""
-    return request.spec.stop_ids, request.spec.suppressed
+def _lists_of(request: Request) -> tuple[Sequence[float], ...]:
+    """As in ``_lists``."""
+    ids, bias = zip(*request.spec.bias, strict=True) if request.spec.bias else ((), ())
+    return sorted(request.spec.stop_ids), ids, bias
+
+
+def _counts_of(request: Request) -> tuple[int, ...]:
+    """The lengths of ``_lists_of``."""
+    return len(request.spec.stop_ids), len(request.spec.bias), len(request.spec.bias)
 
 
 def _power_of_two(count: int) -> int:

@@ -17,7 +17,8 @@ from stoker.rollout.prompts import read_chat
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "suppress_token_ids", "seed", "logprobs_mode",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "suppress_token_ids", "logit_bias", "seed",
+    "logprobs_mode",
 )  # fmt: skip
 # What changes no completion.
 _NO_MATTER = {
@@ -28,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True,),
     "modalities": (["text"],),
@@ -111,6 +111,9 @@ def _sampling(fields: dict[str, Any], chat: bool) -> tuple[SamplingParams, bool]
     settings = {name: fields.pop(name) for name in _SAMPLING if name in fields}
     if settings.get("top_k") == -1:  # vLLM's "off"
         settings["top_k"] = 0
+    if isinstance(bias := settings.get("logit_bias"), dict):  # JSON has no integers for names
+        ids = {name: int(name) for name in bias if name.isdecimal() and len(name) < 19}
+        settings["logit_bias"] = {ids.get(name, name): value for name, value in bias.items()}
     if chat:
         limits = [settings.pop("max_tokens", None), fields.pop("max_completion_tokens", None)]
         given = [limit for limit in limits if limit is not None]

@@ -11,11 +11,11 @@ from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import SamplingParams
 from stoker.rollout.constraints import ConstraintMaker
 
-# Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and two it lacks.
+# Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and three it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
-_TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens"}
+_TRANSLATED |= {"max_new_tokens", "min_new_tokens", "stop_strings", "suppress_tokens", "sequence_bias"}
 _ALSO_CALLED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
-_PENALTIES = {"presence_penalty", "frequency_penalty"}
+_OURS = {"presence_penalty", "frequency_penalty", "logit_bias"}
 # Of a model's own generation config: what a trainer always says itself, and what does not change what is sampled.
 _NOT_THE_MODELS = {"do_sample", "top_k", "max_new_tokens", "max_length", "eos_token_id", "num_return_sequences"}
 _NOT_THE_MODELS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
@@ -56,15 +56,15 @@ def sampling_params(trainer: Any) -> SamplingParams:
     settings["max_new_tokens"] = _setting(trainer, limit)
     settings["suppress_tokens"] = _placeholders(trainer) or None
     of_the_forward = settings.get("temperature")
-    penalties = {}
+    ours = {}
     for key, value in (getattr(trainer.args, "generation_kwargs", None) or {}).items():
         name = _ALSO_CALLED.get(key, key)
-        if name in _PENALTIES:
-            penalties[name] = value
+        if name in _OURS:
+            ours[name] = value
         elif name in _TRANSLATED:
             settings[name] = value
         elif name not in _WITHOUT_EFFECT:
-            known = sorted(_TRANSLATED | _PENALTIES | set(_ALSO_CALLED))
+            known = sorted(_TRANSLATED | _OURS | set(_ALSO_CALLED))
             raise InvalidConfigError(
                 f"generation_kwargs sets {key}, which the engine does not take from a trainer: it takes {', '.join(known)}"
             )
@@ -77,7 +77,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
         stop_token_ids=_eos_ids(trainer),
         ignore_eos=True,  # the model's and the tokenizer's, which the trainer may have been told to leave out
         regex=getattr(trainer.args, "vllm_structured_outputs_regex", None),
-        **penalties,
+        **ours,
     )
     if params.temperature == 0 and of_the_forward not in (None, 0, 1):
         # The likeliest token again, with its log-probability at the temperature of the trainer's forward: at that of

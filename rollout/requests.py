@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -107,8 +108,9 @@ class RequestMaker:
         for which in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, which) or 0) > self.vocab:
                 raise InvalidRequestError(f"{name}: {which}={value} and the vocabulary has {self.vocab} tokens")
-        for which in ("stop_token_ids", "suppress_token_ids"):
-            if any(not 0 <= t < self.vocab for t in getattr(params, which)):
+        for which in ("stop_token_ids", "suppress_token_ids", "logit_bias"):
+            given = getattr(params, which)
+            if any(not 0 <= t < self.vocab for t in (dict(given) if which == "logit_bias" else given)):
                 raise InvalidRequestError(f"{name}: {which} has an id outside 0 to {self.vocab - 1}")
         if len(set(params.suppress_token_ids)) == self.vocab:
             raise InvalidRequestError(
@@ -289,7 +291,7 @@ class RequestMaker:
             max_tokens=max_tokens,
             min_tokens=min(p.min_tokens, max_tokens),
             stop_ids=self._stop_ids(p),
-            suppressed=frozenset(p.suppress_token_ids),
+            bias=_bias(p.logit_bias, p.suppress_token_ids),
             constraint=self._constraint(p),
             seed=seed & _SEED_MASK,
             top_logprobs=p.logprobs,
@@ -325,6 +327,12 @@ class RequestMaker:
             prompt_logprobs=token_logprobs(prompt, scoring) if scoring is not None and scoring.complete else None,
             error=next((r.error for r in requests if r.error is not None), None),
         )
+
+
+@lru_cache(maxsize=16)
+def _bias(logit_bias: Sequence[tuple[int, float]], suppressed: Sequence[int]) -> tuple[tuple[int, float], ...]:
+    """As of ``SamplingSpec``. Kept, as all prompts of a call mostly have the same, which may be long."""
+    return tuple(sorted((dict(logit_bias) | dict.fromkeys(suppressed, -math.inf)).items()))
 
 
 def token_logprobs(

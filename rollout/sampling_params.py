@@ -35,14 +35,15 @@ class SamplingParams:
       token that completed it. They are looked for in ``text``, and one that names a special token ("<|im_end|>") where
       that is sampled. stop_token_ids: ids that end it, besides the model's EOS ids. ignore_eos: EOS ids do not
       end it. suppress_token_ids: ids that are never sampled, such as an image's placeholder.
+    - logit_bias: what is added to the logits of ids, before penalties: a mapping of ids to numbers, kept as pairs.
     - regex: what the completion's text matches, as by ``re.fullmatch(regex, text)``; needs a tokenizer. Stop ids are sampled
       only where it does, and have to be where the text cannot go on, even before ``min_tokens``. A completion that
       ``max_tokens`` or a stop string ends has not come so far. Look-around, back-references and the like are refused.
     - seed: None draws a fresh one from the engine's seed.
     - logprobs: how many top log-probabilities to return at each token, besides the sampled token's own.
     - logprobs_mode: ``"scaled"`` is ``log_softmax(logits / temperature)`` over the full vocabulary, what TRL and PPO
-      recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after penalties, ``min_tokens``,
-      ``suppress_token_ids``, ``regex`` and truncation.
+      recompute; ``"raw"`` is ``log_softmax(logits)``; ``"processed"`` is after ``logit_bias``, penalties,
+      ``min_tokens``, ``suppress_token_ids``, ``regex`` and truncation.
     - prompt_logprobs: log-probabilities of the prompt's own tokens: None for none, 0 for the tokens' alone, k for those
       of the k most likely tokens too; under ``logits / temperature``, or ``logits`` where ``logprobs_mode`` is "raw".
 
@@ -63,6 +64,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     suppress_token_ids: Sequence[int] = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     regex: str | None = None
     seed: int | None = None
     logprobs: int = 0
@@ -71,6 +73,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._stops()
+        self._biases()
         self._whole("n", 1)
         self._whole("top_k", 0, "0 is off")
         if self.max_tokens is not None:
@@ -114,6 +117,22 @@ class SamplingParams:
                 )
             object.__setattr__(self, name, tuple(map(int, ids)))
 
+    def _biases(self) -> None:
+        given = self.logit_bias
+        pairs = given.items() if isinstance(given, Mapping) else given
+        try:
+            found: dict[Any, Any] = {as_int(token): bias for token, bias in pairs}
+        except (TypeError, ValueError):
+            found = {None: None}
+        for token, bias in found.items():
+            is_real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+            if not _is_whole(token) or token < 0 or not is_real or not -LARGEST <= bias <= LARGEST:
+                raise InvalidRequestError(
+                    f"logit_bias={shown(given)}: give a mapping of token ids, integers of at least 0, to finite numbers from "
+                    f"{-LARGEST:g} to {LARGEST:g}; suppress_token_ids are never sampled"
+                )
+        object.__setattr__(self, "logit_bias", tuple((int(token), float(bias)) for token, bias in found.items()))
+
     def _whole(self, name: str, low: float = -math.inf, hint: str = "") -> None:
         value = as_int(getattr(self, name))
         if not _is_whole(value) or value < low:
@@ -138,7 +157,7 @@ class SamplingParams:
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
         ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences``
-        ``n``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
+        ``n``, ``sequence_bias`` of single tokens ``logit_bias``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
         is 50 as it is there. Keyword arguments win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
         does not do (beam search, constraints, ...), for a name that is a field of this class and none of
         transformers' (``max_tokens``, ...), and for a name in a mapping that is nearly a field (``temprature``), instead of
@@ -161,14 +180,15 @@ class SamplingParams:
             )
         if isinstance(config, Mapping):
             _check_spelling(config)
+        bias = _bias_of_tokens(get("sequence_bias"))
         for name, neutral in _UNSUPPORTED_GENERATION_FIELDS.items():
-            value = get(name)
+            value = get(name) if name != "sequence_bias" or bias is None else None
             if value is not None and value not in neutral:
                 raise InvalidRequestError(
                     f"generation config sets {name}={shown(value)}, which the engine does not do: unset it, or use "
                     "model.generate for this batch"
                 )
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {} if bias is None else {"logit_bias": bias}
         for theirs, ours in _GENERATION_FIELDS.items():
             if get(theirs) is not None:
                 found[ours] = get(theirs)
@@ -190,6 +210,14 @@ class SamplingParams:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _bias_of_tokens(sequences: Any) -> dict[Any, Any] | None:
+    """``sequence_bias``, in either of transformers' forms, as a bias of tokens; None where it is none, or of several in a row."""
+    pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences or ())
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], Sequence) for pair in pairs):
+        return None
+    return {ids[0]: bias for ids, bias in pairs} if all(len(ids) == 1 for ids, _ in pairs) else None
 
 
 def _check_spelling(config: Mapping[str, Any]) -> None:

@@ -120,6 +120,7 @@ def params(count: int) -> list[SamplingParams]:
         {"logprobs_mode": "raw", "temperature": 0.7},
         {"n": 3, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7]},
         {"suppress_token_ids": list(range(0, VOCAB, 2)), "temperature": 0},
+        {"logit_bias": {t: 3.0 - t % 5 for t in range(0, VOCAB, 3)}, "suppress_token_ids": [1]},
     ]
     return [
         SamplingParams(**kinds[i % len(kinds)], max_tokens=6 + (i * 7) % 23, seed=i, ignore_eos=i % 2 == 0)

@@ -208,6 +208,7 @@ def test_masks(engine, prompts, mask, message):
         ([GREEDY, SamplingParams(stop="x")], r"^prompt 1: stop strings need a tokenizer"),
         (SamplingParams(logprobs=VOCAB + 1), r"^prompt 0: logprobs=129 and the vocabulary has 128 tokens"),
         (SamplingParams(stop_token_ids=(VOCAB,)), r"^prompt 0: stop_token_ids has an id outside 0 to 127"),
+        (SamplingParams(logit_bias={VOCAB: 1.0}), r"^prompt 0: logit_bias has an id outside 0 to 127"),
         (SamplingParams(suppress_token_ids=(VOCAB,)), r"^prompt 0: suppress_token_ids has an id outside 0 to 127"),
         (
             SamplingParams(suppress_token_ids=range(VOCAB)),

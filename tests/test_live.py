@@ -411,7 +411,8 @@ def test_a_list_of_many_ids_is_sent_with_no_plan_but_its_own(monkeypatch: pytest
 
     def noted(self: StepInputs, plan: Any, tensors: Any) -> Any:
         rows = sent(self, plan, tensors)
-        widths.append((rows.stop_ids.shape[1], rows.suppressed.shape[1]))
+        widths.append((rows.stop_ids.shape[1], rows.biased.shape[1]))
+        assert rows.bias.shape == rows.biased.shape
         return rows
 
     monkeypatch.setattr(StepInputs, "_sampling", noted)

@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "sample_index": 0,
     "first_stop": 0,
     "stops": (),
-    "suppressed": (),
+    "bias": {},
     "mode": SCALED,
     "slot": SLOTS,  # the spare one
 }
@@ -44,16 +44,15 @@ def make_rows(*requests: dict[str, Any], top_logprobs: int = 0) -> SamplingRows:
     return SamplingRows(
         **{name: torch.tensor([r[name] for r in full]) for name in (*names, "sample_index", "first_stop", "mode")},
         stop_ids=torch.tensor([[*r["stops"], *[VOCAB] * (width - len(r["stops"]))] for r in full], dtype=torch.long),
-        suppressed=torch.tensor(
-            [[*r["suppressed"], *[VOCAB] * (2 - len(r["suppressed"]))] for r in full], dtype=torch.long
-        ),
+        biased=torch.tensor([([*r["bias"]] or [0]) * (2 // max(len(r["bias"]), 1)) for r in full]),
+        bias=torch.tensor([([*r["bias"].values()] or [0.0]) * (2 // max(len(r["bias"]), 1)) for r in full]),
         slots=torch.tensor([r["slot"] for r in full]),
         any_random=any(not r["greedy"] for r in full),
         any_greedy=any(r["greedy"] for r in full),
         any_truncated=any(r["top_k"] > 0 or r["top_p"] < 1 or r["min_p"] > 0 for r in full),
         any_penalised=any(r["repetition"] != 1 or r["presence"] or r["frequency"] for r in full),
         any_min_tokens=width > 0,
-        any_suppressed=any(r["suppressed"] for r in full),
+        any_biased=any(r["bias"] for r in full),
         modes=tuple(sorted({r["mode"] for r in full})),
         top_logprobs=top_logprobs,
     )
@@ -208,8 +207,11 @@ def test_stop_ids_are_not_sampled_before_min_tokens(sampler: Sampler) -> None:
 def test_suppressed_ids_are_never_sampled_and_stay_in_the_policy(sampler: Sampler) -> None:
     logits = torch.randn(4, VOCAB)
     logits[:, [3, VOCAB - 1]] = 30.0
+    never = float("-inf")
     rows = make_rows(
-        {"suppressed": (3, VOCAB - 1)}, {"suppressed": (3,), "greedy": True}, {"suppressed": (3,), "mode": 2}, {}
+        {"bias": {3: never, VOCAB - 1: never}},
+        *({"bias": {3: never}, **r} for r in ({"greedy": True}, {"mode": 2})),
+        {},
     )
     out = sample(sampler, logits, rows, torch.full((4,), 7))
     tokens = out.tokens.tolist()
@@ -224,7 +226,10 @@ def test_suppressed_ids_are_never_sampled_and_stay_in_the_policy(sampler: Sample
 
 def processed_logits(logits: Tensor, r: dict[str, Any], prompt: list[int], output: list[int], at: int) -> Tensor:
     """What a request's token is drawn from, temperature included; one row, plainly."""
-    out = penalised(logits, prompt, output, r)
+    biased = logits.clone()
+    for token, bias in r["bias"].items():
+        biased[token] += bias
+    out = penalised(biased, prompt, output, r)
     if at < r["first_stop"]:
         out[list(r["stops"])] = float("-inf")
     out = out / r["temperature"]
@@ -245,6 +250,7 @@ PROCESSINGS: dict[str, dict[str, Any]] = {
     "truncated": {"temperature": 1.4, "top_k": 30, "top_p": 0.8, "min_p": 0.05},
     "penalised": {"temperature": 0.8, "repetition": 1.4, "presence": 0.5, "frequency": 0.2},
     "min tokens": {"stops": (5, 6), "first_stop": 100},
+    "biased": {"bias": {5: -6.0, 9: 5.5}, "temperature": 0.7},
     "all": {
         "temperature": 1.2,
         "top_p": 0.7,
@@ -252,6 +258,7 @@ PROCESSINGS: dict[str, dict[str, Any]] = {
         "frequency": 0.4,
         "stops": (5, 6, 7),
         "first_stop": 60,
+        "bias": {5: float("-inf"), 8: 3.0},
     },
 }
 
@@ -294,7 +301,8 @@ def test_logprobs_of_one_mode(name: str, mode: int, sampler: Sampler) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["plain", "temperature", "greedy"], ["truncated", "temperature", "penalised"], ["all"]]
+    "names",
+    [["plain", "temperature", "greedy"], ["truncated", "temperature", "penalised"], ["biased", "plain"], ["all"]],
 )
 def test_modes_mix_in_a_batch(names: list[str], sampler: Sampler) -> None:
     assert LOGPROBS_MODES == ("scaled", "raw", "processed")

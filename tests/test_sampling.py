@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import oracle
@@ -23,6 +24,7 @@ from small_engine import (
     tokenizer,
     tokens,
 )
+from transformers import GenerationConfig
 
 from stoker.rollout import Completion, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
@@ -184,6 +186,20 @@ def test_stop_ids_and_eos(window):
         assert ending(run(ignore_eos=True, stop_token_ids=(18,))) == (18, 8, "stop", 18)
         assert ending(run(max_tokens=5)) == (15, 5, "stop", 15)
         assert ending(run(max_tokens=4)) == (14, 4, "length", None)
+
+
+def test_logit_bias_is_the_sequence_bias_of_generate():
+    """Which comes before penalties there, too; the log-probabilities stay those of the policy."""
+    bias = {(3,): 4.0, (50,): 3.5, (77,): 5.0, (11,): -2.0}
+    config = GenerationConfig(max_new_tokens=20, repetition_penalty=1.4, sequence_bias=bias, eos_token_id=None)
+    for given in (config, {**config.to_dict(), "sequence_bias": [[list(ids), value] for ids, value in bias.items()]}):
+        params = SamplingParams.from_generation_config(given, ignore_eos=True)
+        with build() as engine:
+            free, biased = engine.generate_batch([NEEDLE] * 2, [replace(params, logit_bias={}), params])
+        out = llama().generate(torch.tensor([NEEDLE]), generation_config=config, do_sample=False)
+        assert biased.completions[0].token_ids == out[0, len(NEEDLE) :].tolist() != free.completions[0].token_ids
+        expected = oracle.logprobs(llama(), NEEDLE, biased.completions[0].token_ids)
+        torch.testing.assert_close(torch.tensor(biased.completions[0].logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
 def test_suppressed_ids_are_not_sampled_and_others_are_as_likely_as_before():

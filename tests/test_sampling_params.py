@@ -34,6 +34,11 @@ def test_defaults_sample_from_the_full_distribution():
         *(("frequency_penalty", v) for v in (math.nan, "0")),
         *(("stop", v) for v in ("", ("a", ""), (1,), 3, None)),
         *((f"{kind}_token_ids", v) for kind in ("stop", "suppress") for v in ((-1,), (1.5,), ("2",), (True,), 7, None)),
+        *(
+            ("logit_bias", v)
+            for v in ({-1: 1.0}, {1.5: 1.0}, {"2": 1.0}, {True: 1.0}, {3: math.inf}, {3: "1"}, {3: True})
+        ),
+        *(("logit_bias", v) for v in ([3], [(3, 1.0, 2)], 7, None, "no")),
         *(("seed", v) for v in (1.5, "0", True)),
         *(("logprobs_mode", v) for v in ("scale", None, np.array([1, 2]))),
         *(("ignore_eos", v) for v in ("no", 1, None)),
@@ -116,6 +121,7 @@ def test_generation_config_fields_are_translated():
         stop_strings=["\n\n"],
         eos_token_id=[1, 2],
         suppress_tokens=[4],
+        sequence_bias={(6,): 1.5},
         max_length=4096,  # max_new_tokens wins, as it does under generate
     )
     assert SamplingParams.from_generation_config(config) == SamplingParams(
@@ -130,6 +136,7 @@ def test_generation_config_fields_are_translated():
         stop=("\n\n",),
         stop_token_ids=(1, 2),
         suppress_token_ids=(4,),
+        logit_bias={6: 1.5},
     )
     assert SamplingParams.from_generation_config(config, max_tokens=8, n=1).max_tokens == 8
     assert SamplingParams.from_generation_config(config.to_dict()) == SamplingParams.from_generation_config(config)
@@ -218,6 +225,7 @@ def test_other_names_in_a_mapping_are_those_of_files():
         ("no_repeat_ngram_size", 3),
         ("bad_words_ids", [[1]]),
         ("guidance_scale", 1.5),
+        ("sequence_bias", {(3, 4): 1.0}),
         ("begin_suppress_tokens", [3]),
         ("forced_eos_token_id", 2),
         ("min_length", 7),

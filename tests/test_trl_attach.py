@@ -119,6 +119,8 @@ def test_settings_are_read_at_each_generation(make_trainer: MakeTrainer, monkeyp
         ({"stop": "ab"}, {"stop": ("ab",)}),
         ({"do_sample": False}, {"temperature": 0.0, "top_p": 1.0}),
         ({"suppress_tokens": [5]}, {"suppress_token_ids": (5,)}),
+        ({"sequence_bias": {(5,): 1.5}}, {"logit_bias": ((5, 1.5),)}),
+        ({"logit_bias": {5: 1.5}}, {"logit_bias": ((5, 1.5),)}),
         ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, {"presence_penalty": 0.5, "frequency_penalty": 0.25}),
         ({"use_cache": True, "cache_implementation": "static"}, {"temperature": 1.0}),
     ],

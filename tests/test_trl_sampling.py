@@ -31,7 +31,12 @@ def with_generation_config(**fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"suppress_tokens": [3, 9]}, {"bad_words_ids": [[3], [EOS]], "suppress_tokens": [9]}, {"min_new_tokens": 7}],
+    [
+        {"suppress_tokens": [3, 9]},
+        {"bad_words_ids": [[3], [EOS]], "suppress_tokens": [9]},
+        {"min_new_tokens": 7},
+        {"sequence_bias": {(5,): 9.0}},
+    ],
     ids=lambda f: "-".join(f),
 )
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
