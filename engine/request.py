@@ -88,6 +88,7 @@ class Request:
     images: ImageInputs | None = None  # with features, from when it is queued on
 
     tokens: list[int] = field(init=False)
+    num_prompt: int = field(init=False)
     computed: int = 0
     pending: int = 0
     status: Status = Status.WAITING
@@ -110,28 +111,24 @@ class Request:
     error: StokerError | None = None
 
     def __post_init__(self, given: Sequence[int]) -> None:
-        self.tokens = [*self.prompt, *given]
+        self.tokens, self.num_prompt = [*self.prompt, *given], len(self.prompt)
 
     @property
     def total(self) -> int:
         return len(self.tokens) + self.pending
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.prompt)
-
-    @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def output(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
+        return self.tokens[self.num_prompt :]
 
     @property
     def remaining(self) -> int:
         """Tokens that may still be sampled, those pending among them."""
-        return self.spec.max_tokens - self.num_output
+        return self.spec.max_tokens - len(self.tokens) + self.num_prompt
 
     @property
     def ends_at_once(self) -> bool:

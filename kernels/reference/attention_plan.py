@@ -22,8 +22,7 @@ _GATHER_BYTES = 8 * 2**20
 _MAX_QUERIES = 1024  # of one row at a time: bounds the mask, and skips keys that none of them may see
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visibility:
+class Visibility(NamedTuple):  # which is hashed at every layer
     """Which earlier keys a query sees, besides causality.
 
     window: the last ``window`` keys, its own among them (sliding-window attention); chunk: only keys of the query's
