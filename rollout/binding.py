@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,21 +24,15 @@ from stoker.kernels.errors import (
     StokerError,
     UnsupportedModelError,
     WeightsMovedError,
-    WeightTransferError,
 )
 from stoker.kernels.ops import Ops, ops_for
-from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.adapter_sources import AdapterSources
-from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.adapters import Switches, active_adapters
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.gather import ranks_of, refuse
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
-from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.source import WeightSource, source_for
-from stoker.weight_sync.staging import Casts, Staging, same_place
 from stoker.weight_sync.tree import Tree
 
 
@@ -67,13 +60,12 @@ class ModelBinding:
         max_lora_rank: int,
     ) -> None:
         self.model = model
-        self.deterministic, self.kv_dtype = deterministic, kv_dtype
+        self.deterministic, self.kv_dtype, self.check_finite = deterministic, kv_dtype, check_finite
         copying: dict[str, Any] = {"check_finite": check_finite, "gather_bytes": gather_bytes, "stable": virtual_buffer}
         self.adapters = AdapterSources(model, deterministic=deterministic, gathering=copying)
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         dtype, self._device = (None if option == "auto" else option for option in (dtype, device))
         self._source_now = partial(source_for, model, dtype, self._device, **copying)
-        self._check_finite = check_finite
         self.source: WeightSource = self._source_now()
         check_supported(self.source.module)
         check_experts(self.source.module, self.source.dtype)
@@ -83,11 +75,10 @@ class ModelBinding:
         self.ops: Ops
         self.fused_layers = 0
         self._in_fp8 = in_fp8
-        self._rounded: Fp8Weights | None = None  # where they are
+        self.rounded: Fp8Weights | None = None  # where the weights are
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
-        self._fused: dict[tuple[str, ...], Tensor] = {}
-        self._casts: Casts = {}
+        self.fused: dict[tuple[str, ...], Tensor] = {}  # by names: what their rows lie side by side in, where they do
         self._refill = False  # the memory of weights that was given back
         self._changed = False  # while it was; nobody was told so far
         self._stream: Any = None  # under which something was last done with the weights
@@ -279,34 +270,36 @@ class ModelBinding:
         return "+".join(active) or None
 
     @property
+    def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:
+        """Of memory of the engine's own."""
+        return [self.source, self.adapters] if self.rounded is None else [self.rounded, self.source, self.adapters]
+
+    @property
     def resident(self) -> bool:
         """Whether all weights are in the device's memory."""
-        rounded = self._rounded is None or self._rounded.resident
-        return rounded and self.source.resident and self.adapters.resident
+        return all(keeper.resident for keeper in self._keepers)
 
     @property
     def stable_addresses(self) -> bool:
         """Whether the engine's own copies of weights lie where they lay when their memory is taken again."""
-        rounded = self._rounded is None or self._rounded.stable_addresses
-        return rounded and self.source.stable_addresses and self.adapters.stable_addresses
+        return all(keeper.stable_addresses for keeper in self._keepers)
 
     @property
     def nbytes(self) -> int:
         """Of the engine's own copies of weights."""
-        rounded = 0 if self._rounded is None else self._rounded.nbytes
-        return rounded + self.source.nbytes + self.adapters.nbytes
+        return sum(keeper.nbytes for keeper in self._keepers)
 
     def derive(self) -> int:
         """Make anew what is made of weights, which have changed; returns the bytes of copies of them that were written."""
         self.shell.refresh()
-        if self._rounded is None:
+        if self.rounded is None:
             return 0
         self._watch()
-        return self._rounded.refresh()
+        return self.rounded.refresh()
 
     def _watch(self) -> None:
         """Have ``notice`` see every change from now on of tensors that are the trainer's, which rounded ones do not follow."""
-        if self._rounded is not None and isinstance(self.source, AliasedSource):
+        if self.rounded is not None and isinstance(self.source, AliasedSource):
             self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
@@ -316,8 +309,8 @@ class ModelBinding:
         self.adapters.give_back(drop=drop)
 
     def _give_back_weights(self, *, drop: bool) -> None:
-        if self._rounded is not None:
-            self._rounded.give_back(drop=drop)
+        if self.rounded is not None:
+            self.rounded.give_back(drop=drop)
         self.source.give_back(drop=drop)
 
     def take_again(self) -> None:
@@ -326,62 +319,23 @@ class ModelBinding:
         self.source.take_again()
         self.adapters.take_again()
         self.adapters.lie_elsewhere()
-        if self._rounded is not None:
-            self._rounded.take_again()
+        if self.rounded is not None:
+            self.rounded.take_again()
         if self._refill:
             try:
                 self._changed |= self.source.fill()
-                if self._rounded is not None and not isinstance(self.source, AliasedSource):
-                    self._rounded.refresh()  # what does not pass through was rounded before it was there
+                if self.rounded is not None and not isinstance(self.source, AliasedSource):
+                    self.rounded.refresh()  # what does not pass through was rounded before it was there
             except BaseException:  # an interrupt, say: memory without its numbers must not pass for weights
                 self._give_back_weights(drop=True)
                 raise
 
     def woken(self) -> None:
         """Have ``notice`` tell if weights are others than at the last look: what waking has made of them is of those of now."""
-        if (self._rounded is not None or self.adapters.weights) and self.resident:
+        if (self.rounded is not None or self.adapters.weights) and self.resident:
             with suppress(StokerError):  # which the next look says again
                 self._changed |= isinstance(self.source, AliasedSource) and self.source.catch_up()
                 self._look_at_adapters(announced=False, same=self._is_as_seen())
-
-    def receive(self, weights: NewWeights) -> Staging:
-        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
-
-        Nothing may have ``moved``.
-        """
-        if getattr(self.source.module, "quantization_method", None) is not None:
-            raise UnsupportedModelError(
-                "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
-                "itself, and call update_weights() without an argument"
-            )
-        self.in_order()
-        if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
-            weights = checkpoint(type(self.shell.module), os.fspath(weights))
-        source = self.source
-        return receive(
-            weights,
-            source.tensors(),
-            source.optional,
-            check_finite=self._check_finite,
-            casts=self._casts,
-            passing=source.passing,
-        )
-
-    def put_in_service(self, staged: Staging) -> int:
-        """Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for."""
-        now = self.source.tensors()
-        if self.moved() or any(now.get(name) is not tensor for name, tensor in staged.targets.items()):
-            raise WeightTransferError(
-                "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
-                "and call update_weights again. What arrived was not taken"
-            )
-        try:
-            written = staged.commit(self.source.write)
-        except BaseException:
-            self.source.spoil()
-            raise
-        self.source.overwritten()
-        return written
 
     def check_ready(self) -> None:
         """Raise ``EngineStateError`` where the weights are in parts old and new."""
@@ -401,34 +355,6 @@ class ModelBinding:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def verify(self, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
-        """Compare what the shell runs on with what the trainer holds, name by name. in_slots: adapters, as these hold them."""
-        self.in_order()
-        checked, other = self.source.mismatches()
-        expected, trainer = self.source.tensors(), self.source.names()
-        used = self.shell.tensors()
-        expected = expected | {name: expected[other] for name, other in self.shell.stood_for.items()}
-        wrong = {name for name, tensor in used.items() if name in expected and not same_place(tensor, expected[name])}
-        read = (item for item in self._fused.items() if self.source.passing.isdisjoint(item[0]))
-        for group, whole in read:
-            row = 0
-            for name in group:
-                rows = expected[name].shape[0]
-                if row + rows > whole.shape[0] or not same_place(whole[row : row + rows], expected[name]):
-                    wrong.add(name)
-                row += rows
-        if self._rounded is not None:
-            wrong.update(self._rounded.mismatches())
-        more, of_adapters = self.adapters.mismatches(in_slots, self.source)
-        return WeightReport(
-            source=self.source.kind,
-            version=version,
-            checked=checked + more,
-            mismatched=tuple(sorted(wrong.union(other, of_adapters))),
-            missing=tuple(sorted(trainer - used.keys())),
-            extra=tuple(sorted(used.keys() - trainer)),
-        )
-
     def release(self) -> None:
         """Give the model's parameters storages of their own again."""
         self.source.release()
@@ -446,8 +372,8 @@ class ModelBinding:
             take_over_experts(shell.module, self.ops)
             options = self.max_loras, self.max_lora_rank, source.device, shell.beside_text
             shell.lora = LoraLayers(shell.module, self.ops, *options)
-            self._fused = source.rehome(fusion_groups(shell))
-            self.fused_layers, whole = fuse_layers(shell, self.ops, self._fused)
+            self.fused = source.rehome(fusion_groups(shell))
+            self.fused_layers, whole = fuse_layers(shell, self.ops, self.fused)
         if self.deterministic and not whole:
             raise UnsupportedModelError(
                 f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
@@ -461,7 +387,7 @@ class ModelBinding:
                 source.pull()
                 shell.layer_shapes()
                 return self._fuse(shell, source)
-            self._rounded, shell.lora.rounded = rounded, rounded.plain
+            self.rounded, shell.lora.rounded = rounded, rounded.plain
             source.hand_over(rounded)
         source.bind()
         return shell

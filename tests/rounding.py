@@ -45,6 +45,6 @@ def rounded_base(model: PeftModel, names: Iterable[str]) -> PeftModel:
 
 def names_of(engine: RolloutEngine) -> set[str]:
     """Of the weights that an engine rounds."""
-    fp8 = engine._binding._rounded
+    fp8 = engine._binding.rounded
     assert fp8 is not None
     return {*fp8.by_name}

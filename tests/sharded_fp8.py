@@ -72,7 +72,7 @@ def follow(rank: int, name: str, wrap: Any) -> None:
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
     with RolloutEngine(model, config=IN_FP8) as engine:
         assert assert_rounded(engine, twin) == {0}
-        fp8, mirror = engine._binding._rounded, engine._binding.source.mirror  # type: ignore[attr-defined]
+        fp8, mirror = engine._binding.rounded, engine._binding.source.mirror  # type: ignore[attr-defined]
         sizes = {n: p.nbytes for n, p in twin.named_parameters()}
         matrices = sum(sizes[n] for n in names_of(engine))
         buffers = sum(b.nbytes for b in twin.buffers())
@@ -145,7 +145,7 @@ def sleep(rank: int) -> None:
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
     with RolloutEngine(model, config=IN_FP8) as engine:
         before = assert_rounded(engine, twin)
-        storage = engine._binding._rounded._memory.data.untyped_storage()  # type: ignore[union-attr]
+        storage = engine._binding.rounded._memory.data.untyped_storage()  # type: ignore[union-attr]
         for level in (1, 2, 3):
             engine.sleep(level)
             assert (storage.nbytes() == 0) == (level > 1)

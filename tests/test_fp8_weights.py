@@ -82,7 +82,7 @@ def test_weights_whose_siblings_lie_apart_and_their_biases() -> None:
             for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.data = part.view(p.shape)
     with in_fp8(model) as engine:
-        assert not engine._binding._fused
+        assert not engine._binding.fused
         assert_rounded(engine, model)
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.bias += 1
@@ -181,14 +181,14 @@ def test_a_mirror_has_no_plain_copy_of_what_is_rounded(family: str, device: str)
         assert_rounded(engine, copy.deepcopy(model).cpu().float())
         for level in (2, 3):
             with engine.sleeping(level):
-                assert not engine._binding._rounded.resident  # type: ignore[union-attr]
+                assert not engine._binding.rounded.resident  # type: ignore[union-attr]
             assert_rounded(engine, copy.deepcopy(model).cpu().float())
-        engine._binding._rounded.by_name[name].scales[0] *= 2  # type: ignore[union-attr]
+        engine._binding.rounded.by_name[name].scales[0] *= 2  # type: ignore[union-attr]
         report = engine.verify_weights()
         assert report.mismatched == (name,) and report.checked == len({*sizes, *dict(model.named_buffers())})
         model.get_parameter(name).data[0] *= 2  # only what has changed is rounded again
         engine.update_weights()
-        (_, *made) = engine._binding._rounded.by_name[name]  # type: ignore[union-attr]
+        (_, *made) = engine._binding.rounded.by_name[name]  # type: ignore[union-attr]
         assert engine.stats().last_update_bytes == sum(t.nbytes for t in made)
         assert engine.verify_weights().ok
 
@@ -238,7 +238,7 @@ def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(
 def test_a_scrambled_copy_is_named() -> None:
     model = make_model("qwen3_moe")
     with in_fp8(model) as engine:
-        matrices = engine._binding._rounded.by_name
+        matrices = engine._binding.rounded.by_name
         row = matrices["model.layers.0.self_attn.k_proj.weight"].values.view(torch.uint8)[3]
         row.copy_(row.flip(0))
         assert engine.verify_weights().mismatched == ("model.layers.0.self_attn.k_proj.weight",)
@@ -287,7 +287,7 @@ def test_a_mirror_of_layers_that_share_their_weights(level: int) -> None:
 def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     with in_fp8(model) as engine:
-        data = engine._binding._rounded._memory.data.untyped_storage()
+        data = engine._binding.rounded._memory.data.untyped_storage()
         wanted = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
         assert data.nbytes() == engine.stats().mirror_bytes > 0
         engine.sleep(1)
@@ -303,7 +303,7 @@ def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPat
             raise RuntimeError("out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._binding._rounded, "_round", short, raising=False)
+            patch.setattr(engine._binding.rounded, "_round", short, raising=False)
             with pytest.raises(EngineStateError, match="no memory for the weights"):
                 engine.wake_up()
         assert calls and data.nbytes() == 0 and engine.is_sleeping

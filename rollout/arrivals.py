@@ -1,0 +1,62 @@
+"""Weights from elsewhere, a trainer in another process say: received beside those in service, and put in their place."""
+
+from __future__ import annotations
+
+import os
+
+from stoker.kernels.errors import UnsupportedModelError, WeightTransferError
+from stoker.rollout.binding import ModelBinding
+from stoker.rollout.loading import checkpoint
+from stoker.weight_sync.receiving import NewWeights, receive
+from stoker.weight_sync.staging import Casts, Staging
+
+
+class Arrivals:
+    """Between the two, which the engine's steps may lie between, the model here may change: what came is refused then."""
+
+    def __init__(self, binding: ModelBinding) -> None:
+        self._binding = binding
+        self._casts: Casts = {}
+
+    def receive(self, weights: NewWeights) -> Staging:
+        """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
+
+        The model may not have ``moved`` since it was bound.
+        """
+        binding, source = self._binding, self._binding.source
+        if getattr(source.module, "quantization_method", None) is not None:
+            raise UnsupportedModelError(
+                "the model is quantised, and weights from elsewhere would have to be quantised anew: update the model "
+                "itself, and call update_weights() without an argument"
+            )
+        binding.in_order()
+        if isinstance(weights, str | os.PathLike) and os.path.isdir(weights):
+            weights = checkpoint(type(binding.shell.module), os.fspath(weights))
+        return receive(
+            weights,
+            source.tensors(),
+            source.optional,
+            check_finite=binding.check_finite,
+            casts=self._casts,
+            passing=source.passing,
+        )
+
+    def put_in_service(self, staged: Staging) -> int:
+        """Returns the bytes that were written.
+
+        Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for.
+        """
+        source = self._binding.source
+        now = source.tensors()
+        if self._binding.moved() or any(now.get(name) is not tensor for name, tensor in staged.targets.items()):
+            raise WeightTransferError(
+                "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
+                "and call update_weights again. What arrived was not taken"
+            )
+        try:
+            written = staged.commit(source.write)
+        except BaseException:
+            source.spoil()
+            raise
+        source.overwritten()
+        return written

@@ -1,0 +1,49 @@
+"""What the shell runs on, compared with what the trainer holds, name by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.kernels.reference.lora import AdapterWeights
+from stoker.rollout.binding import ModelBinding
+from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.staging import same_place
+
+
+def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
+    """in_slots: adapters, as these hold them. Ranks of a sharded trainer do so together."""
+    binding.in_order()
+    source, shell = binding.source, binding.shell
+    checked, other = source.mismatches()
+    trainer, used = source.names(), shell.tensors()
+    wrong = _lying_elsewhere(binding)
+    if binding.rounded is not None:
+        wrong.update(binding.rounded.mismatches())
+    more, of_adapters = binding.adapters.mismatches(in_slots, source)
+    return WeightReport(
+        source=source.kind,
+        version=version,
+        checked=checked + more,
+        mismatched=tuple(sorted(wrong.union(other, of_adapters))),
+        missing=tuple(sorted(trainer - used.keys())),
+        extra=tuple(sorted(used.keys() - trainer)),
+    )
+
+
+def _lying_elsewhere(binding: ModelBinding) -> set[str]:
+    """Names of the tensors in the shell, or in what its fused layers read, that are not the source's."""
+    source, shell = binding.source, binding.shell
+    expected = source.tensors()
+    expected = expected | {name: expected[other] for name, other in shell.stood_for.items()}
+    wrong = {
+        name for name, tensor in shell.tensors().items() if name in expected and not same_place(tensor, expected[name])
+    }
+    for group, whole in binding.fused.items():
+        if source.passing.isdisjoint(group):  # the others' layers read rounded ones
+            row = 0
+            for name in group:
+                rows = expected[name].shape[0]
+                if row + rows > whole.shape[0] or not same_place(whole[row : row + rows], expected[name]):
+                    wrong.add(name)
+                row += rows
+    return wrong
