@@ -23,8 +23,8 @@ from stoker.weight_sync.adapters import (
     numbers,
     sum_of,
 )
+from stoker.weight_sync.agreement import agree, ranks_of, telling
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.gather import agree, ranks_of, telling
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
 from stoker.weight_sync.source import WeightSource

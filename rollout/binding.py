@@ -28,8 +28,8 @@ from stoker.kernels.errors import (
 from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.weight_sync.adapters import Switches, active_adapters
+from stoker.weight_sync.agreement import ranks_of, refuse
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.gather import ranks_of, refuse
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
 from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.source import WeightSource, source_for

@@ -29,8 +29,8 @@ from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
 from stoker.weight_sync.adapter_files import model_of
+from stoker.weight_sync.agreement import ranks_of, telling
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.gather import ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
 
 

@@ -32,7 +32,7 @@ from stoker.rollout import (
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import gather, meshes
+from stoker.weight_sync import agreement, gather, meshes
 from stoker.weight_sync.mirrored import MirroredSource
 from stoker.weight_sync.source import source_for
 
@@ -49,7 +49,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def lose_a_rank(rank: int, how: str) -> str | None:
     """The last rank dies before an update or inside of its gather, or stays away; what the others are told."""
-    gather.GRACE_S = 1.5
+    agreement.GRACE_S = 1.5
     model = by_fsdp2(small())
     engine = RolloutEngine(model, config=replace(CONFIG, gather_memory="16KiB"))
     train(model, sgd(model), 1)

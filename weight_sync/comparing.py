@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stoker.weight_sync.agreement import lost
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.gather import all_gather, lost
+from stoker.weight_sync.gather import all_gather
 from stoker.weight_sync.shards import Shards
 
 

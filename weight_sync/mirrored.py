@@ -20,20 +20,10 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.host_memory import StableBuffers
+from stoker.weight_sync.agreement import agree, parts_of, refuse, telling, unite
 from stoker.weight_sync.checksum import checksums, take, unfit
 from stoker.weight_sync.comparing import Comparison
-from stoker.weight_sync.gather import (
-    MEMORY_BYTES,
-    Bucket,
-    agree,
-    buffers_for,
-    gather,
-    parts_of,
-    plan,
-    refuse,
-    telling,
-    unite,
-)
+from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, buffers_for, gather, plan
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales

@@ -1,0 +1,155 @@
+"""What ranks tell each other around a gather: that all go on with it, what it is of, and which of them failed or fell silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
+from stoker.weight_sync.shards import Shards, by_group, groups_of
+
+GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
+
+Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
+
+_AGREEING = "agreeing on what to gather"
+_KNOWN = "_is_known_to_all_ranks"  # of an error
+_E = TypeVar("_E", bound=Exception)
+
+
+def parts_of(shards: Iterable[Shards]) -> Parts:
+    return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
+
+
+def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> tuple[Parts, torch.device]:
+    """What ``agree`` and ``telling`` need among the ranks that hold a model, whatever it is that they hold of it.
+
+    device: an engine's, where it is not to be the model's.
+    """
+    groups = {} if model is None else groups_of(model)
+    return dict.fromkeys(groups, ()), device or next(iter(groups.values()), torch.device("cpu"))
+
+
+def agree(
+    parts: Parts,
+    device: torch.device,
+    refusal: Exception | None = None,
+    *,
+    has_news: bool = False,
+    half_way: bool = False,
+) -> bool:
+    """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it, and goes on with it
+    wherever one of them may have failed by itself since. Returns whether any rank ``has_news``.
+
+    half_way: weights may have been written to. Raises ``WeightsMismatchError``, or half-way ``WeightTransferError``, where
+    another rank refuses; the first of them also where ranks have parts of other tensors each, which one that refuses may
+    have: it has to know the groups alone. ``WeightTransferError`` where a rank does not answer.
+    """
+    numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
+    refused, differ = refusal is not None, False
+    for _ in numbers:  # so often that what is found in one group reaches every other
+        for group, number in numbers.items():
+            said = torch.tensor([refused, differ, has_news, number, -number], dtype=torch.int64, device=device)
+            try:
+                if dist.get_backend(group) == "gloo":  # the first rank can then name the one that is missing
+                    dist.monitored_barrier(group, _timeout(group), wait_all_ranks=True)
+                dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+            except RuntimeError as error:
+                raise lost(group, _AGREEING, error) from error
+            any_refused, any_differ, any_news, largest, smallest = said.tolist()
+            refused, differ = bool(any_refused), bool(any_differ) or largest != -smallest
+            has_news = bool(any_news)
+    if refusal is not None:
+        raise _known_to_all(refusal) if parts else refusal
+    if refused and half_way:
+        raise _known_to_all(WeightTransferError("another rank failed half-way; its error says why"))
+    if refused:
+        raise _known_to_all(WeightsMismatchError("another rank refused; its error says why. No weight was changed"))
+    if differ:
+        raise _known_to_all(
+            WeightsMismatchError(
+                "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
+                "all of them, and build a new engine"
+            )
+        )
+    return has_news
+
+
+def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
+    """Have the others, who wait in ``agree`` or will come to it, fail too, but where they know of this error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _KNOWN in vars(cause):
+            return
+        cause = cause.__cause__
+    with suppress(type(error), WeightTransferError, ValueError):  # of groups that are no more
+        agree(parts, device, error)
+
+
+@contextmanager
+def telling(parts: Parts, device: torch.device) -> Iterator[None]:
+    """For what a rank does by itself while others wait for it in ``agree``, or will: where it fails, so do they."""
+    try:
+        yield
+    except Exception as error:
+        refuse(parts, device, error)
+        raise
+
+
+def _known_to_all(error: _E) -> _E:
+    vars(error)[_KNOWN] = True
+    return error
+
+
+def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> None:
+    """Add to ``changed`` those of the parts that are in any other rank's, once all have agreed that they have the same."""
+    for group, of_group in parts.items():
+        flags = torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=device)
+        try:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise lost(group, _AGREEING, error) from error
+        changed |= {names for names, flag in zip(of_group, flags.tolist(), strict=True) if flag}
+
+
+def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
+    """What to raise where a collective failed: what hung, with whom, and which of them it was, as far as can be known."""
+    others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
+    named = "failed to pass" in str(error)  # a barrier, before the others can know that it failed
+    silent = _silent(group, [] if named else others)
+    broken = WeightTransferError(
+        f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {first_line(error)}. "
+        + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
+        + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
+        "rank has to. This group of processes stays broken: start them again"
+    )
+    return _known_to_all(broken)
+
+
+def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:
+    """Which of them do not say in the store of the processes that the group is broken for them too.
+
+    That is the one that broke it, and whoever has not noticed in so short a time, as in a large group with a long time-out.
+    Each says so once, for good: a group that lost a rank is never whole again.
+    """
+    keys = {r: f"stoker/lost/{group.group_name}/{r}" for r in others}
+    with suppress(RuntimeError):  # the store itself may be gone, with the rank that kept it
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"stoker/lost/{group.group_name}/{dist.get_rank()}", "1")
+        with suppress(RuntimeError):
+            if keys:
+                store.wait(list(keys.values()), timedelta(seconds=GRACE_S))
+        return [r for r, key in keys.items() if not store.check([key])]
+    return []
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
