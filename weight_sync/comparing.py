@@ -1,17 +1,56 @@
-"""Whether a mirror has what ranks hold in parts, told by checksums of these parts."""
+"""Whether a mirror has what the trainer holds, told by checksums: of whole tensors, and of the parts that ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.weight_sync.agreement import lost
+from stoker.weight_sync.agreement import Parts, agree, lost, parts_of, telling
 from stoker.weight_sync.checksum import checksums
-from stoker.weight_sync.gather import all_gather
-from stoker.weight_sync.shards import Shards
+from stoker.weight_sync.gather import all_gather, prepare
+from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.shards import Held, Shards, by_group
+
+
+def compare(read: Callable[[], Held], mirror: Mirror, parts: Parts, gather_bytes: int) -> tuple[int, list[str]]:
+    """How many tensors were compared, and the names of those that are not the trainer's, as the mirror's dtypes have them.
+
+    read: gives what this rank holds. parts: as all ranks know them, also where one cannot read its own; these tell each other
+    the checksums of theirs, so all of them call it together.
+    """
+    passing, consumer, device, dtypes = mirror.passing, mirror.consumer, mirror.device, mirror.dtypes
+    with ExitStack() as memory:
+        with telling(parts, device):
+            held = read()
+            names = [name for name in held.full if name in mirror.tensors and name not in passing]
+            theirs = checksums([held.full[n] for n in names], device, [dtypes[n] for n in names])
+            ours = checksums([mirror.tensors[name] for name in names], device)
+            wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
+            # Others came after the engine was built.
+            shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
+            kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
+            comparisons = [Comparison(*of_group, device, dtypes) for of_group in kept.items()]
+            in_order = [s for of_group in by_group(shards).values() for s in of_group]
+            gathering = prepare(memory, mirror, in_order, gather_bytes, kept=False)
+        agree(parts_of(shards), device)
+        for comparison in comparisons:
+            comparison.exchange()
+        with telling(parts, device):
+            found: set[str] = set()
+            if consumer is not None and passing:
+                gathering(lambda part: found.update(consumer.mismatches(part)))
+                through = {name: tensor for name, tensor in held.full.items() if name in passing}
+                names += through
+                for part in mirror.let_through(through):
+                    wrong += consumer.mismatches(part)
+            found.update(*(comparison.differing(mirror.tensors) for comparison in comparisons))
+        agree(parts_of(shards), device)
+    count = len(names) + sum(len(s.names) for s in shards)
+    return count, wrong + [name for s in shards for name in s.names if name in found]
 
 
 class Comparison:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stoker.kernels.errors import EngineStateError
 from stoker.weight_sync.agreement import lost
+from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Piece, Shards
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.
 MEMORY_BYTES = 256 * 2**20
+
+# Gathers, and calls what it is given with the names of each layer whose tensors pass through.
+Gathering = Callable[[Callable[[Collection[str]], object]], None]
 
 # torch 2.13 renamed it, and warns of the older name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -172,6 +177,49 @@ def gather(
     for rest in under_way:
         put_in_place(*rest)
     return failures[0] if failures else None
+
+
+def prepare(
+    memory: ExitStack, mirror: Mirror, shards: Sequence[Shards], memory_bytes: int, *, kept: bool = True
+) -> Gathering:
+    """Take what a gather of these shards into a mirror needs; ``memory`` gives it back.
+
+    What is returned gathers them, as all ranks do: to where they are kept, and then layer by layer those that pass through;
+    it calls its argument with the names of a layer's while their numbers are in memory. kept: whether to gather those.
+    What goes wrong on this rank alone it raises when all is through.
+
+    Raises ``EngineStateError`` where there is no memory for it.
+    """
+    parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
+    for s in shards:
+        for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
+            part = s.of(lambda name, layer=layer: mirror.layer_of.get(name) == layer)  # type: ignore[misc]
+            parts[layer].append(s if part.names == s.names else part)
+    buckets: list[Bucket] = []
+    after: dict[int, list[str]] = {}
+    for layer, of_layer in parts.items():
+        more = plan(of_layer, mirror.dtypes, memory_bytes, mirror.device) if kept or layer is not None else []
+        buckets += more
+        if more and layer is not None:
+            after[len(buckets) - 1] = [name for s in of_layer for name in s.names]
+    try:
+        memory.enter_context(mirror.room())
+        buffers = buffers_for(buckets, mirror.device)
+    except (RuntimeError, MemoryError) as error:
+        raise EngineStateError(
+            f"no memory to gather weights in: {error}. Nothing was changed: free some, or set a smaller "
+            "EngineConfig.gather_memory"
+        ) from error
+
+    def gathering(then: Callable[[Collection[str]], object]) -> None:
+        def then_of(index: int) -> None:
+            if index in after:
+                then(after[index])
+
+        if (failure := gather(buckets, buffers, mirror.tensors, then_of)) is not None:
+            raise failure
+
+    return gathering
 
 
 def _aligned(nbytes: int) -> int:

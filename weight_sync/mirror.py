@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.host_memory import OffloadableMemory, StableBuffers
+from stoker.weight_sync.staging import copy_each
 
 _ALIGNMENT = 256  # bytes
 
@@ -35,6 +36,7 @@ class Mirror(OffloadableMemory):
 
     Of those in ``passing`` the engine keeps what it makes of them and not themselves. The sets of ``layers`` that they are in lie
     in the same memory, one over the other, which is there within ``room()``: whoever writes to one set has lost the others.
+    ``consumer``: what makes something of them.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Mirror(OffloadableMemory):
         kept = shapes.keys() - self.passing
         layouts = [_Layout(shapes, dtypes, groups, names) for names in (kept, *layers)]
         super().__init__(layouts[0].nbytes, device, stable)
+        self.device, self.dtypes = device, dtypes
         self._room = torch.empty(max((o.nbytes for o in layouts[1:]), default=0), dtype=torch.uint8, device=device)
         found: dict[str, Tensor] = {}
         self.fused: dict[tuple[str, ...], Tensor] = {}
@@ -67,6 +70,26 @@ class Mirror(OffloadableMemory):
         self.tensors = {name: found[name] for name in shapes}
         self.tensors.update({other: self.tensors[first] for other, first in aliases.items()})
         self.complete = False
+        self.consumer: Consumer | None = None
+
+    def write(self, new: Mapping[str, Tensor]) -> int:
+        """Take these; returns the bytes that were written, by the consumer too."""
+        kept = {name: tensor for name, tensor in new.items() if name not in self.passing}
+        written = copy_each([self.tensors[name] for name in kept], kept.values())
+        for names in self.let_through(new):
+            assert self.consumer is not None
+            written += self.consumer.refresh(names)
+        return written
+
+    def let_through(self, new: Mapping[str, Tensor]) -> Iterator[list[str]]:
+        """Those of them in ``passing``, layer by layer, while their numbers are in memory."""
+        by_layer: dict[int, list[str]] = {}
+        for name in filter(self.layer_of.__contains__, new):
+            by_layer.setdefault(self.layer_of[name], []).append(name)
+        for names in by_layer.values():
+            with self.room():
+                copy_each([self.tensors[name] for name in names], [new[name] for name in names])
+                yield names
 
     def release(self) -> None:
         """Give all memory back. What was held is gone: after ``restore`` comes a complete update."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import (
-    EngineStateError,
     StokerError,
     UnsupportedModelError,
     WeightsMismatchError,
@@ -21,28 +19,15 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.agreement import agree, parts_of, refuse, telling, unite
-from stoker.weight_sync.checksum import checksums, take, unfit
-from stoker.weight_sync.comparing import Comparison
-from stoker.weight_sync.gather import MEMORY_BYTES, Bucket, buffers_for, gather, plan
+from stoker.weight_sync.checksum import unfit
+from stoker.weight_sync.comparing import compare
+from stoker.weight_sync.gather import MEMORY_BYTES, prepare
+from stoker.weight_sync.looking import Found, look
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.scales import give_state, with_scales
-from stoker.weight_sync.shards import Held, Shards, by_group, is_sharded, read
+from stoker.weight_sync.shards import Held, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
-
-# Gathers, and calls what it is given with the names of each layer whose tensors pass through.
-_Gathering = Callable[[Callable[[Collection[str]], object]], None]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a rank sees by itself. now: checksums; changed: since the last look; written: already; refusal: why not to take it."""
-
-    held: Held
-    now: dict[tuple[str, ...], int]
-    changed: set[tuple[str, ...]]
-    written: list[str]
-    refusal: Exception | None
 
 
 class MirroredSource:
@@ -97,7 +82,6 @@ class MirroredSource:
         plain = parameters - self._packed.keys()  # packed ones say nothing of what they are computed in
         self.dtype = main_dtype((self._dtypes[name], held.shapes[name].numel()) for name in plain)
         self.mirror: Mirror | None = None
-        self._consumer: Consumer | None = None
         self._kept: set[str] = set()  # of those that could pass through
         self._seen: dict[tuple[str, ...], int] = {}
         self._expected: set[tuple[str, ...]] = set()  # to change, as they did before
@@ -143,7 +127,7 @@ class MirroredSource:
 
     def hand_over(self, consumer: Consumer) -> int:
         assert self.mirror is not None
-        self._consumer = consumer
+        self.mirror.consumer = consumer
         self.mirror.close_room()
         return self.pull() if self.mirror.passing else 0
 
@@ -178,6 +162,10 @@ class MirroredSource:
         self.mirror.complete |= not self._adapters  # which did not come, and may have been dropped
         self._from_elsewhere, self._seen = True, {}
 
+    def write(self, new: Mapping[str, Tensor]) -> int:
+        assert self.mirror is not None
+        return self.mirror.write(new)
+
     def spoil(self) -> None:
         assert self.mirror is not None
         self.mirror.complete, self._seen = False, {}
@@ -202,6 +190,10 @@ class MirroredSource:
 
     def _telling(self) -> AbstractContextManager[None]:
         return telling(self._parts, self.device)
+
+    def mismatches(self) -> tuple[int, list[str]]:
+        assert self.mirror is not None
+        return compare(self._read, self.mirror, self._parts, self._gather_bytes)
 
     @property
     def resident(self) -> bool:
@@ -235,37 +227,18 @@ class MirroredSource:
 
     def release(self) -> None:
         """The trainer was never touched."""
-        self.mirror, self._consumer, self._seen = None, None, {}
+        self.mirror, self._seen = None, {}
 
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
         return read(self.model)
 
-    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> _Found:
-        """All that this rank sees by itself. Where that can be, what is expected to have changed is taken on the way."""
-        mirror = self.mirror
-        assert mirror is not None
-        refusal = self._refusal(held, mirror)
-        if self._consumer is None and mirror.passing:
-            held = held.of(lambda name: name not in mirror.passing)
-        before = self._seen if mirror.complete else {}
-        full = [name for name in held.full if name in mirror.tensors]
-        now: dict[tuple[str, ...], int] = {}
-        written: list[str] = []
-        if refusal is None and not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
-            written = [name for name in full if (name,) in expected and held.full[name].device == self.device]
-        if written:
-            mirror.complete = False
-            sums = take([mirror.tensors[n] for n in written], [held.full[n] for n in written])
-            now.update(((name,), number) for name, number in zip(written, sums, strict=True))
-        rest = [name for name in full if (name,) not in now]
-        sums = checksums([*(held.full[n] for n in rest), *(s.local for s in held.shards)], self.device)
-        now.update(zip([*((name,) for name in rest), *(s.names for s in held.shards)], sums, strict=True))
-        changed = {names for names, number in now.items() if before.get(names) != number}
-        return _Found(held, now, changed, written, refusal)
+    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> Found:
+        assert self.mirror is not None
+        return look(held, self.mirror, self._seen, expected, self._refusal(held, self.mirror))
 
-    def _take(self, found: _Found) -> int:
+    def _take(self, found: Found) -> int:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
@@ -280,30 +253,29 @@ class MirroredSource:
         mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
         return written
 
-    def _bring(self, found: _Found) -> int:
+    def _bring(self, found: Found) -> int:
         """Write what has changed, on all ranks together; returns the bytes written. Where one of them fails, all do."""
         mirror, held, changed, written = self.mirror, found.held, found.changed, 0
         assert mirror is not None
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
         new = {name: tensor for name, tensor in held.full.items() if (name,) in changed and name not in found.written}
-        consumer = self._consumer
 
         def refresh(names: Collection[str]) -> None:
             nonlocal written
-            assert consumer is not None
-            written += consumer.refresh(names)
+            assert mirror.consumer is not None
+            written += mirror.consumer.refresh(names)
 
         with ExitStack() as memory:
             with self._telling():
                 self._give_states(mirror)
-                gathering = self._prepare(memory, shards)
+                gathering = prepare(memory, mirror, shards, self._gather_bytes)
             agree(self._parts, self.device)  # that there is the memory for it; nothing is written before
             mirror.complete = False
             try:
                 with self._telling():
                     gathering(refresh)
-                    written += self.write(new)
+                    written += mirror.write(new)
                 agree(self._parts, self.device, half_way=True)
             except Exception as error:
                 if not self._parts:
@@ -316,68 +288,6 @@ class MirroredSource:
         moved = (name for s in shards for name in s.names if name not in mirror.passing)
         there = (name for name in found.written if (name,) in changed)
         return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
-
-    def write(self, new: Mapping[str, Tensor]) -> int:
-        mirror, consumer = self.mirror, self._consumer
-        assert mirror is not None
-        kept = {name: tensor for name, tensor in new.items() if name not in mirror.passing}
-        written = copy_each([mirror.tensors[name] for name in kept], kept.values())
-        for names in self._put(new):
-            assert consumer is not None
-            written += consumer.refresh(names)
-        return written
-
-    def _put(self, new: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Those that pass through, layer by layer, while their numbers are in memory."""
-        mirror = self.mirror
-        assert mirror is not None
-        by_layer: dict[int, list[str]] = {}
-        for name in filter(mirror.layer_of.__contains__, new):
-            by_layer.setdefault(mirror.layer_of[name], []).append(name)
-        for names in by_layer.values():
-            with mirror.room():
-                copy_each([mirror.tensors[name] for name in names], [new[name] for name in names])
-                yield names
-
-    def _prepare(self, memory: ExitStack, shards: Sequence[Shards], *, kept: bool = True) -> _Gathering:
-        """Take what a gather of these shards needs. What is returned gathers them, as all ranks do: to where they are kept, and
-        then layer by layer those that pass through; it calls its argument with the names of a layer's while their numbers are
-        in memory. kept: whether to gather those.
-
-        What goes wrong on this rank alone it raises when all is through.
-        """
-        mirror = self.mirror
-        assert mirror is not None
-        parts: dict[int | None, list[Shards]] = {layer: [] for layer in (None, *range(len(mirror.layers)))}
-        for s in shards:
-            for layer in dict.fromkeys(map(mirror.layer_of.get, s.names)):
-                part = s.of(lambda name, layer=layer: mirror.layer_of.get(name) == layer)  # type: ignore[misc]
-                parts[layer].append(s if part.names == s.names else part)
-        buckets: list[Bucket] = []
-        after: dict[int, list[str]] = {}
-        for layer, of_layer in parts.items():
-            more = plan(of_layer, self._dtypes, self._gather_bytes, self.device) if kept or layer is not None else []
-            buckets += more
-            if more and layer is not None:
-                after[len(buckets) - 1] = [name for s in of_layer for name in s.names]
-        try:
-            memory.enter_context(mirror.room())
-            buffers = buffers_for(buckets, self.device)
-        except (RuntimeError, MemoryError) as error:
-            raise EngineStateError(
-                f"no memory to gather weights in: {error}. Nothing was changed: free some, or set a smaller "
-                "EngineConfig.gather_memory"
-            ) from error
-
-        def gathering(then: Callable[[Collection[str]], object]) -> None:
-            def then_of(index: int) -> None:
-                if index in after:
-                    then(after[index])
-
-            if (failure := gather(buckets, buffers, mirror.tensors, then_of)) is not None:
-                raise failure
-
-        return gathering
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
         if held.spoilt:
@@ -404,40 +314,3 @@ class MirroredSource:
         if wrong:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None
-
-    def mismatches(self) -> tuple[int, list[str]]:
-        """How many tensors were compared, and the names of those that are not the trainer's, as the engine's dtype has them.
-
-        A sharded trainer's ranks tell each other the checksums of their parts, so all of them call it together.
-        """
-        mirror, consumer = self.mirror, self._consumer
-        assert mirror is not None
-        passing = mirror.passing
-        with ExitStack() as memory:
-            with self._telling():
-                held = self._read()
-                names = [name for name in held.full if name in mirror.tensors and name not in passing]
-                theirs = checksums([held.full[n] for n in names], self.device, [self._dtypes[n] for n in names])
-                ours = checksums([mirror.tensors[name] for name in names], self.device)
-                wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
-                # Others came after the engine was built.
-                shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
-                kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
-                comparisons = [Comparison(*of_group, self.device, self._dtypes) for of_group in kept.items()]
-                in_order = [s for of_group in by_group(shards).values() for s in of_group]
-                gathering = self._prepare(memory, in_order, kept=False)
-            agree(parts_of(shards), self.device)
-            for comparison in comparisons:
-                comparison.exchange()
-            with self._telling():
-                found: set[str] = set()
-                if consumer is not None and passing:
-                    gathering(lambda part: found.update(consumer.mismatches(part)))
-                    through = {name: tensor for name, tensor in held.full.items() if name in passing}
-                    names += through
-                    for part in self._put(through):
-                        wrong += consumer.mismatches(part)
-                found.update(*(comparison.differing(mirror.tensors) for comparison in comparisons))
-            agree(parts_of(shards), self.device)
-        count = len(names) + sum(len(s.names) for s in shards)
-        return count, wrong + [name for s in shards for name in s.names if name in found]
