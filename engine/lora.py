@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of, states_of
+from stoker.engine.adapter_checks import check_fits, is_linear, is_router, shape_of
+from stoker.engine.adapter_replacements import Replacements
 from stoker.engine.experts import adapt_experts, expert_tables, projection_of, with_biases
 from stoker.engine.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
+from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 from stoker.kernels.reference.norm_rotary import Activation
@@ -89,7 +88,7 @@ class LoraLayers:
         self.device = device
         self.stacks = Stacks()
         self._rows: AdapterRows | None = None
-        self.has_hooks = False  # on modules, of which some may be called with chosen rows
+        self._hooked = False
         self.rounded: Callable[[str], Tensor | None] = lambda name: None  # a weight as it is multiplied by in its place
         self.layout = 0  # a captured step holds as long as this stays
         self.only_add = False  # adapters to an output, whatever stands there; as far as is known
@@ -100,11 +99,13 @@ class LoraLayers:
         self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
-        self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
-        self._tokens: dict[str, dict[int, TokenRows]] = {}
-        self._ids: dict[tuple[int, ...], Tensor] = {}
-        self._merged: dict[tuple[str, int], Tensor] = {}
+        self._replacements = Replacements(self._modules, device, lambda: self.rows)
         self._last: object = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """On modules, of which some may be called with chosen rows."""
+        return self._hooked or self._replacements.has_hooks
 
     @property
     def rows(self) -> AdapterRows | None:
@@ -184,27 +185,12 @@ class LoraLayers:
         )
         return [path for part in parts for path in part if path not in self._fused]
 
-    def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
-        """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
-        weights: dict[str, dict[str, Tensor]] = {}
-        for link in links:
-            for path, (a, b, scale, *_) in link.linears.items():
-                if is_router(module := self._modules[path]):
-                    if (path, slot) not in self._merged:
-                        self._merged[path, slot] = torch.empty_like(module.weight)
-                    merged = self._merged[path, slot]
-                    before = merged if path in weights else module.weight
-                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
-        return weights
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def put(self, slot: int, adapter: AdapterWeights | None) -> None:
         """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
         links = [] if adapter is None else list(self._links(adapter))
         chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
-        states: dict[str, dict[str, Tensor]] = {}
-        tokens: dict[str, TokenRows] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
@@ -212,11 +198,6 @@ class LoraLayers:
             for key in dict.fromkeys(map(projection_of, link.experts)):
                 experts = self._modules[key.rpartition(".")[0]]
                 chains.setdefault(key, []).append(with_biases(experts, key, link.experts))
-            states |= states_of(link, self._modules)
-            tokens |= self._with_tied(link.tokens)
-        self._ids |= {ids: torch.tensor(ids, device=self.device) for ids, _ in tokens.values() if ids not in self._ids}
-        for path, state in self._routers(slot, links).items():
-            states.setdefault(path, {}).update(state)
         for path, chain in chains.items():
             if path not in self._adapted:
                 self._adapt(path)
@@ -229,25 +210,15 @@ class LoraLayers:
             group.put(index, slot, chain)
         for block in self._blocks:
             block.upload()
-        self._fill(self._saved, slot, states, self._after_saved)
-        self._fill(self._tokens, slot, tokens, self._after_tokens)
+        self._replacements.put(slot, links)
         before, self._last = self._last, self._captured()
         self.layout += before != self._last
 
     def _captured(self) -> object:
         """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
-        places = [
-            (path, slot, [t.data_ptr() for t in state.values()])
-            for path, by_slot in self._saved.items()
-            for slot, state in by_slot.items()
-        ] + [
-            (path, slot, ids, rows.data_ptr())
-            for path, by_slot in self._tokens.items()
-            for slot, (ids, rows) in by_slot.items()
-        ]
         groups = {id(group): group for group, _ in self._adapted.values()}
         tables = [[(t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in g.tables] for g in groups.values()]
-        return tables, places
+        return tables, self._replacements.places
 
     def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
         """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
@@ -272,16 +243,6 @@ class LoraLayers:
             scale *= float(factor)
         return weights._replace(scale=scale, gain=gain, shift=shift)
 
-    def _with_tied(self, tokens: Mapping[str, TokenRows]) -> dict[str, TokenRows]:
-        """Of every module that has the same weight too: PEFT keeps tied ones tied."""
-        found = dict(tokens)
-        for path, rows in tokens.items():
-            weight = self._modules[path].weight
-            found |= {
-                p: rows for p, m in self._modules.items() if getattr(m, "weight", None) is weight and p not in found
-            }
-        return found
-
     def _adapt(self, path: str) -> None:
         """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""
         module = self._modules.get(path)
@@ -301,7 +262,7 @@ class LoraLayers:
         else:
             group, hook = self.group([path]), self._after_linear
         self._adapted[path] = group, 0
-        self.has_hooks = True
+        self._hooked = True
         module.register_forward_hook(partial(hook, group))
 
     def _expert_adapters(self, first: Adapted, down: Adapted) -> ExpertAdapters | None:
@@ -317,61 +278,6 @@ class LoraLayers:
         if (rows := group.rows) is not None:
             for table in group.tables:
                 self.ops.lora_embedding(args[0].flatten(), out.view(-1, out.shape[-1]), table, rows)
-        return out
-
-    def _fill(self, known: dict[str, Any], slot: int, values: Mapping[str, Any], hook: Any) -> None:
-        """known: what hooks of one kind do, by module and slot."""
-        for path, by_slot in known.items():
-            if path not in values:
-                by_slot.pop(slot, None)
-        for path, value in values.items():
-            if path not in known:
-                known[path] = {}
-                self.has_hooks = True
-                # Before LoRA, which comes on top.
-                self._modules[path].register_forward_hook(partial(hook, known[path]), prepend=True)
-            known[path][slot] = value
-
-    def _rows_of(self, slot: int, out: Tensor) -> Tensor:
-        """Of ``out``, [T, N] or [1, T, ...]."""
-        assert self.rows is not None
-        before, behind = (1, out.dim() - 2) if out.dim() > 2 else (0, 1)
-        return (self.rows.slots == slot).view(*[1] * before, -1, *[1] * behind)
-
-    def _after_saved(
-        self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Any
-    ) -> Any:
-        """Run the module with each adapter's own weights too, and take the rows that have the adapter."""
-        if self.rows is None:
-            return out
-        for slot, state in by_slot.items():
-            # A mirror's dtype is not the trainer's.
-            own = {f"module.{n}": t.to(attrgetter(n)(module).dtype) for n, t in state.items()}
-            # The forward itself: the hooks would run this again.
-            other = functional_call(_Bare(module), own, args)
-            if isinstance(out, tuple):  # of a router
-                out = tuple(
-                    torch.where(self._rows_of(slot, one), mine, one) for one, mine in zip(out, other, strict=True)
-                )
-            else:
-                out = torch.where(self._rows_of(slot, out), other, out)
-        return out
-
-    def _after_tokens(
-        self, by_slot: dict[int, TokenRows], module: Any, args: tuple[Tensor, ...], out: Tensor
-    ) -> Tensor:
-        """Put the adapters' rows of an embedding, or their logits where it is the head, in place of the base's."""
-        if self.rows is None:
-            return out
-        (x,) = args
-        for slot, (numbers, rows) in by_slot.items():
-            ids, rows, mine = self._ids[numbers], rows.to(out.dtype), self._rows_of(slot, out)
-            if isinstance(module, nn.Embedding):
-                found = x[..., None] == ids
-                other = rows[found.int().argmax(-1)] * getattr(module, "embed_scale", 1)
-                out = torch.where(mine & found.any(-1, keepdim=True), other, out)
-            else:
-                out = out.index_copy(-1, ids, torch.where(mine, x @ rows.T, out.index_select(-1, ids)))
         return out
 
 
@@ -390,13 +296,3 @@ def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
 
 def _at_or_below(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}.")
-
-
-class _Bare(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        """A module without its hooks."""
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module.forward(*args)
