@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Self
@@ -28,8 +28,6 @@ from stoker.rollout.requests import params_per_prompt, read_sequences, token_log
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
-from stoker.weight_sync.adapter_files import model_of
-from stoker.weight_sync.agreement import ranks_of, telling
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 
@@ -325,26 +323,14 @@ class RolloutEngine:
         ``EngineStateError`` where requests use the adapter of that name, and while the weights of a trainer that shards
         adapters sleep. Nothing is changed then.
         """
-        with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
-            if not isinstance(name, str) or not name:
-                raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
-            self._check_open()
-            self._loop.gate("load an adapter")  # refuses inside a step
-        self._change_adapters("load an adapter", lambda: self._updates.load_adapter(name, source))
+        self._updates.load_adapter(name, source, self._check_open)
 
     def unload_adapter(self, name: str) -> None:
         """Forget the adapter loaded as ``name``.
 
         Raises ``InvalidRequestError`` where there is none, ``EngineStateError`` while requests use it.
         """
-        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self.core.under_way))
-
-    def _change_adapters(self, action: str, change: Callable[[], Exception | None]) -> None:
-        with self._loop.gate(action):
-            self._check_open()
-            error = self._loop.do(action, change)
-        if error is not None:  # which was not raised within: other requests go on
-            raise error
+        self._updates.unload_adapter(name, self._check_open)
 
     # -- memory --------------------------------------------------------------------------------------------------
 

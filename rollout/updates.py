@@ -1,4 +1,4 @@
-"""New weights, from wherever they come, taken into service between two steps."""
+"""New weights and adapters, from wherever they come, taken into service between two steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
 from stoker.rollout.prompts import as_int
 from stoker.rollout.verification import verify
+from stoker.weight_sync.adapter_files import model_of
+from stoker.weight_sync.agreement import ranks_of, telling
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging
@@ -163,11 +165,32 @@ class WeightUpdates:
             self._behind = behind
             raise
 
-    def load_adapter(self, name: str, source: Any) -> Exception | None:
-        """As ``Adapters.load``, between two steps; it looks at the live model, too, which may have fewer by now."""
-        error = self._adapters.load(name, source, self._core.under_way)
-        self._end_without_adapter()
-        return error
+    def load_adapter(self, name: str, source: Any, check: Callable[[], None]) -> None:
+        """As ``RolloutEngine.load_adapter``; it looks at the live model, too, which may have fewer by now. check: as of ``update``."""
+        action = "load an adapter"
+        with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
+            if not isinstance(name, str) or not name:
+                raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
+            check()
+            self._loop.gate(action)  # refuses inside a step
+
+        def load() -> Exception | None:
+            error = self._adapters.load(name, source, self._core.under_way)
+            self._end_without_adapter()
+            return error
+
+        self._change_adapters(action, load, check)
+
+    def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
+        """As ``RolloutEngine.unload_adapter``. check: as of ``update``."""
+        self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._core.under_way), check)
+
+    def _change_adapters(self, action: str, change: Callable[[], Exception | None], check: Callable[[], None]) -> None:
+        with self._loop.gate(action):
+            check()
+            error = self._loop.do(action, change)
+        if error is not None:  # which was not raised within: other requests go on
+            raise error
 
     def _end_without_adapter(self) -> None:
         for request in self._core.under_way:
