@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.device import runtime_for
-from stoker.engine.experts import take_over_experts
 from stoker.engine.fp8_weights import Fp8Weights
-from stoker.engine.fused_layers import fuse_layers, fusion_groups, layer_weights
 from stoker.engine.kv_cache import LayerShape
-from stoker.engine.lora import LoraLayers
 from stoker.engine.model import ModelShell, check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (
@@ -27,10 +23,11 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
+from stoker.rollout.shells import ShellMaker
 from stoker.weight_sync.adapters import Switches, active_adapters
 from stoker.weight_sync.agreement import ranks_of, refuse
 from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.naming import check_kinds, kinds, unwrap, walk
+from stoker.weight_sync.naming import check_kinds, kinds, unwrap
 from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.source import WeightSource, source_for
 from stoker.weight_sync.tree import Tree
@@ -63,30 +60,31 @@ class ModelBinding:
         self.deterministic, self.kv_dtype, self.check_finite = deterministic, kv_dtype, check_finite
         copying: dict[str, Any] = {"check_finite": check_finite, "gather_bytes": gather_bytes, "stable": virtual_buffer}
         self.adapters = AdapterSources(model, deterministic=deterministic, gathering=copying)
-        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        self.max_loras = max_loras
         dtype, self._device = (None if option == "auto" else option for option in (dtype, device))
         self._source_now = partial(source_for, model, dtype, self._device, **copying)
         self.source: WeightSource = self._source_now()
         check_supported(self.source.module)
         check_experts(self.source.module, self.source.dtype)
-        self.max_model_len = 0
         self.shell: ModelShell
         self.shapes: list[LayerShape]
         self.ops: Ops
-        self.fused_layers = 0
         self._in_fp8 = in_fp8
-        self.rounded: Fp8Weights | None = None  # where the weights are
+        self._shells = ShellMaker(
+            in_fp8=in_fp8, deterministic=deterministic, max_loras=max_loras, max_lora_rank=max_lora_rank
+        )
+        self.fused_layers = 0
+        self.wholes: dict[tuple[str, ...], Tensor] = {}
+        self.rounded: Fp8Weights | None = None
         self._seen: tuple[Tree, Switches] | None = None  # the model when last looked at, where it is whole
         self._kinds: dict[str, type] = kinds(self.source.module)
-        self.fused: dict[tuple[str, ...], Tensor] = {}  # by names: what their rows lie side by side in, where they do
         self._refill = False  # the memory of weights that was given back
         self._changed = False  # while it was; nobody was told so far
         self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
         """Make the shell, and see what its layers store of a token. Ranks of a sharded trainer do so together."""
-        self.max_model_len = max_model_len
-        self.shell = self._new_shell(self.source)
+        self.shell = self._shells.make(self.source, max_model_len)
         self.in_order()
         self.source.pull()
         try:
@@ -115,7 +113,7 @@ class ModelBinding:
 
     def fuse(self) -> None:
         """Lay weights side by side and replace layers by their fused form. After an exception ``release`` undoes it."""
-        self.shell = self._fuse(self.shell, self.source)
+        self.shell, self.fused_layers, self.wholes, self.rounded = self._shells.fuse(self.shell, self.source, self.ops)
         self._look_at_adapters()
         self._remember()
         self._watch()
@@ -184,7 +182,7 @@ class ModelBinding:
         """A source of the model as it is now, which nothing was pulled from, and a shell over it."""
         self.source.check()
         source = self._source_now() if self._needs_new_source() else self.source
-        shell = self._new_shell(source)
+        shell = self._shells.make(source, self.shell.max_model_len)
         same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
         if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
@@ -196,14 +194,15 @@ class ModelBinding:
         try:
             if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
                 source.succeed(self.source)
-            shell = self._fuse(shell, source)
+            fused = self._shells.fuse(shell, source, self.ops)
             self._seen = None
-            self.adapters.look(shell, source, announced=True)
+            self.adapters.look(fused.shell, source, announced=True)
             kept, dropped = source, self.source
         finally:
             if isinstance(dropped, AliasedSource) and dropped is not kept:
                 dropped.superseded() if isinstance(kept, AliasedSource) else dropped.release()
-        self.source, self.shell, self._kinds = source, shell, kinds(source.module)
+        self.source, self._kinds = source, kinds(source.module)
+        self.shell, self.fused_layers, self.wholes, self.rounded = fused
         self._remember()
 
     def moved(self) -> bool:
@@ -358,36 +357,3 @@ class ModelBinding:
     def release(self) -> None:
         """Give the model's parameters storages of their own again."""
         self.source.release()
-
-    def _new_shell(self, source: WeightSource) -> ModelShell:
-        shell = ModelShell(source.module, self.max_model_len)
-        layers = layer_weights(shell) if self._in_fp8 else ()
-        shell.bind(source.tensors(fusion_groups(shell), layers), dict(walk(source.module)))
-        return shell
-
-    def _fuse(self, shell: ModelShell, source: WeightSource) -> ModelShell:
-        """Returns the shell, or another one where more weights are to be kept than it was made for."""
-        with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
-            modules = dict(shell.module.named_modules())
-            take_over_experts(shell.module, self.ops)
-            options = self.max_loras, self.max_lora_rank, source.device, shell.beside_text
-            shell.lora = LoraLayers(shell.module, self.ops, *options)
-            self.fused = source.rehome(fusion_groups(shell))
-            self.fused_layers, whole = fuse_layers(shell, self.ops, self.fused)
-        if self.deterministic and not whole:
-            raise UnsupportedModelError(
-                f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
-                "deterministic=True cannot be had for it"
-            )
-        if self._in_fp8:
-            rounded = Fp8Weights(shell.module, modules, self.ops, source.passing)
-            if others := source.passing - rounded.by_name.keys():  # of layers that could not be fused
-                source.keep(others)
-                shell = self._new_shell(source)
-                source.pull()
-                shell.layer_shapes()
-                return self._fuse(shell, source)
-            self.rounded, shell.lora.rounded = rounded, rounded.plain
-            source.hand_over(rounded)
-        source.bind()
-        return shell

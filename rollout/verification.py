@@ -38,7 +38,7 @@ def _lying_elsewhere(binding: ModelBinding) -> set[str]:
     wrong = {
         name for name, tensor in shell.tensors().items() if name in expected and not same_place(tensor, expected[name])
     }
-    for group, whole in binding.fused.items():
+    for group, whole in binding.wholes.items():
         if source.passing.isdisjoint(group):  # the others' layers read rounded ones
             row = 0
             for name in group:

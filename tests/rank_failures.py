@@ -18,7 +18,7 @@ from stoker.rollout import (
     EngineStateError,
     RolloutEngine,
     WeightsMovedError,
-    binding,
+    shells,
 )
 from stoker.weight_sync import comparing, gather, mirror, mirrored
 
@@ -97,7 +97,7 @@ def building(rank: int, sharding: str) -> None:
     refused("none left", gather, "buffers_for")
     refused("holds no block", kv_cache_memory=1)
     refused("is beyond the model's", max_model_len=2**20)
-    refused("none left", binding, "fuse_layers")
+    refused("none left", shells, "fuse_layers")
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_matches(engine, small())
 

@@ -135,7 +135,7 @@ def test_an_engine_after_one_that_was_never_closed(model):
     gc.collect()
     with RolloutEngine(model, config=CONFIG) as engine:
         assert [p.data_ptr() for p in model.parameters()] == addresses  # they lie side by side already
-        assert len(engine._binding.fused) == 3 * 4  # q, k, v and gate, up of three layers, weights and biases
+        assert len(engine._binding.wholes) == 3 * 4  # q, k, v and gate, up of three layers, weights and biases
         assert_matches(engine, model)
 
 
@@ -160,7 +160,7 @@ def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model
             weight = model.model.layers[1].self_attn.get_submodule(replaced).weight
             weight.data = 1.1 * weight.data
             assert engine.update_weights() == version
-            assert engine.stats().fused_layers == 3 and len(engine._binding.fused) == 3 * 4
+            assert engine.stats().fused_layers == 3 and len(engine._binding.wholes) == 3 * 4
             assert set(assert_matches(engine, model)) == {version}
         assert len(engine._binding.source._rehomed) == 3 * (2 * 3 + 2 * 2)
         now = snapshot(model)

@@ -82,7 +82,7 @@ def test_weights_whose_siblings_lie_apart_and_their_biases() -> None:
             for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 p.data = part.view(p.shape)
     with in_fp8(model) as engine:
-        assert not engine._binding.fused
+        assert not engine._binding.wholes
         assert_rounded(engine, model)
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.bias += 1
@@ -397,7 +397,7 @@ def test_a_device_without_such_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.rollout.binding.fuse_layers", lambda *_: (0, False))
+    monkeypatch.setattr("stoker.rollout.shells.fuse_layers", lambda *_: (0, False))
     model = make_model("llama")
     places = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(UnsupportedModelError, match="quantization='fp8' rounds the weights of fused layers"):

@@ -1,0 +1,72 @@
+"""Shells over the weights of a source: how they are made, and how their layers are fused."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from stoker.engine.device import runtime_for
+from stoker.engine.experts import take_over_experts
+from stoker.engine.fp8_weights import Fp8Weights
+from stoker.engine.fused_layers import fuse_layers, fusion_groups, layer_weights
+from stoker.engine.lora import LoraLayers
+from stoker.engine.model import ModelShell
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.ops import Ops
+from stoker.weight_sync.naming import walk
+from stoker.weight_sync.source import WeightSource
+
+
+class Fused(NamedTuple):
+    """A shell, how many of its layers were fused, and what these read in place of some of its weights.
+
+    wholes: by names, the tensor in which weights lie side by side; rounded: those in fp8.
+    """
+
+    shell: ModelShell
+    layers: int
+    wholes: dict[tuple[str, ...], Tensor]
+    rounded: Fp8Weights | None
+
+
+class ShellMaker:
+    """in_fp8: fused layers multiply by weights that are rounded."""
+
+    def __init__(self, *, in_fp8: bool, deterministic: bool, max_loras: int, max_lora_rank: int) -> None:
+        self._in_fp8, self._deterministic = in_fp8, deterministic
+        self._max_loras, self._max_lora_rank = max_loras, max_lora_rank
+
+    def make(self, source: WeightSource, max_model_len: int) -> ModelShell:
+        shell = ModelShell(source.module, max_model_len)
+        layers = layer_weights(shell) if self._in_fp8 else ()
+        shell.bind(source.tensors(fusion_groups(shell), layers), dict(walk(source.module)))
+        return shell
+
+    def fuse(self, shell: ModelShell, source: WeightSource, ops: Ops) -> Fused:
+        """Of this shell, or of another one where more weights are to be kept than it was made for."""
+        with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
+            modules = dict(shell.module.named_modules())
+            take_over_experts(shell.module, ops)
+            options = self._max_loras, self._max_lora_rank, source.device, shell.beside_text
+            shell.lora = LoraLayers(shell.module, ops, *options)
+            wholes = source.rehome(fusion_groups(shell))
+            layers, all_fused = fuse_layers(shell, ops, wholes)
+        if self._deterministic and not all_fused:
+            raise UnsupportedModelError(
+                f"{type(source.module).__name__} has layers that run their own matmuls, whose bits depend on the batch: "
+                "deterministic=True cannot be had for it"
+            )
+        rounded = None
+        if self._in_fp8:
+            rounded = Fp8Weights(shell.module, modules, ops, source.passing)
+            if others := source.passing - rounded.by_name.keys():  # of layers that could not be fused
+                source.keep(others)
+                shell = self.make(source, shell.max_model_len)
+                source.pull()
+                shell.layer_shapes()
+                return self.fuse(shell, source, ops)
+            shell.lora.rounded = rounded.plain
+            source.hand_over(rounded)
+        source.bind()
+        return Fused(shell, layers, wholes, rounded)
