@@ -49,6 +49,24 @@ def held(engine: RolloutEngine, there: Callable[[], bool]) -> Iterator[threading
             go_on.set()
 
 
+@contextmanager
+def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Another thread that makes a call, and what this gave once the block is over."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield results
+    thread.join(timeout=60)
+    assert results and not isinstance(results[0], BaseException), results or "it hangs"
+
+
 def nudge(engine: RolloutEngine) -> None:
     with torch.no_grad():
         for p in engine._binding.source.module.parameters():

@@ -1,4 +1,4 @@
-"""Requests that live longer than a call: handles, pauses, new weights on the way, next turns."""
+"""Requests that live longer than a call: handles, interrupts, next turns."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import gc
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
-import torch
 from families import VOCAB
 from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
 
 from stoker.engine.request import Request
-from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, RequestFailedError, UnsupportedModelError
 
 
@@ -154,99 +151,6 @@ def test_a_handle_that_was_dropped_stands_in_nobodys_way() -> None:
         output = engine.submit(PROMPTS[3], long(3)).result()
         assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {2}
         check_logprobs(engine, PROMPTS[3], output.completions[0])
-
-
-@pytest.mark.parametrize("announced", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_new_weights_on_the_way(recompute: bool, announced: bool) -> None:
-    with build() as engine:
-        handles = [engine.submit(p, long(i, temperature=0.7)) for i, p in enumerate(PROMPTS)]
-        with pytest.raises(TimeoutError):
-            handles[0].result(timeout=0)
-        with pytest.raises(EngineStateError, match="cannot update its weights while requests are under way"):
-            engine.update_weights()
-        engine.pause("keep")
-        assert engine.is_paused and {h.status for h in handles} == {"running"}
-        nudge(engine)
-        if announced:
-            assert engine.update_weights() == 1
-        engine.resume(recompute=recompute)
-        assert engine.weight_version == 1
-        fresh = engine.submit(PROMPTS[0], long(9))  # begins like one whose KV is older
-        for prompt, handle in zip(PROMPTS, handles, strict=True):
-            (completion,) = handle.result().completions
-            versions = completion.weight_versions
-            seam = versions.index(1)
-            assert 0 < seam < 24 and versions == [0] * seam + [1] * (24 - seam)
-            now = oracle.logprobs(engine._binding.source.module, prompt, completion.token_ids, 0.7)
-            agrees = (torch.tensor(completion.logprobs).double() - now)[seam:].abs().max() < 1e-4
-            assert agrees == recompute, "the KV is of the weights it should be of"
-        output = fresh.result()
-        assert (output.cached_tokens > 0) == recompute, "only KV of the new weights serves it"
-        check_logprobs(engine, PROMPTS[0], output.completions[0])
-        again = engine.generate_batch([PROMPTS[0] + output.completions[0].token_ids], long())[0]
-        assert again.cached_tokens > 0
-        check_logprobs(engine, again.prompt_token_ids, again.completions[0])
-        at_rest(engine)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_only_kv_of_the_present_weights_serves_a_next_turn(recompute: bool) -> None:
-    """A prompt shorter than a block: the cache knew none of its blocks before the update."""
-    with build() as engine:
-        handle = engine.submit([7, 9], long(2))
-        with pytest.raises(TimeoutError):
-            handle.result(timeout=0)
-        engine.pause()
-        nudge(engine)
-        engine.update_weights()
-        engine.resume(recompute=recompute)
-        turn = [7, 9, *handle.result().completions[0].token_ids]
-        output = engine.generate_batch([turn], long(3))[0]
-        assert (output.cached_tokens > 0) == recompute
-        check_logprobs(engine, turn, output.completions[0])
-        at_rest(engine)
-
-
-def test_a_submission_notices_new_weights() -> None:
-    with build() as engine:
-        engine.generate_batch(PROMPTS, long())
-        nudge(engine)
-        output = engine.submit(PROMPTS[3], long(3)).result()
-        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
-        check_logprobs(engine, PROMPTS[3], output.completions[0])
-
-
-def test_a_batch_notices_new_weights_under_others_requests() -> None:
-    with build() as engine:
-        engine.generate_batch(PROMPTS, long())
-        handle = engine.submit(PROMPTS[0], long())
-        next(iter(handle))
-        nudge(engine)
-        batch = engine.generate_batch(PROMPTS[:2], long(3))
-        for output in batch:
-            check_logprobs(engine, output.prompt_token_ids, output.completions[0])
-        (completion,) = handle.result().completions
-        check_logprobs(engine, PROMPTS[0], completion, first=completion.weight_versions.index(1))
-
-
-def test_pause_wait_and_pause_abort() -> None:
-    with build() as engine:
-        handles = [engine.submit(p, long()) for p in PROMPTS]
-        engine.pause("wait")
-        assert all(h.done for h in handles)
-        late = engine.submit(PROMPTS[0], long())
-        with pytest.raises(EngineStateError, match=r"this thread has paused the engine: call resume\(\) first"):
-            late.result()
-        with pytest.raises(EngineStateError, match="paused"):
-            engine.generate_batch(PROMPTS)
-        engine.pause("abort")
-        assert late.result().completions[0].finish_reason == "abort"
-        engine.resume()
-        assert not engine.is_paused
-        with pytest.raises(InvalidRequestError, match="mode='stop': give 'keep', 'wait' or 'abort'"):
-            engine.pause("stop")  # type: ignore[arg-type]
-        at_rest(engine)
 
 
 def test_asleep_with_requests_on_the_way() -> None:
@@ -404,26 +308,3 @@ def test_requests_that_ended_need_no_garbage_collector() -> None:
             assert kept() == before
         finally:
             gc.enable()
-
-
-def test_a_list_of_many_ids_is_sent_with_no_plan_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, widths = StepInputs._sampling, list[tuple[int, int]]()
-
-    def noted(self: StepInputs, plan: Any, tensors: Any) -> Any:
-        rows = sent(self, plan, tensors)
-        widths.append((rows.stop_ids.shape[1], rows.biased.shape[1]))
-        assert rows.bias.shape == rows.biased.shape
-        return rows
-
-    monkeypatch.setattr(StepInputs, "_sampling", noted)
-    many = long(suppress_token_ids=range(5, 125), stop_token_ids=range(3))
-    with build() as engine:
-        first = engine.generate_batch(PROMPTS, long())
-        assert {*widths} == {(1, 1)}
-        limited = engine.generate_batch(PROMPTS, many)
-        assert {t for o in limited for t in o.completions[0].token_ids} <= {*range(5), *range(125, 128)}
-        assert widths[-1] == (4, 128)
-        assert same(engine.generate_batch(PROMPTS, long()), first)
-        assert widths[-1] == (4, 64)
-        mixed = engine.generate_batch(PROMPTS, [many, *[long()] * 3])
-        assert same(mixed, [limited[0], *list(first)[1:]])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -13,29 +12,11 @@ import oracle
 import pytest
 import torch
 from adapted import running, two_adapters
-from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge, same
+from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge, same
 from mirrored import copies
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine
-
-
-@contextmanager
-def beside(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Another thread that makes a call, and what this gave once the block is over."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield results
-    thread.join(timeout=60)
-    assert results and not isinstance(results[0], BaseException), results or "it hangs"
 
 
 def test_threads_share_the_engine() -> None:
@@ -61,27 +42,6 @@ def test_threads_share_the_engine() -> None:
             thread.join(timeout=120)
         assert not failures and not any(t.is_alive() for t in threads)
         at_rest(engine)
-
-
-def test_a_pause_in_one_thread_holds_the_others() -> None:
-    with build() as engine:
-        handle = engine.submit(PROMPTS[0], long(max_tokens=100))
-        next(iter(handle))
-        engine.pause()
-        stood = len(handle._requests[0].tokens)
-
-        def ask() -> None:
-            with pytest.raises(TimeoutError):
-                handle.result(timeout=0)
-
-        with beside(ask):
-            pass
-        assert len(handle._requests[0].tokens) == stood, "a step was made while the engine was paused"
-        with beside(handle.result) as results:
-            time.sleep(0.2)
-            assert not results and len(handle._requests[0].tokens) == stood
-            engine.resume()
-        assert len(results[0].completions[0].token_ids) == 100
 
 
 class SlowToWake:
@@ -166,62 +126,6 @@ def test_a_finalizer_at_the_beginning_of_a_turn_does_not_wait_for_its_end() -> N
     engine.close()
 
 
-def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:
-    """Which may have its ident."""
-
-    def run(action: Any) -> int:
-        thread = threading.Thread(target=action)
-        thread.start()
-        ident = thread.ident
-        thread.join(timeout=60)
-        assert ident is not None
-        return ident
-
-    with build() as engine:
-        handle, seen = engine.submit(PROMPTS[0], long()), list[Any]()
-
-        def ask() -> None:
-            seen.append(engine._loop.is_paused_elsewhere)
-            with pytest.raises(TimeoutError):
-                handle.result(timeout=0)
-            seen.append("waited")
-
-        same_ident, turns = False, 0
-        while not same_ident and turns < 1000:  # which a thread has only once the one before is quite gone
-            same_ident = run(engine.pause) == run(ask)
-            turns += 1
-            engine.resume()
-        assert same_ident, "or this shows nothing"
-        assert seen == [True, "waited"] * turns
-        handle.result()
-
-
-@pytest.mark.parametrize("call", ["submit", "generate_batch"])
-def test_weights_are_not_looked_at_while_a_pause_may_change_them(call: str) -> None:
-    """Whoever paused is in the middle of an optimizer step; what is asked for meanwhile is of the weights after it."""
-
-    def ask(engine: RolloutEngine) -> Any:
-        if call == "submit":
-            return engine.submit(PROMPTS[3], long(3))
-        return engine.generate_batch([PROMPTS[3]], long(3))[0]
-
-    with build() as engine:
-        engine.generate_batch(PROMPTS, long())
-        engine.pause()
-        nudge(engine)
-        with beside(lambda: ask(engine)) as results:
-            while not engine.core.has_work:
-                time.sleep(1e-3)
-            assert engine.weight_version == 0
-            nudge(engine)
-            engine.resume()
-            assert engine.weight_version == 1
-        output = results[0].result() if call == "submit" else results[0]
-        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
-        check_logprobs(engine, PROMPTS[3], output.completions[0])
-        at_rest(engine)
-
-
 @pytest.mark.parametrize("call", ["submit", "generate_batch", "score"])
 def test_no_thread_sleeps_under_a_call_that_begins(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(engine: RolloutEngine) -> Any:
@@ -250,62 +154,6 @@ def test_no_thread_sleeps_under_a_call_that_begins(call: str, monkeypatch: pytes
         if engine.is_sleeping:
             engine.wake_up()
         at_rest(engine)
-
-
-@pytest.mark.parametrize("end", ["close", "abort"])
-def test_who_waits_in_a_pause_hears_that_nothing_is_to_come(end: str) -> None:
-    with build() as engine:
-        handle = engine.submit(PROMPTS[0], long())
-        engine.pause()
-        with beside(handle.result) as results:
-            while not engine._loop._resumed._waiting:
-                time.sleep(1e-3)
-            engine.close() if end == "close" else handle.abort()
-        assert results[0].completions[0].finish_reason == "abort"
-
-
-def test_a_pause_that_waits_has_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though others go on asking: what they ask for is queued."""
-    with build() as engine:
-        engine.submit(PROMPTS[0], long())
-        handles: list[Any] = []
-        drive, threads = engine._loop.drive, []
-
-        def ask() -> None:
-            handles.append(engine.submit(PROMPTS[1], long()))
-            with suppress(TimeoutError):
-                handles[-1].result(timeout=0)
-
-        def drive_and_ask(*args: Any) -> bool:
-            result = drive(*args)
-            if threading.current_thread() is threading.main_thread():
-                threads.append(threading.Thread(target=ask, daemon=True))
-                threads[-1].start()
-                threads[-1].join(timeout=0.5)
-            return result
-
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._loop, "drive", drive_and_ask)
-            engine.pause("wait")
-        assert not engine.core.scheduler.running
-        for thread in threads:
-            thread.join(timeout=60)
-        assert len(handles) == len(threads) and not handles[-1].done
-        engine.resume()
-        assert all(len(h.result().completions[0].token_ids) == 24 for h in handles)
-        at_rest(engine)
-
-
-def test_a_pause_that_waits_leaves_another_threads_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    with build() as engine:
-        handle = engine.submit(PROMPTS[0], long())
-        engine.pause()
-        with beside(lambda: engine.pause("wait")):
-            while not engine._loop._resumed._waiting:
-                time.sleep(1e-3)
-            engine.resume()
-        assert handle.done and engine.is_paused
-        engine.resume()
 
 
 @pytest.mark.parametrize("call", ["generate_batch", "score", "update_weights"])

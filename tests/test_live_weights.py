@@ -1,16 +1,91 @@
-"""Weights from elsewhere take their time: what happens to the engine while they come, and what begins under new ones."""
+"""New weights while requests are under way: announced, noticed, or from elsewhere, which take their time to come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, WeightTransferError
 from stoker.rollout import RolloutEngine
+
+
+@pytest.mark.parametrize("announced", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_new_weights_on_the_way(recompute: bool, announced: bool) -> None:
+    with build() as engine:
+        handles = [engine.submit(p, long(i, temperature=0.7)) for i, p in enumerate(PROMPTS)]
+        with pytest.raises(TimeoutError):
+            handles[0].result(timeout=0)
+        with pytest.raises(EngineStateError, match="cannot update its weights while requests are under way"):
+            engine.update_weights()
+        engine.pause("keep")
+        assert engine.is_paused and {h.status for h in handles} == {"running"}
+        nudge(engine)
+        if announced:
+            assert engine.update_weights() == 1
+        engine.resume(recompute=recompute)
+        assert engine.weight_version == 1
+        fresh = engine.submit(PROMPTS[0], long(9))  # begins like one whose KV is older
+        for prompt, handle in zip(PROMPTS, handles, strict=True):
+            (completion,) = handle.result().completions
+            versions = completion.weight_versions
+            seam = versions.index(1)
+            assert 0 < seam < 24 and versions == [0] * seam + [1] * (24 - seam)
+            now = oracle.logprobs(engine._binding.source.module, prompt, completion.token_ids, 0.7)
+            agrees = (torch.tensor(completion.logprobs).double() - now)[seam:].abs().max() < 1e-4
+            assert agrees == recompute, "the KV is of the weights it should be of"
+        output = fresh.result()
+        assert (output.cached_tokens > 0) == recompute, "only KV of the new weights serves it"
+        check_logprobs(engine, PROMPTS[0], output.completions[0])
+        again = engine.generate_batch([PROMPTS[0] + output.completions[0].token_ids], long())[0]
+        assert again.cached_tokens > 0
+        check_logprobs(engine, again.prompt_token_ids, again.completions[0])
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_kv_of_the_present_weights_serves_a_next_turn(recompute: bool) -> None:
+    """A prompt shorter than a block: the cache knew none of its blocks before the update."""
+    with build() as engine:
+        handle = engine.submit([7, 9], long(2))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        engine.pause()
+        nudge(engine)
+        engine.update_weights()
+        engine.resume(recompute=recompute)
+        turn = [7, 9, *handle.result().completions[0].token_ids]
+        output = engine.generate_batch([turn], long(3))[0]
+        assert (output.cached_tokens > 0) == recompute
+        check_logprobs(engine, turn, output.completions[0])
+        at_rest(engine)
+
+
+def test_a_submission_notices_new_weights() -> None:
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        nudge(engine)
+        output = engine.submit(PROMPTS[3], long(3)).result()
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
+
+
+def test_a_batch_notices_new_weights_under_others_requests() -> None:
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        nudge(engine)
+        batch = engine.generate_batch(PROMPTS[:2], long(3))
+        for output in batch:
+            check_logprobs(engine, output.prompt_token_ids, output.completions[0])
+        (completion,) = handle.result().completions
+        check_logprobs(engine, PROMPTS[0], completion, first=completion.weight_versions.index(1))
 
 
 def pairs(engine: RolloutEngine, meanwhile: Callable[[], Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import live_setup
 import numpy as np
 import pytest
 import torch
 from families import VOCAB
+from live_setup import PROMPTS, long, same
 from numpy.typing import NDArray
 from pretend_device import PretendDevice, build, close, params, prompts
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime, CudaRuntime
 from stoker.engine.packed_inputs import Channel, PackedInputs, PinnedChannel, arrays_in, place, tensors_in
+from stoker.engine.step_inputs import StepInputs
 from stoker.rollout import RolloutEngine, SamplingParams
 
 CPU = torch.device("cpu")
@@ -182,3 +185,41 @@ def test_a_plan_is_one_copy_and_one_more_where_it_has_new_blocks(log: Log, monke
         found.clear()
         engine.score(prompts(3))
         assert max(copies for _, copies in found) == 2
+
+
+def test_a_list_of_many_ids_is_sent_with_no_plan_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, widths = StepInputs._sampling, list[tuple[int, int]]()
+
+    def noted(self: StepInputs, plan: Any, tensors: Any) -> Any:
+        rows = sent(self, plan, tensors)
+        widths.append((rows.stop_ids.shape[1], rows.biased.shape[1]))
+        assert rows.bias.shape == rows.biased.shape
+        return rows
+
+    monkeypatch.setattr(StepInputs, "_sampling", noted)
+    many = long(suppress_token_ids=range(5, 125), stop_token_ids=range(3))
+    with live_setup.build() as engine:
+        first = engine.generate_batch(PROMPTS, long())
+        assert {*widths} == {(1, 1)}
+        limited = engine.generate_batch(PROMPTS, many)
+        assert {t for o in limited for t in o.completions[0].token_ids} <= {*range(5), *range(125, 128)}
+        assert widths[-1] == (4, 128)
+        assert same(engine.generate_batch(PROMPTS, long()), first)
+        assert widths[-1] == (4, 64)
+        mixed = engine.generate_batch(PROMPTS, [many, *[long()] * 3])
+        assert same(mixed, [limited[0], *list(first)[1:]])
+
+
+def test_lists_that_find_no_room_leave_none_wider_than_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that is narrower than its ids would be added to all of them."""
+    many = long(logit_bias={t: float(t % 7) for t in range(30)})
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS, many)
+    with build() as engine:
+        first = engine.generate_batch(PROMPTS, long())
+        with monkeypatch.context() as patch:
+            patch.setattr(StepInputs, "_new_packed", lambda self: (_ for _ in ()).throw(MemoryError("none left")))
+            with pytest.raises(MemoryError, match="none left"):
+                engine.generate_batch(PROMPTS, many)
+        assert same(engine.generate_batch(PROMPTS, long()), first)
+        assert same(engine.generate_batch(PROMPTS, many), expected)

@@ -1,0 +1,166 @@
+"""Pauses, by the thread that waits for requests and by others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge
+
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.rollout import RolloutEngine
+
+
+def test_pause_wait_and_pause_abort() -> None:
+    with build() as engine:
+        handles = [engine.submit(p, long()) for p in PROMPTS]
+        engine.pause("wait")
+        assert all(h.done for h in handles)
+        late = engine.submit(PROMPTS[0], long())
+        with pytest.raises(EngineStateError, match=r"this thread has paused the engine: call resume\(\) first"):
+            late.result()
+        with pytest.raises(EngineStateError, match="paused"):
+            engine.generate_batch(PROMPTS)
+        engine.pause("abort")
+        assert late.result().completions[0].finish_reason == "abort"
+        engine.resume()
+        assert not engine.is_paused
+        with pytest.raises(InvalidRequestError, match="mode='stop': give 'keep', 'wait' or 'abort'"):
+            engine.pause("stop")  # type: ignore[arg-type]
+        at_rest(engine)
+
+
+def test_a_pause_in_one_thread_holds_the_others() -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long(max_tokens=100))
+        next(iter(handle))
+        engine.pause()
+        stood = len(handle._requests[0].tokens)
+
+        def ask() -> None:
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0)
+
+        with beside(ask):
+            pass
+        assert len(handle._requests[0].tokens) == stood, "a step was made while the engine was paused"
+        with beside(handle.result) as results:
+            time.sleep(0.2)
+            assert not results and len(handle._requests[0].tokens) == stood
+            engine.resume()
+        assert len(results[0].completions[0].token_ids) == 100
+
+
+def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:
+    """Which may have its ident."""
+
+    def run(action: Any) -> int:
+        thread = threading.Thread(target=action)
+        thread.start()
+        ident = thread.ident
+        thread.join(timeout=60)
+        assert ident is not None
+        return ident
+
+    with build() as engine:
+        handle, seen = engine.submit(PROMPTS[0], long()), list[Any]()
+
+        def ask() -> None:
+            seen.append(engine._loop.is_paused_elsewhere)
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0)
+            seen.append("waited")
+
+        same_ident, turns = False, 0
+        while not same_ident and turns < 1000:  # which a thread has only once the one before is quite gone
+            same_ident = run(engine.pause) == run(ask)
+            turns += 1
+            engine.resume()
+        assert same_ident, "or this shows nothing"
+        assert seen == [True, "waited"] * turns
+        handle.result()
+
+
+@pytest.mark.parametrize("call", ["submit", "generate_batch"])
+def test_weights_are_not_looked_at_while_a_pause_may_change_them(call: str) -> None:
+    """Whoever paused is in the middle of an optimizer step; what is asked for meanwhile is of the weights after it."""
+
+    def ask(engine: RolloutEngine) -> Any:
+        if call == "submit":
+            return engine.submit(PROMPTS[3], long(3))
+        return engine.generate_batch([PROMPTS[3]], long(3))[0]
+
+    with build() as engine:
+        engine.generate_batch(PROMPTS, long())
+        engine.pause()
+        nudge(engine)
+        with beside(lambda: ask(engine)) as results:
+            while not engine.core.has_work:
+                time.sleep(1e-3)
+            assert engine.weight_version == 0
+            nudge(engine)
+            engine.resume()
+            assert engine.weight_version == 1
+        output = results[0].result() if call == "submit" else results[0]
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
+        check_logprobs(engine, PROMPTS[3], output.completions[0])
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_who_waits_in_a_pause_hears_that_nothing_is_to_come(end: str) -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        engine.pause()
+        with beside(handle.result) as results:
+            while not engine._loop._resumed._waiting:
+                time.sleep(1e-3)
+            engine.close() if end == "close" else handle.abort()
+        assert results[0].completions[0].finish_reason == "abort"
+
+
+def test_a_pause_that_waits_has_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others go on asking: what they ask for is queued."""
+    with build() as engine:
+        engine.submit(PROMPTS[0], long())
+        handles: list[Any] = []
+        drive, threads = engine._loop.drive, []
+
+        def ask() -> None:
+            handles.append(engine.submit(PROMPTS[1], long()))
+            with suppress(TimeoutError):
+                handles[-1].result(timeout=0)
+
+        def drive_and_ask(*args: Any) -> bool:
+            result = drive(*args)
+            if threading.current_thread() is threading.main_thread():
+                threads.append(threading.Thread(target=ask, daemon=True))
+                threads[-1].start()
+                threads[-1].join(timeout=0.5)
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop, "drive", drive_and_ask)
+            engine.pause("wait")
+        assert not engine.core.scheduler.running
+        for thread in threads:
+            thread.join(timeout=60)
+        assert len(handles) == len(threads) and not handles[-1].done
+        engine.resume()
+        assert all(len(h.result().completions[0].token_ids) == 24 for h in handles)
+        at_rest(engine)
+
+
+def test_a_pause_that_waits_leaves_another_threads_pause_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        engine.pause()
+        with beside(lambda: engine.pause("wait")):
+            while not engine._loop._resumed._waiting:
+                time.sleep(1e-3)
+            engine.resume()
+        assert handle.done and engine.is_paused
+        engine.resume()
