@@ -1,17 +1,24 @@
-"""The oracle of weights in fp8: a copy of a model whose weights were rounded by logarithms and torch's cast."""
+"""Engines with weights in fp8, and their oracle: a copy of a model whose weights were rounded by logarithms and torch's cast."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
+import oracle
 import torch
+from families import make_model
+from hybrids import make_model as make_hybrid
+from mirrored import PARAMS, PROMPT, SMALL
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from stoker.rollout import RolloutEngine
+from stoker.rollout import EngineConfig, RolloutEngine
+
+HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe", "lfm3"}
 
 
 def nearest(weight: Tensor) -> Tensor:
@@ -48,3 +55,24 @@ def names_of(engine: RolloutEngine) -> set[str]:
     fp8 = engine._binding.rounded
     assert fp8 is not None
     return {*fp8.by_name}
+
+
+def make(family: str, **options: Any) -> PreTrainedModel:
+    return make_hybrid(family) if family in HYBRIDS else make_model(family, **options)
+
+
+def in_fp8(model: nn.Module, **fields: Any) -> RolloutEngine:
+    return RolloutEngine(model, config=EngineConfig(**{"quantization": "fp8", **SMALL, **fields}))
+
+
+def assert_rounded(engine: RolloutEngine, model: PreTrainedModel, prompts: Iterable[list[int]] = (PROMPT,)) -> None:
+    """What is sampled and what is scored."""
+    other = rounded(model, names_of(engine))
+    batch = engine.generate_batch(list(prompts), PARAMS)
+    for output, scores in zip(batch, engine.score(batch), strict=True):
+        (c,) = output.completions
+        expected = oracle.logprobs(other, output.prompt_token_ids, c.token_ids)
+        for found in (torch.tensor(c.logprobs), scores.logprobs):
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+        plain = oracle.logprobs(model, output.prompt_token_ids, c.token_ids)
+        assert (plain - expected).abs().max() > 1e-3, "what is rounded would not show"

@@ -213,9 +213,9 @@ def test_a_list_of_many_ids_is_sent_with_no_plan_but_its_own(monkeypatch: pytest
 def test_lists_that_find_no_room_leave_none_wider_than_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bias that is narrower than its ids would be added to all of them."""
     many = long(logit_bias={t: float(t % 7) for t in range(30)})
-    with build() as engine:
+    with live_setup.build() as engine:
         expected = engine.generate_batch(PROMPTS, many)
-    with build() as engine:
+    with live_setup.build() as engine:
         first = engine.generate_batch(PROMPTS, long())
         with monkeypatch.context() as patch:
             patch.setattr(StepInputs, "_new_packed", lambda self: (_ for _ in ()).throw(MemoryError("none left")))

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from stoker.rollout import RolloutBatch, RolloutEngine
+from stoker.rollout import RolloutBatch, RolloutEngine, StokerError
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns when its experimental trainers are imported
 
@@ -243,3 +243,15 @@ def worst_difference(model: Any, batch: RolloutBatch, temperature: float = 1.0) 
             c.logprobs, plain_logprobs(model, output.prompt_token_ids, c.token_ids, temperature), strict=True
         )
     )
+
+
+def refused(trainer: Any, error: type[StokerError], match: str) -> None:
+    """Attaching is, and leaves the trainer as it was."""
+    from stoker.integrations.trl import attach
+
+    before = dict(vars(trainer))
+    where = [p.data_ptr() for p in trainer.model.parameters()]
+    with pytest.raises(error, match=match):
+        attach(trainer)
+    assert vars(trainer) == before
+    assert [p.data_ptr() for p in trainer.model.parameters()] == where
