@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,11 +21,10 @@ class Replacements:
     Each such module has a forward hook, which stays.
     """
 
-    def __init__(
-        self, modules: Mapping[str, Any], device: torch.device, rows: Callable[[], AdapterRows | None]
-    ) -> None:
-        """modules: of a shell, by path. rows: gives those of the step that runs."""
-        self._modules, self._device, self._rows = modules, device, rows
+    def __init__(self, modules: Mapping[str, Any], device: torch.device) -> None:
+        """modules: of a shell, by path."""
+        self._modules, self._device = modules, device
+        self.rows: AdapterRows | None = None  # of the step that runs
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
         self._tokens: dict[str, dict[int, TokenRows]] = {}
         self._ids: dict[tuple[int, ...], Tensor] = {}
@@ -102,7 +101,7 @@ class Replacements:
         self, by_slot: dict[int, Mapping[str, Tensor]], module: nn.Module, args: tuple[Tensor, ...], out: Any
     ) -> Any:
         """Run the module with each adapter's own weights too, and take the rows that have the adapter."""
-        if (step := self._rows()) is None:
+        if (step := self.rows) is None:
             return out
         for slot, state in by_slot.items():
             # A mirror's dtype is not the trainer's.
@@ -121,7 +120,7 @@ class Replacements:
         self, by_slot: dict[int, TokenRows], module: Any, args: tuple[Tensor, ...], out: Tensor
     ) -> Tensor:
         """Put the adapters' rows of an embedding, or their logits where it is the head, in place of the base's."""
-        if (step := self._rows()) is None:
+        if (step := self.rows) is None:
             return out
         (x,) = args
         for slot, (numbers, rows) in by_slot.items():

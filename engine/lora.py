@@ -99,7 +99,7 @@ class LoraLayers:
         self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
-        self._replacements = Replacements(self._modules, device, lambda: self.rows)
+        self._replacements = Replacements(self._modules, device)
         self._last: object = None
 
     @property
@@ -116,7 +116,7 @@ class LoraLayers:
     def rows(self, rows: AdapterRows | None) -> None:
         if rows is not None:
             rows.of_step.clear()
-        self._rows = rows
+        self._rows = self._replacements.rows = rows
 
     def group(self, paths: Sequence[str]) -> Adapted:
         """Linears that would be run together."""
