@@ -25,7 +25,7 @@ from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.shells import ShellMaker
 from stoker.weight_sync.adapters import Switches, active_adapters
-from stoker.weight_sync.agreement import ranks_of, refuse
+from stoker.weight_sync.agreement import ALONE, Ranks, agree, ranks_of, refuse, telling
 from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap
 from stoker.weight_sync.shards import is_sharded
@@ -138,7 +138,7 @@ class ModelBinding:
         written = self.source.pull() if anew is None else anew[0].pull()
         if anew and anew[0] is not self.source:
             try:
-                self._succeed(*anew)
+                self._succeed(*anew, ranks_of(self.model, self._device))
             except Exception as error:
                 self.adapters.refuse(error)
                 raise
@@ -188,15 +188,17 @@ class ModelBinding:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
         return source, shell
 
-    def _succeed(self, source: WeightSource, shell: ModelShell) -> None:
-        """Run on them from now on."""
+    def _succeed(self, source: WeightSource, shell: ModelShell, ranks: Ranks = ALONE) -> None:
+        """Run on them from now on. ranks: that do so together; where one of them cannot, none does."""
         kept, dropped = self.source, source
         try:
-            if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
-                source.succeed(self.source)
-            fused = self._shells.fuse(shell, source, self.ops)
-            self._seen = None
-            self.adapters.look(fused.shell, source, announced=True)
+            with telling(*ranks):  # the others may gather what passes through meanwhile
+                if isinstance(source, AliasedSource) and isinstance(self.source, AliasedSource):
+                    source.succeed(self.source)
+                fused = self._shells.fuse(shell, source, self.ops)
+                self._seen = None
+                self.adapters.look(fused.shell, source, announced=True)
+            agree(*ranks)
             kept, dropped = source, self.source
         finally:
             if isinstance(dropped, AliasedSource) and dropped is not kept:

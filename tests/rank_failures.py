@@ -183,3 +183,24 @@ def settings(rank: int, passing: bool) -> None:
         if fails:
             model.config.num_key_value_heads //= 2
         assert engine.update_weights() == 11 and engine.verify_weights().ok
+
+
+def fusing(rank: int, passing: bool) -> None:
+    """A rank that fails in laying out a moved model's layers, while the others gather what passes through, or are done."""
+    twin, fails = small(), rank == dist.get_world_size() - 1
+    model = by_fsdp2(small()) if passing else small()
+    with RolloutEngine(model, config=replace(CONFIG, quantization="fp8") if passing else CONFIG) as engine:
+        if passing:
+            for layer in model.model.layers:
+                layer.self_attn.scaling *= 2
+        else:
+            by_fsdp2(model)
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(binding, "fuse_layers", out_of_memory(binding.fuse_layers, 0))
+            told(rank, engine.update_weights, "none left")
+        with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
+            engine.generate_batch([PROMPT], PARAMS)
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+        if not passing:
+            assert_matches(engine, twin)

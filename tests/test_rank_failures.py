@@ -30,3 +30,8 @@ def test_a_comparison_of_weights():
 @pytest.mark.parametrize("passing", [False, True])
 def test_a_setting_of_one_ranks_model(passing):
     ranks.run(rank_failures.settings, 2, passing, timeout=20)
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_the_layers_of_a_model_that_is_bound_again(passing):
+    ranks.run(rank_failures.fusing, 2, passing, timeout=20)

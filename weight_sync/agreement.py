@@ -18,6 +18,8 @@ from stoker.weight_sync.shards import Shards, by_group, groups_of
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
 Parts = Mapping[dist.ProcessGroup, Sequence[tuple[str, ...]]]  # names of what is gathered together, by group
+Ranks = tuple[Parts, torch.device]  # that do something together
+ALONE: Ranks = ({}, torch.device("cpu"))
 
 _AGREEING = "agreeing on what to gather"
 _KNOWN = "_is_known_to_all_ranks"  # of an error
@@ -28,7 +30,7 @@ def parts_of(shards: Iterable[Shards]) -> Parts:
     return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
 
 
-def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> tuple[Parts, torch.device]:
+def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> Ranks:
     """What ``agree`` and ``telling`` need among the ranks that hold a model, whatever it is that they hold of it.
 
     device: an engine's, where it is not to be the model's.
