@@ -154,6 +154,28 @@ def formed_anew(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
 
 
+def without_processes(rank: int, folder: str) -> None:
+    """Rollouts go on when the group of processes is no more, and nothing is gathered over one of others in its place."""
+    model, twin = by_fsdp2(small()), small()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        train(model, sgd(model), 1)
+        dist.destroy_process_group()
+        assert set(assert_matches(engine, twin)) == {0}
+        engine.sleep(level=2)
+        engine.wake_up()
+        assert set(assert_matches(engine, twin)) == {0}
+        for call in (engine.update_weights, engine.verify_weights, lambda: RolloutEngine(model, config=CONFIG)):
+            with pytest.raises(EngineStateError, match="the group of processes that would gather them is no more"):
+                call()
+        assert set(assert_matches(engine, twin)) == {0}
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
+        for call in (engine.update_weights, lambda: RolloutEngine(model, config=CONFIG)):
+            with pytest.raises(
+                UnsupportedModelError, match=r"over the ranks \[0, 1\], and the group of processes was made"
+            ):
+                call()
+
+
 def refuse_on_one(rank: int) -> str:
     """One rank's part holds NaN: all refuse, nothing moves, and the next update is taken."""
     twin, model = small(), by_fsdp2(small())

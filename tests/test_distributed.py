@@ -55,6 +55,10 @@ def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
     ranks.run(sharded_faults.formed_anew, 3, str(tmp_path))
 
 
+def test_rollouts_outlive_the_group_of_processes(tmp_path):
+    ranks.run(sharded_faults.without_processes, 2, str(tmp_path))
+
+
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, dead=how != "absent")

@@ -50,7 +50,15 @@ def group_over(mesh: DeviceMesh, placements: Sequence[Any]) -> dist.ProcessGroup
         return None
     index = tuple(slice(None) if i in sharded else coordinate[i] for i in range(mesh.ndim))
     ranks = tuple(mesh.mesh[index].flatten().tolist())
-    return mesh.get_group(sharded[0]) if len(sharded) == 1 else _group_of(ranks)
+    if len(sharded) > 1:
+        return _group_of(ranks)
+    group = mesh.get_group(sharded[0])
+    if {*dist.get_process_group_ranks(group)} != {*ranks}:  # torch finds it by a name that is another world's now
+        raise UnsupportedModelError(
+            f"the model was sharded over the ranks {[*ranks]}, and the group of processes was made anew since, of others: load "
+            "and shard it anew, and build a new engine"
+        )
+    return group
 
 
 def layout_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> Layout:

@@ -171,7 +171,7 @@ class MirroredSource:
         self.mirror.complete, self._seen = False, {}
 
     def catch_up(self) -> bool:
-        if is_sharded(self.model) and dist.get_world_size() > 1:
+        if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
             return False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
         held = self._read()
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0

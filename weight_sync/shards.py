@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.weight_sync.meshes import Box, Layout, device_of, group_over, layout_of
 from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
 from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
@@ -172,6 +172,15 @@ def is_sharded(model: nn.Module) -> bool:
     return wrapped or any(is_shard(tensor) for _, tensor, _ in tensors_of(modules))
 
 
+def check_processes(model: nn.Module) -> None:
+    """Raise ``EngineStateError`` where parts would have to be gathered over a group of processes that is no more."""
+    if not dist.is_initialized() and is_sharded(model):
+        raise EngineStateError(
+            "the model is in shards, and the group of processes that would gather them is no more (destroy_process_group, "
+            "accelerator.end_training): update the weights before that. Rollouts go on under those that there are"
+        )
+
+
 def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
     """In the order in which the groups come first, which is that of all their ranks."""
     found: dict[dist.ProcessGroup, list[Shards]] = {}
@@ -185,6 +194,7 @@ def groups_of(model: nn.Module) -> dict[dist.ProcessGroup, torch.device]:
 
     It asks so little that a rank knows them also where it could not ``read``: the others will wait for it there.
     """
+    check_processes(model)
     modules = [*walk(model), *walk_adapters(model)]
     _reshard(modules)
     found: dict[dist.ProcessGroup, torch.device] = {}
@@ -213,6 +223,7 @@ def _reshard(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 def read(model: nn.Module) -> Held:
     """What the trainer holds now. No communication, but where a group of ranks has to be made for the first time."""
+    check_processes(model)
     modules, of_adapters = list(walk(model)), list(walk_adapters(model))
     _reshard([*modules, *of_adapters])
     held = Held()
