@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -123,12 +124,17 @@ def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> 
 
 def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
     """What to raise where a collective failed: what hung, with whom, and which of them it was, as far as can be known."""
-    others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
-    named = "failed to pass" in str(error)  # a barrier, before the others can know that it failed
+    ranks = dist.get_process_group_ranks(group)
+    others = [r for r in ranks if r != dist.get_rank()]
+    named = re.search(
+        r"([\d, ]+) failed to pass", str(error)
+    )  # by a barrier, before the others can know that it failed
     silent = _silent(group, [] if named else others)
+    missing = [ranks[int(place)] for place in named[1].split(",")] if named else []  # torch counts within the group
     broken = WeightTransferError(
         f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {first_line(error)}. "
         + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
+        + (f"In the whole world these are {missing}. " if missing and ranks != [*range(len(ranks))] else "")
         + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
         "rank has to. This group of processes stays broken: start them again"
     )
