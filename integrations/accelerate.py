@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.memory import between_rollouts, sleep_after_rollout
+from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 
@@ -106,7 +106,7 @@ class AcceleratedEngine:
             steps = self._deepspeed_steps()
             if self._changed or steps != self._steps_seen:
                 if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
-                    self.engine.wake_up("weights")
+                    wake_weights(self.engine)
                 self.engine.update_weights()
                 self._know_parameters()
                 self._changed, self._steps_seen = False, steps

@@ -30,7 +30,7 @@ from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from stoker.rollout.memory import between_rollouts, sleep_after_rollout
+from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.weight_sync.version import uninterrupted
 
 _ABSENT = object()
@@ -137,7 +137,7 @@ class _EngineBackend:
                 "detach(trainer) and attach(trainer) again"
             )
         with self._cost.timed():
-            self.engine.wake_up("weights")
+            wake_weights(self.engine)
         self.engine.update_weights()
         self._dropped = False
 

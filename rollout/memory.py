@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -43,6 +45,16 @@ def sleep_after_rollout(sleep: Callable[[], None]) -> None:
         sleep()
     except (StokerError, RuntimeError, MemoryError) as error:  # requests of others are under way, or memory is short
         _log.warning("the rollout engine did not go to sleep after a rollout, and keeps its memory: %s", error)
+
+
+def wake_weights(engine: Any) -> None:
+    """Of a ``RolloutEngine``, before an update that other ranks make with it. Where that has no memory, they do not wait for it."""
+    try:
+        engine.wake_up("weights")
+    except Exception:
+        with suppress(StokerError):  # it refuses, here and so on all ranks: the weights are asleep still
+            engine.update_weights()
+        raise
 
 
 def check_tags(tags: str | Iterable[str]) -> list[str]:

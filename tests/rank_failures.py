@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
+import accelerated
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +15,20 @@ from ranks import noted
 from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
 from sharded_adapters import GREEDY, adapted
 from sharded_faults import sgd, small
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from trl_setup import build
 
 from stoker.rollout import (
     EngineStateError,
     RolloutEngine,
+    UnsupportedModelError,
     WeightsMovedError,
+    WeightTransferError,
     shells,
 )
 from stoker.weight_sync import comparing, gather, mirror, mirrored
+from stoker.weight_sync.mirror import Mirror
 
 
 def told(
@@ -197,10 +205,72 @@ def fusing(rank: int, passing: bool) -> None:
             by_fsdp2(model)
         with pytest.MonkeyPatch.context() as patch:
             if fails:
-                patch.setattr(binding, "fuse_layers", out_of_memory(binding.fuse_layers, 0))
+                patch.setattr(shells, "fuse_layers", out_of_memory(shells.fuse_layers, 0))
             told(rank, engine.update_weights, "none left")
         with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
             engine.generate_batch([PROMPT], PARAMS)
         assert engine.update_weights() == 1 and engine.verify_weights().ok
         if not passing:
             assert_matches(engine, twin)
+
+
+def without_processes(rank: int, folder: str) -> None:
+    """Rollouts go on when the group of processes is no more, and nothing is gathered over one of others in its place."""
+    model, twin = by_fsdp2(small()), small()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        train(model, sgd(model), 1)
+        dist.destroy_process_group()
+        assert set(assert_matches(engine, twin)) == {0}
+        engine.sleep(level=2)
+        engine.wake_up()
+        assert set(assert_matches(engine, twin)) == {0}
+        for call in (engine.update_weights, engine.verify_weights, lambda: RolloutEngine(model, config=CONFIG)):
+            with pytest.raises(EngineStateError, match="the group of processes that would gather them is no more"):
+                call()
+        assert set(assert_matches(engine, twin)) == {0}
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
+        for call in (engine.update_weights, lambda: RolloutEngine(model, config=CONFIG)):
+            with pytest.raises(
+                UnsupportedModelError, match=r"over the ranks \[0, 1\], and the group of processes was made"
+            ):
+                call()
+
+
+def lost_in_a_part(rank: int) -> str | None:
+    """The last two of three ranks hold a model; the last one stays away, and torch names it by its place among them."""
+    group = dist.new_group([1, 2], timeout=timedelta(seconds=2))
+    if rank == 0:
+        return None
+    model = small()
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    store = dist.distributed_c10d._get_default_store()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        if rank == 2:
+            store.wait(["told"], timedelta(seconds=60))
+            return None
+        with pytest.raises(WeightTransferError) as caught:
+            engine.update_weights()
+        store.set("told", "1")
+    return str(caught.value)
+
+
+def waking(rank: int, folder: str) -> None:
+    """A rank that has no memory to wake its weights in, where a trainer's update is about to be taken."""
+    from stoker.integrations.accelerate import AcceleratedEngine
+    from stoker.integrations.trl import attach, detach
+
+    accelerated.launched()
+    fails = rank == dist.get_world_size() - 1
+    trainer = build("grpo", folder, model=by_fsdp2(accelerated.make_model()), ddp_backend="gloo")
+    with AcceleratedEngine(trainer.accelerator, trainer.model, sleep=True) as engine:
+        engine._changed = True  # as by an optimizer's step
+        attached = attach(trainer)
+        attached.sleep(level=2)
+        for take in (lambda: engine.generate_batch([[3, 4, 5]]), trainer.vllm_generation.sync_weights):
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    patch.setattr(Mirror, "restore", out_of_memory(Mirror.restore, 0))
+                told(rank, take, "no memory for the weights")
+            take()
+        detach(trainer)
+        assert (engine.engine.weight_version, attached.weight_version) == (1, 1)

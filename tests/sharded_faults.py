@@ -19,7 +19,7 @@ import torch.distributed as dist
 from families import make_model
 from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -152,46 +152,6 @@ def formed_anew(rank: int, folder: str) -> None:
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{turn}", 3)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-
-
-def without_processes(rank: int, folder: str) -> None:
-    """Rollouts go on when the group of processes is no more, and nothing is gathered over one of others in its place."""
-    model, twin = by_fsdp2(small()), small()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        train(model, sgd(model), 1)
-        dist.destroy_process_group()
-        assert set(assert_matches(engine, twin)) == {0}
-        engine.sleep(level=2)
-        engine.wake_up()
-        assert set(assert_matches(engine, twin)) == {0}
-        for call in (engine.update_weights, engine.verify_weights, lambda: RolloutEngine(model, config=CONFIG)):
-            with pytest.raises(EngineStateError, match="the group of processes that would gather them is no more"):
-                call()
-        assert set(assert_matches(engine, twin)) == {0}
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
-        for call in (engine.update_weights, lambda: RolloutEngine(model, config=CONFIG)):
-            with pytest.raises(
-                UnsupportedModelError, match=r"over the ranks \[0, 1\], and the group of processes was made"
-            ):
-                call()
-
-
-def lost_in_a_part(rank: int) -> str | None:
-    """The last two of three ranks hold a model; the last one stays away, and torch names it by its place among them."""
-    group = dist.new_group([1, 2], timeout=timedelta(seconds=2))
-    if rank == 0:
-        return None
-    model = small()
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    store = dist.distributed_c10d._get_default_store()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        if rank == 2:
-            store.wait(["told"], timedelta(seconds=60))
-            return None
-        with pytest.raises(WeightTransferError) as caught:
-            engine.update_weights()
-        store.set("told", "1")
-    return str(caught.value)
 
 
 def refuse_on_one(rank: int) -> str:

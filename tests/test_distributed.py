@@ -55,17 +55,6 @@ def test_groups_of_a_world_that_is_no_more_are_let_go(tmp_path):
     ranks.run(sharded_faults.formed_anew, 3, str(tmp_path))
 
 
-def test_rollouts_outlive_the_group_of_processes(tmp_path):
-    ranks.run(sharded_faults.without_processes, 2, str(tmp_path))
-
-
-def test_a_rank_that_is_lost_among_some_is_named_by_its_number_among_all():
-    _, told, _ = ranks.run(sharded_faults.lost_in_a_part, 3)
-    assert re.search(
-        r"with ranks \[2\] over gloo: .*Ranks? 1 failed to pass.* In the whole world these are \[2\]\.", told
-    ), told
-
-
 @pytest.mark.parametrize("how", ["before", "inside", "absent"])
 def test_a_rank_that_is_lost_ends_an_update_with_an_error(how):
     *told, _ = ranks.run(sharded_faults.lose_a_rank, 3, how, dead=how != "absent")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import rank_failures
 import ranks
@@ -35,3 +37,18 @@ def test_a_setting_of_one_ranks_model(passing):
 @pytest.mark.parametrize("passing", [False, True])
 def test_the_layers_of_a_model_that_is_bound_again(passing):
     ranks.run(rank_failures.fusing, 2, passing, timeout=20)
+
+
+def test_rollouts_outlive_the_group_of_processes(tmp_path):
+    ranks.run(rank_failures.without_processes, 2, str(tmp_path))
+
+
+def test_a_rank_that_is_lost_among_some_is_named_by_its_number_among_all():
+    _, told, _ = ranks.run(rank_failures.lost_in_a_part, 3)
+    assert re.search(
+        r"with ranks \[2\] over gloo: .*Ranks? 1 failed to pass.* In the whole world these are \[2\]\.", told
+    ), told
+
+
+def test_memory_to_wake_in(tmp_path):
+    ranks.run(rank_failures.waking, 2, str(tmp_path), timeout=20)
