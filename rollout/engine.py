@@ -28,6 +28,7 @@ from stoker.rollout.requests import params_per_prompt, read_sequences, token_log
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
+from stoker.weight_sync.agreement import in_step
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 
@@ -51,14 +52,15 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        with setup.on_all_ranks(model, self.config):
-            self._binding = setup.bind(self.config, model)
-        try:
+        with in_step(model):
             with setup.on_all_ranks(model, self.config):
-                self._build()
-        except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
-            self._binding.release()
-            raise
+                self._binding = setup.bind(self.config, model)
+            try:
+                with setup.on_all_ranks(model, self.config):
+                    self._build()
+            except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
+                self._binding.release()
+                raise
 
     def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)

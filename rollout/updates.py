@@ -17,7 +17,7 @@ from stoker.rollout.messages import shown
 from stoker.rollout.prompts import as_int
 from stoker.rollout.verification import verify
 from stoker.weight_sync.adapter_files import model_of
-from stoker.weight_sync.agreement import ranks_of, telling
+from stoker.weight_sync.agreement import in_step, ranks_of, telling
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging
@@ -50,7 +50,8 @@ class WeightUpdates:
         if version is not None and version >= 2**63:  # of what is still above the present one
             raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")
         start = time.perf_counter()
-        with self._loop.gate("update its weights"):
+        # Where ranks do this together, one that an interrupt takes out of the middle would be out of step with the others.
+        with self._loop.gate("update its weights"), uninterrupted():
             with self._binding.together() if weights is None else nullcontext():
                 check(idle=True)
                 self._check_above(version)
@@ -95,7 +96,7 @@ class WeightUpdates:
 
     def verify(self, check: Callable[[], None]) -> WeightReport:
         """As ``RolloutEngine.verify_weights``: after an update, of what runs next. check: as of ``update``."""
-        with self._loop.gate("verify its weights"):
+        with self._loop.gate("verify its weights"), uninterrupted():
             with self._binding.together():
                 check()
                 moved = self._told and self._binding.moved()  # which the update may have left to ``notice``
@@ -167,19 +168,20 @@ class WeightUpdates:
 
     def load_adapter(self, name: str, source: Any, check: Callable[[], None]) -> None:
         """As ``RolloutEngine.load_adapter``; it looks at the live model, too, which may have fewer by now. check: as of ``update``."""
-        action = "load an adapter"
-        with telling(*ranks_of(model_of(source))):  # or the other ranks of a sharded model would wait
-            if not isinstance(name, str) or not name:
-                raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
-            check()
-            self._loop.gate(action)  # refuses inside a step
+        action, model = "load an adapter", model_of(source)
 
         def load() -> Exception | None:
             error = self._adapters.load(name, source, self._core.under_way)
             self._end_without_adapter()
             return error
 
-        self._change_adapters(action, load, check)
+        with in_step(model):
+            with telling(*ranks_of(model)):  # or the other ranks of a sharded model would wait
+                if not isinstance(name, str) or not name:
+                    raise InvalidRequestError(f"name={shown(name)}: give a name, which adapter= then takes")
+                check()
+                self._loop.gate(action)  # refuses inside a step
+            self._change_adapters(action, load, check)
 
     def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
         """As ``RolloutEngine.unload_adapter``. check: as of ``update``."""

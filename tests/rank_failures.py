@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +26,9 @@ from stoker.rollout import (
     UnsupportedModelError,
     WeightsMovedError,
     WeightTransferError,
+    adapter_sources,
     shells,
+    updates,
 )
 from stoker.weight_sync import comparing, gather, mirror, mirrored
 from stoker.weight_sync.mirror import Mirror
@@ -274,3 +277,36 @@ def waking(rank: int, folder: str) -> None:
             take()
         detach(trainer)
         assert (engine.engine.weight_version, attached.weight_version) == (1, 1)
+
+
+def interrupts(rank: int) -> None:
+    """Ctrl-C on one rank waits until it has done its part in what all do together, so that the next such call finds all in step."""
+    model, theirs = by_fsdp2(adapted("qwen3", {})), by_fsdp2(adapted("qwen3", {}, seed=7))
+    fails = rank == dist.get_world_size() - 1
+
+    def interrupted(owner: Any, name: str, call: Callable[[], Any]) -> None:
+        real, left = getattr(owner, name), [fails]
+
+        def interrupt(*arguments: Any, **fields: Any) -> Any:
+            if left.pop() if left else False:
+                signal.raise_signal(signal.SIGINT)
+            return real(*arguments, **fields)
+
+        with noted(name), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, interrupt)
+            if fails:
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+            else:
+                call()
+        dist.barrier()
+
+    interrupted(mirrored, "read", lambda: RolloutEngine(model, config=CONFIG).close())
+    interrupted(shells, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
+    with RolloutEngine(model, config=CONFIG) as engine:
+        interrupted(updates.WeightUpdates, "_check_above", engine.update_weights)
+        assert engine.weight_version == 1
+        interrupted(comparing, "checksums", engine.verify_weights)
+        interrupted(adapter_sources, "read_adapter", lambda: engine.load_adapter("theirs", theirs))
+        assert engine.adapters == ("default", "theirs") and engine.verify_weights().ok
+        assert engine.update_weights() == 2

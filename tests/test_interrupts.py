@@ -301,3 +301,17 @@ def test_an_interrupt_is_not_lost_where_what_it_waits_for_fails():
         signal.raise_signal(signal.SIGINT)
         raise ZeroDivisionError
     assert isinstance(caught.value.__context__, ZeroDivisionError)
+
+
+def test_an_interrupt_waits_for_the_block_around_and_a_second_one_for_none() -> None:
+    passed: list[str] = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+        passed.append("the inner one")
+    assert passed == ["the inner one"]
+    with pytest.raises(KeyboardInterrupt), uninterrupted(), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        passed.append("a second one")
+    assert passed == ["the inner one"]

@@ -52,3 +52,7 @@ def test_a_rank_that_is_lost_among_some_is_named_by_its_number_among_all():
 
 def test_memory_to_wake_in(tmp_path):
     ranks.run(rank_failures.waking, 2, str(tmp_path), timeout=20)
+
+
+def test_an_interrupt():
+    ranks.run(rank_failures.interrupts, 2, timeout=20)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TypeVar
 from zlib import crc32
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
-from stoker.weight_sync.shards import Shards, by_group, groups_of
+from stoker.weight_sync.shards import Shards, by_group, groups_of, is_sharded
+from stoker.weight_sync.version import uninterrupted
 
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 
@@ -29,6 +30,12 @@ _E = TypeVar("_E", bound=Exception)
 
 def parts_of(shards: Iterable[Shards]) -> Parts:
     return {group: [s.names for s in of_group] for group, of_group in by_group(shards).items()}
+
+
+def in_step(model: nn.Module | None) -> AbstractContextManager[None]:
+    """Around what ranks do together where the model is sharded: one that is interrupted in the middle would leave them in other
+    steps of it."""
+    return uninterrupted() if model is not None and is_sharded(model) else nullcontext()
 
 
 def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> Ranks:

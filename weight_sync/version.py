@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
+class _Deferred:
+    """Keeps the first interrupt for later; further ones go to ``handler`` at once."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+        self.first: tuple[Any, ...] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.first is None:
+            self.first = arguments
+        else:
+            self.handler(*arguments)
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not.
+    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not. Inside another one it changes nothing.
 
-    Outside of the main thread, where no interrupt arrives, nothing is changed.
+    Outside of the main thread, where no interrupt arrives, nothing is changed either.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not callable(previous) or isinstance(previous, _Deferred):
         yield
         return
-    waiting: list[tuple[Any, ...]] = []
-
-    def wait(*arguments: Any) -> None:
-        waiting.append(arguments)
-        if len(waiting) > 1:
-            previous(*arguments)
-
-    signal.signal(signal.SIGINT, wait)
+    deferred = _Deferred(previous)
+    signal.signal(signal.SIGINT, deferred)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if waiting:
-            previous(*waiting[0])
+        if deferred.first is not None:
+            previous(*deferred.first)
