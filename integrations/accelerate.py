@@ -33,6 +33,7 @@ from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.version import uninterrupted
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
 
@@ -105,11 +106,12 @@ class AcceleratedEngine:
         try:
             steps = self._deepspeed_steps()
             if self._changed or steps != self._steps_seen:
-                if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
-                    wake_weights(self.engine)
-                self.engine.update_weights()
-                self._know_parameters()
-                self._changed, self._steps_seen = False, steps
+                with uninterrupted():  # or this process would take them once more, while no other one does
+                    if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
+                        wake_weights(self.engine)
+                    self.engine.update_weights()
+                    self._know_parameters()
+                    self._changed, self._steps_seen = False, steps
             if self.engine.is_sleeping:
                 self.engine.wake_up()
             start = time.perf_counter()

@@ -12,6 +12,7 @@ import accelerated
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from ranks import noted
 from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
 from sharded_adapters import GREEDY, adapted
@@ -281,6 +282,9 @@ def waking(rank: int, folder: str) -> None:
 
 def interrupts(rank: int) -> None:
     """Ctrl-C on one rank waits until it has done its part in what all do together, so that the next such call finds all in step."""
+    from stoker.integrations.accelerate import AcceleratedEngine
+
+    accelerated.launched()
     model, theirs = by_fsdp2(adapted("qwen3", {})), by_fsdp2(adapted("qwen3", {}, seed=7))
     fails = rank == dist.get_world_size() - 1
 
@@ -310,3 +314,9 @@ def interrupts(rank: int) -> None:
         interrupted(adapter_sources, "read_adapter", lambda: engine.load_adapter("theirs", theirs))
         assert engine.adapters == ("default", "theirs") and engine.verify_weights().ok
         assert engine.update_weights() == 2
+    with AcceleratedEngine(Accelerator(cpu=True), model, config=CONFIG) as rollouts:
+        rollouts._changed = True  # as by an optimizer's step
+        interrupted(mirrored, "read", lambda: rollouts.generate_batch([PROMPT]))
+        for _ in range(1 + rank):  # a collective in one of them would never end
+            rollouts.generate_batch([PROMPT])
+        assert rollouts.engine.weight_version == 1
