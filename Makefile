@@ -17,8 +17,10 @@ CLEAN_BUILD := rm -rf build stoker.egg-info
 
 export PYTHONUNBUFFERED := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Python compiles what is imported; the installer would compile all of torch, for half a minute.
+# Python compiles what is imported, and keeps it; the installer would compile all of torch, for half a minute. Where Python is
+# told to keep nothing, as images of containers do, each of the tests' processes would compile torch and transformers anew.
 export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test bench lint docs gpu clean
 
