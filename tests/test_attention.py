@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,20 +37,20 @@ def naive(
 
     newest: the last key it sees, if that is not its own.
     """
-    group = query.shape[0] // keys.shape[1]
+    heads = query.double().unflatten(0, (keys.shape[1], -1))  # [Hkv, group, Dk]
     seen = [
         p
         for p in range((position if newest is None else newest) + 1)
         if (visibility.window is None or position - p < visibility.window)
         and (visibility.chunk is None or position // visibility.chunk <= p // visibility.chunk)
     ]
-    keys, values = (t[seen].double().repeat_interleave(group, dim=1).transpose(0, 1) for t in (keys, values))
-    scores = torch.stack([k @ q for k, q in zip(keys, query.double(), strict=True)]) * scale  # [Hq, seen]
+    keys, values = (t[seen].double().transpose(0, 1) for t in (keys, values))  # [Hkv, seen, D]
+    scores = (heads @ keys.mT).flatten(0, 1) * scale  # [Hq, seen]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.exp()
     total = weights.sum(1) + (0 if sinks is None else sinks.double().exp())
-    return torch.stack([w @ v for w, v in zip(weights, values, strict=True)]) / total[:, None]
+    return (weights.unflatten(0, heads.shape[:2]) @ values).flatten(0, 1) / total[:, None]
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,27 @@ class Rows:
         **options: Any,
     ) -> Tensor:
         """Compare every query of a step; returns what the padded tokens got."""
-        shape, count = self.shape, sum(self.new)
-        heads = shape.kv_heads * shape.group
-        # As a model gives it: heads before tokens, seen the other way round.
-        query = torch.randn(heads, count + padded_tokens, shape.key_dim, dtype=shape.dtype).transpose(0, 1)
+        query = self.queries(padded_tokens)
+        out, padding = self.attend(query, plan, ops, **options)
+        wanted = self.wanted(query, step, spans, **options)
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=TOLERANCE[self.shape.dtype])
+        return padding
+
+    def queries(self, padded_tokens: int) -> Tensor:
+        """As a model gives them: heads before tokens, seen the other way round."""
+        return self.numbers(sum(self.new) + padded_tokens).transpose(0, 1)
+
+    def numbers(self, tokens: int) -> Tensor:
+        shape = self.shape
+        return torch.randn(shape.kv_heads * shape.group, tokens, shape.key_dim, dtype=shape.dtype)
+
+    def attend(self, query: Tensor, plan: Any, ops: Ops, **options: Any) -> tuple[Tensor, Tensor]:
+        """What the tokens got, and the padded ones behind them."""
         out = ops.paged_attention(query, self.key_cache, self.value_cache, plan, **options)
-        assert out.shape == (count + padded_tokens, heads, shape.value_dim) and out.dtype == shape.dtype
+        assert out.shape == (*query.shape[:2], self.shape.value_dim) and out.dtype == self.shape.dtype
+        return out[: sum(self.new)], out[sum(self.new) :]
+
+    def wanted(self, query: Tensor, step: int, spans: Sequence[tuple[int, int]] = (), **options: Any) -> Tensor:
         places = [
             (row, position)
             for row, (history, n) in enumerate(zip(self.history, self.new, strict=True))
@@ -146,14 +162,12 @@ class Rows:
         newest = [p for _, p in places]
         for begin, end in spans:
             newest[begin:end] = newest[end - 1 : end] * (end - begin)
-        wanted = torch.stack(
+        return torch.stack(
             [
                 naive(q, self.keys[r], self.values[r], p, newest=last, **options)
                 for q, (r, p), last in zip(query, places, newest, strict=False)
             ]
         )
-        torch.testing.assert_close(out[:count].double(), wanted, rtol=0, atol=TOLERANCE[shape.dtype])
-        return out[count:]
 
 
 SINKS = torch.linspace(-1, 2, 8)
@@ -222,6 +236,32 @@ def test_every_query_sees_its_own_keys(
             assert not padding.any()
 
 
+WINDOW = 6
+
+
+def layers_of(shape: Shape, seed: int, padded_rows: int) -> list[Rows]:
+    """The keys of two layers, the same whatever rows are padded."""
+    torch.manual_seed(seed)
+    history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
+    layers = [Rows(shape, history, new, num_steps=WINDOW, padded_rows=padded_rows) for _ in range(2)]
+    layers[1].take_blocks_of(layers[0])
+    return layers
+
+
+@functools.cache
+def answers(shape: Shape, seed: int) -> list[list[tuple[list[Tensor], Tensor]]]:
+    """Of each step and layer of a window, the queries and what they are to get, of every feature."""
+    layers = layers_of(shape, seed, 0)
+
+    def of(layer: Rows, step: int) -> tuple[list[Tensor], Tensor]:
+        queries = [layer.queries(0) for _ in FEATURES]
+        asked = zip(queries, FEATURES, strict=True)
+        wanted = [layer.wanted(query, step, **options_of(feature, shape)) for query, feature in asked]
+        return queries, torch.stack(wanted)
+
+    return [[of(layer, step) for layer in layers] for step in range(WINDOW)]
+
+
 @pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
 @pytest.mark.parametrize("padded_rows", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
@@ -233,22 +273,22 @@ def test_a_decode_window_advances_in_place(
     monkeypatch.setattr(cpu_attention, "_HOLD_BYTES", hold_bytes or 0)
     ops = REFERENCE if hold_bytes is None else CPU
     workspace: dict[str, Any] = {}
-    history, new = map(list, zip(*LAYOUTS["decode"], strict=True))
     for seed in range(2):
-        torch.manual_seed(seed)
-        layers = [Rows(shape, history, new, num_steps=6, padded_rows=padded_rows) for _ in range(2)]
-        layers[1].take_blocks_of(layers[0])
+        layers = layers_of(shape, seed, padded_rows)
         plan = layers[0].plan(gather_tokens, ops, workspace=workspace)
-        for step in range(6):
+        for step, of_layers in enumerate(answers(shape, seed)):
             if step:
                 layers[0].seq_lens.add_(1)
                 plan.next_step()
-            for layer in layers:
+            for layer, (queries, wanted) in zip(layers, of_layers, strict=True):
                 if step:
                     for row, n in enumerate(layer.lengths):
                         layer.write(row, n + step - 1, n + step)
-                for feature in FEATURES:
-                    layer.check(plan, step, padded_rows, ops, **options_of(feature, shape))
+                found = []
+                for query, feature in zip(queries, FEATURES, strict=True):
+                    padded = torch.cat((query.transpose(0, 1), layer.numbers(padded_rows)), dim=1).transpose(0, 1)
+                    found.append(layer.attend(padded, plan, ops, **options_of(feature, shape))[0])
+                torch.testing.assert_close(torch.stack(found).double(), wanted, rtol=0, atol=TOLERANCE[shape.dtype])
         if ops is CPU and hold_bytes != 2500:
             assert bool(plan.held.parts) == bool(hold_bytes)
 
