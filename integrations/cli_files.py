@@ -204,6 +204,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The output record of each line, in order; later lines run while earlier ones are waited for."""
+    _check_flags(engine, params, args.adapter)
     tokens = args.tokens or engine.tokenizer is None
     ahead = max(1, 4 * args.max_num_seqs // args.n)
     todo = iter(lines)
@@ -226,6 +227,14 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
             yield {**line.fields, "error": str(output.error)}
             continue
         yield {**line.fields, "completions": [_completion(c, tokens) for c in output.completions]}
+
+
+def _check_flags(engine: Any, params: Any, adapter: str | None) -> None:
+    """What is refused of the shortest prompt there is is refused of every line: better now than in a file of errors."""
+    try:
+        engine.submit([0], params, adapter=adapter).abort()
+    except InvalidRequestError as error:
+        raise CommandError(_of_one(error, "prompt")) from error
 
 
 def _completion(completion: Any, tokens: bool) -> dict[str, Any]:

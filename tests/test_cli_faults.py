@@ -243,6 +243,23 @@ def test_a_bad_line_is_named_before_any_work(
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stop-token-id", "5000"], "stoker: stop_token_ids has an id outside 0 to"),
+        (["--suppress-token-id", "5000"], "stoker: suppress_token_ids has an id outside 0 to"),
+        (["--regex", "Ω"], "is matched by no sequence of tokens"),
+        (["--max-tokens", "60", "--kv-cache-memory", "16KiB"], "and the KV cache holds"),
+    ],
+)
+def test_flags_that_no_line_could_be_served_with_are_refused_at_once(
+    folder: str, files: tuple[str, str], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", folder, *files, *flags]) == 1
+    assert message in capsys.readouterr().err
+    assert not Path(files[1]).exists()
+
+
+@pytest.mark.parametrize(
     ("data", "byte"),
     [(b'{"prompt": "\xff"}', "ff"), (b'{"prompt": "\xe4"}', "e4"), (b'{"prompt": "a"}\xed\xa0\x80', "ed")],
 )
