@@ -327,8 +327,10 @@ def check_supported(model: nn.Module) -> None:
         or not model.can_generate()
         or (not hasattr(model, "lm_head") and not model.get_output_embeddings())
     ):
+        # AveragedModel, or one with a value head, say: not unwrapped, as it may compute something else.
+        within = next((f"its .{at}" for at, child in model.named_children() if hasattr(child, "generate")), None)
         raise UnsupportedModelError(
-            f"{name} is no transformers causal language model: give a PreTrainedModel with a head"
+            f"{name} is no transformers causal language model: give {within or 'a PreTrainedModel with a head'}"
         )
     decoder = decoder_of(model)
     config: PreTrainedConfig = decoder.config

@@ -17,6 +17,7 @@ from small_engine import llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -135,6 +136,10 @@ def of_type(kind: str, **fields) -> nn.Module:
         (lambda: of_type("mpt", d_model=16, n_heads=4, n_layers=2), r"^MptForCausalLM does not route its attention"),
         (t5, r"^T5ForConditionalGeneration is an encoder and a decoder"),
         (lambda: nn.Linear(2, 2), r"^Linear is no transformers causal language model"),
+        (
+            lambda: AveragedModel(llama()),
+            r"^AveragedModel is no transformers causal language model: give its \.module$",
+        ),
         (nn.Identity, r"^Identity has no parameters"),
         (lambda: LlamaModel(small_llama_config()), r"^LlamaModel is no transformers causal language model"),
         (
