@@ -134,7 +134,7 @@ def wait(
     if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
         raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")
     check_timeout(timeout)
-    enough = math.ceil(share * len(all_handles) - 1e-9)  # 0.07 * 100 is more than 7
+    enough = min(len(all_handles), max(1, math.ceil(share * len(all_handles) - 1e-9)))  # 0.07 * 100 is more than 7
     if share == 0:  # a share that has always finished; one step, or whoever asks in a loop would ask for ever
         enough, timeout = len(all_handles), 0.0
     left, most = list(all_handles), len(all_handles) - enough

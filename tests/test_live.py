@@ -59,6 +59,15 @@ def test_a_handle_runs_until_the_last_of_its_samples_ends() -> None:
         assert [t for _, c in seen if c.index == 1 for t in c.top_logprobs or ()] == whole.top_logprobs
 
 
+@pytest.mark.parametrize(("share", "enough"), [(1e-12, 1), (0.25, 1), (0.5, 2), (0.51, 3), (1, 4)])
+def test_waiting_for_a_share_waits_for_one_at_least(share: float, enough: int) -> None:
+    with build() as engine:
+        handles = [engine.submit(prompt, long(max_tokens=9 * (i + 1))) for i, prompt in enumerate(PROMPTS[:4])]
+        finished, others = engine.wait(handles, share=share)
+        assert len(finished) == enough and finished + others == handles
+        assert engine.wait([], share=share) == ([], [])
+
+
 def test_polls_are_the_completion_in_pieces() -> None:
     """And step nothing: what there is comes of whoever steps."""
     with build() as engine:

@@ -319,6 +319,12 @@ def test_a_tensor_is_made_contiguous_once_for_all_its_buckets() -> None:
     assert torch.equal(came.view(torch.float32), torch.cat([t.reshape(-1) for t in tensors.values()]))
 
 
+def test_buckets_hold_a_number_of_the_widest_dtype_whatever_they_are_to_take() -> None:
+    transfer = Kept()
+    send_weights({"a": torch.randn(3, dtype=torch.complex128)}, transfer, bucket_bytes=1)
+    assert [len(bucket) for bucket in transfer.came] == [16] * 3
+
+
 def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the first bucket is not the largest."""
     here, there = over_a_pipe()
