@@ -91,7 +91,7 @@ def announce(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Manifest:
         content = [tensor for _, tensor in lot]
         sums = checksums(content, content[0].device)
         specs += [replace(spec, checksum=number) for (spec, _), number in zip(lot, sums, strict=True)]
-    return Manifest(tuple(specs), max(16, bucket_bytes))
+    return Manifest(tuple(specs), max(8, bucket_bytes, *(spec.dtype.itemsize for spec in specs)))
 
 
 def _in_lots(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[TensorSpec, Tensor]]]:
