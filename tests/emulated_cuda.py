@@ -142,9 +142,9 @@ class EmulatedCuda:
     # -- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
-        is_meta = any(each.is_meta for each in tensors) or str(kwargs.get("device")) == "meta"
-        if is_meta or func in (aten.detach.default, aten.lift_fresh.default):
+        tensors = tensors_in((args, kwargs))
+        is_meta = "device" in kwargs and str(kwargs["device"]) == "meta"
+        if is_meta or any(each.is_meta for each in tensors) or func in (aten.detach.default, aten.lift_fresh.default):
             return func(*args, **kwargs)
         if func is aten.histc.default and not args[0].is_floating_point():  # which a CPU has no code for
             return put(func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype), place(args[0]))
@@ -172,7 +172,7 @@ class EmulatedCuda:
 
     def _of_all(self, func: Any, tensors: list[Tensor]) -> torch.device:
         # Single numbers may be a host's.
-        places = {place(each) for each in tensors if each.dim() or place(each) == CUDA}
+        places = {at for each in tensors if (at := place(each)) == CUDA or each.dim()}
         if len(places) > 1:
             of = [(str(place(each)), list(each.shape)) for each in tensors]
             raise DeviceFault(f"{func} of tensors on {of}{_caller()}")
@@ -306,6 +306,10 @@ class _Generator(torch.Generator):
 
 
 class _Operations(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which takes as long as the operation: nothing here is compiled
+
     def __init__(self, device: EmulatedCuda) -> None:
         super().__init__()
         self._device = device

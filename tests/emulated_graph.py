@@ -6,7 +6,7 @@ same memory; where this was given away, or back, it fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from emulated_cuda import EmulatedCuda
 
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 POISON = 0xFF  # a byte: NaN in floats, -1 in integers
 
 
@@ -32,11 +33,11 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def place(tensor: Tensor) -> torch.device:
-    return tensor.device if tensor.device.type == "meta" else getattr(_storage(tensor), "emulated", HOST)
+    return tensor.device if tensor.is_meta else getattr(_storage(tensor), "emulated", HOST)
 
 
 def put(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device.type != "meta":
+    if not tensor.is_meta:
         _storage(tensor).emulated = device  # an attribute stays for as long as the storage does
     return tensor
 
@@ -45,23 +46,35 @@ def memory_of(tensor: Tensor) -> int:
     return _storage(tensor)._cdata
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Of arguments; of messages among them, too."""
+    found: list[Tensor] = []
+    _gather(tree, found)
+    return found
+
+
+def _gather(tree: Any, found: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple | list):
+        found.append(tree)
+    elif type(tree) in _PLAIN:
+        return
+    elif isinstance(tree, (tuple, list)):
         for each in tree:
-            yield from tensors_in(each)
+            _gather(each, found)
     elif isinstance(tree, dict):
-        yield from tensors_in([*tree.values()])
+        for each in tree.values():
+            _gather(each, found)
     elif is_dataclass(tree) and not isinstance(tree, type):
-        yield from tensors_in([getattr(tree, field.name, None) for field in fields(tree)])
+        for field in fields(tree):
+            _gather(getattr(tree, field.name, None), found)
 
 
 def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, kind):
         return change(tree)
-    if isinstance(tree, tuple | list):
+    if type(tree) in _PLAIN:
+        return tree
+    if isinstance(tree, (tuple, list)):
         made = [_changed(each, kind, change) for each in tree]
         return made if isinstance(tree, list) else type(tree)(*made) if hasattr(tree, "_fields") else tuple(made)
     return {key: _changed(each, kind, change) for key, each in tree.items()} if isinstance(tree, dict) else tree
@@ -69,8 +82,11 @@ def _changed(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 def new_in(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
     """Results that are no views of what was given."""
-    known = {memory_of(each) for each in given}
-    return [each for each in tensors_in(out) if memory_of(each) not in known]
+    made = tensors_in(out)
+    if made:
+        known = {memory_of(each) for each in given}
+        made = [each for each in made if memory_of(each) not in known]
+    return made
 
 
 def _poison(tensor: Tensor) -> None:
