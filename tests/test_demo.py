@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
+from ranks import run_script
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stoker.examples.grpo_arithmetic", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
+def run(*arguments: str) -> str:
+    """What it prints, as a program of its own."""
+    return run_script(
+        "import runpy; runpy.run_module('stoker.examples.grpo_arithmetic', run_name='__main__')", *arguments
     )
 
 
 def test_a_short_run_writes_its_report(tmp_path):
     short = ["--pretraining-steps", "5", "--steps", "2", "--batch-size", "16", "--eval-problems", "8"]
-    done = run("--output", str(tmp_path), "--compare-prompts", "0", *short)
-    assert done.returncode == 0, done.stderr
+    run("--output", str(tmp_path), "--compare-prompts", "0", *short)
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["rewards"]) == 2 and report["after"]["problems"] == 8
     assert report["logprob_difference"]["max"] < 1e-3
@@ -34,15 +31,14 @@ def test_a_short_run_writes_its_report(tmp_path):
 def test_an_adapter_is_trained_and_its_updates_are_timed(tmp_path):
     pytest.importorskip("peft")
     short = ["--pretraining-steps", "5", "--steps", "2", "--batch-size", "16", "--eval-problems", "8"]
-    done = run("--output", str(tmp_path), "--lora", "4", "--compare-prompts", "0", *short)
-    assert done.returncode == 0, done.stderr
+    printed = run("--output", str(tmp_path), "--lora", "4", "--compare-prompts", "0", *short)
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["rewards"]) == 2
     assert report["logprob_difference"]["max"] < 1e-3
     live, pushed = report["adapter_updates"]["live"], report["adapter_updates"]["merge and push"]
     assert live["bytes"] == 0 < pushed["bytes"]
     assert live["seconds"] > 0 and pushed["seconds"] > 0
-    assert "changed adapter, live" in done.stdout
+    assert "changed adapter, live" in printed
 
 
 @pytest.mark.parametrize(
