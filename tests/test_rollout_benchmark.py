@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from stoker.benchmarks import ceilings, outside, overhead, peers, phases, report, rollout, scoring, step_profile, sweeps
-from stoker.benchmarks.ceilings import Ceiling, kv_token_bytes, state_bytes
+from stoker.benchmarks.ceilings import Ceiling, best_time, kv_token_bytes, state_bytes
 from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
 from stoker.engine.device import CpuRuntime, HostCopy
 from stoker.rollout import SamplingParams, engine
@@ -140,6 +140,9 @@ def test_slow_engines_sit_out(stoker: peers.Stoker) -> None:
 
 def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     token_bytes = kv_token_bytes(TOY.config, torch.float32)
+    # Nothing here is about how long anything takes.
+    monkeypatch.setattr(ceilings, "best_time", lambda call, device, _=0: best_time(call, device, 0))
+    monkeypatch.setattr(sweeps, "STEPS", 8)
     monkeypatch.setattr(sweeps, "_MOST_KV_BYTES", 8 * (16 + 2 * sweeps.STEPS) * token_bytes)
     monkeypatch.setattr(sweeps, "_REPEATS", 1)
     points = ((2, 16), (9, 16), (8, 16), (1, 32))
