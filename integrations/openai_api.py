@@ -79,9 +79,12 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
         raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
     usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
     params, logprobs = _sampling(fields, chat)
-    if params.n > _MOST_SAMPLES:
-        raise InvalidRequestError(f"n={params.n}: the server makes at most {_MOST_SAMPLES} completions of a prompt")
     prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields)
+    if params.n > 1 and params.n * len(prompts) > _MOST_SAMPLES:
+        of = f" of {len(prompts)} prompts" if len(prompts) > 1 else ""
+        raise InvalidRequestError(
+            f"n={params.n}{of}: the server makes at most {_MOST_SAMPLES} completions in a request"
+        )
     if fields:
         raise InvalidRequestError(f"{shown(next(iter(fields)))} is no field the server knows: leave it out")
     return Call(

@@ -43,6 +43,7 @@ from stoker.rollout import InvalidConfigError, RolloutEngine
         ({"prompt": "a", "temperature": -1}, 400, "temperature=-1"),
         ({"prompt": "a", "n": 0}, 400, "n=0"),
         ({"prompt": "a", "n": 2**70}, 400, "the server makes at most 16384 completions"),
+        ({"prompt": ["a", "b", "c"], "n": 5462}, 400, "n=5462 of 3 prompts: the server makes at most 16384"),
         ({"prompt": "a", "max_tokens": "many"}, 400, "max_tokens='many'"),
         ({"prompt": "a", "best_of": 3}, 400, "best_of=3: the server does not do that"),
         ({"prompt": "a", "echo": True}, 400, "echo=True: the server does not do that"),
