@@ -18,8 +18,8 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -113,6 +113,8 @@ class Server:
         self._closing = False
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
+        self._has_paused = False  # a request has, and none has resumed; for that thread alone
+        self._last_change: Future[None] | None = None
         self._socket = port if isinstance(port, socket.socket) else listen(host, port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         app = Starlette(
@@ -143,10 +145,13 @@ class Server:
         async with self._steps:
             self._started.set()
             yield
+        self._last_change = self._control.submit(self._end_pause)
         self._control.shutdown(wait=False)
 
     def close(self) -> None:
-        """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort"."""
+        """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort". A pause that was
+        asked for over HTTP ends: nobody could ask for its end.
+        """
         if self._closing:
             return
         self._closing = True
@@ -154,6 +159,8 @@ class Server:
         self._loop.call_soon_threadsafe(self._steps.abort)
         self._server.should_exit = True
         self._thread.join()
+        if self._last_change is not None:
+            wait([self._last_change], _GRACE_S)  # a change that takes longer ends by itself, and this after it
 
     def __enter__(self) -> Self:
         return self
@@ -176,8 +183,8 @@ class Server:
             "/v1/chat/completions": ("POST", partial(self._generate, chat=True)),
         }
         changes: dict[str, tuple[Callable[..., Any], dict[str, type]]] = {
-            "/pause": (engine.pause, {"mode": str}),
-            "/resume": (engine.resume, {"recompute": bool}),
+            "/pause": (self._pause, {"mode": str}),
+            "/resume": (self._resume, {"recompute": bool}),
             "/sleep": (engine.sleep, {"level": int}),
             "/wake_up": (engine.wake_up, {"tags": list}),
             "/update_weights": (self._update_weights, {"path": str, "version": int}),
@@ -242,6 +249,19 @@ class Server:
         except EngineStateError as error:  # of something that is under way, not of the server
             return _error(409, str(error))
         return await self._health(request)
+
+    def _pause(self, **how: Any) -> None:
+        self._engine.pause(**how)
+        self._has_paused = True
+
+    def _resume(self, **how: Any) -> None:
+        self._engine.resume(**how)
+        self._has_paused = False
+
+    def _end_pause(self) -> None:
+        if self._has_paused and self._engine.is_paused:
+            with suppress(EngineStateError):  # it is closed, or asleep with requests of its owner's under way
+                self._resume()
 
     def _update_weights(self, path: str = "", version: int | None = None) -> None:
         if not path or not os.path.exists(path):  # which says no to what can be no path, too

@@ -273,6 +273,21 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
         assert client.completions.create(model="policy", prompt="abc").choices
 
 
+def test_a_pause_asked_for_over_http_ends_with_the_server() -> None:
+    """Nobody could ask for its end, and the engine's owner would wait for ever; but the owner's own pause is the owner's."""
+    with text_engine(text_model()) as engine:
+        with serve(engine, port=0, control=True) as server:
+            assert post(server, "/pause", {})[1]["is_paused"] is True
+        assert engine.submit("abc", SamplingParams(max_tokens=2)).result(timeout=30).completions
+        with serve(engine, port=0, control=True):
+            engine.pause()
+        assert engine.is_paused
+        with serve(engine, port=0, control=True) as server:
+            engine.resume()
+            post(server, "/pause", {})
+            engine.close()
+
+
 # -- stoker serve -------------------------------------------------------------------------------------------------------
 
 
