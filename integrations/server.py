@@ -238,6 +238,8 @@ class Server:
         return [{"id": name, "object": "model", "created": 0, "owned_by": "stoker"} for name in names]
 
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
+        if request.query_params:  # as other servers take them; dropped, another change would be made than was asked for
+            raise InvalidRequestError(f"{shown(str(request.url.query))} is in the URL: give it in the body, as JSON")
         body = _read(await request.body() or b"{}")
         given = {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else None
         if given is None or any(type(value) is not fields.get(name) for name, value in given.items()):

@@ -263,6 +263,7 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
             ("/pause", {"mode": "later"}, "mode='later'"),
             ("/pause", {"mood": "keep"}, "give an object with mode (str)"),
             ("/sleep", {"level": True}, "give an object with level (int)"),
+            ("/sleep?level=2", {}, "'level=2' is in the URL: give it in the body"),
             ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "x"}, "is the served model's"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "nowhere"}, "nowhere"),
             ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "\ud800"}, "\\ud800"),
