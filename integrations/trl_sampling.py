@@ -10,6 +10,7 @@ from transformers import GenerationConfig
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import SamplingParams
 from stoker.rollout.constraints import ConstraintMaker
+from stoker.rollout.prompts import as_ids
 
 # Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and three it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
@@ -38,7 +39,7 @@ def _eos_ids(trainer: Any) -> list[int]:
         return [token for token in trainer.eos_token_ids if token is not None]
     found: set[int] = set()
     for eos in (tokenizer_of(trainer).eos_token_id, trainer.generation_config.eos_token_id):
-        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        found.update(as_ids(eos))
     return sorted(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,15 @@ def as_int(value: Any) -> Any:
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
         return int(value) if _holds_integers(value) else value
     return value
+
+
+def as_ids(value: Any) -> list[Any]:
+    """One id or several, of numpy or torch too, as a configuration or a tokenizer has them; none of None."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+        value = value.tolist()
+    if value is None:
+        return []
+    return [as_int(v) for v in value] if isinstance(value, Iterable) else [value]
 
 
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any, what: str) -> list[list[int]]:

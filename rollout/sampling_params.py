@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
-from stoker.rollout.prompts import as_int
+from stoker.rollout.prompts import as_ids, as_int
 from stoker.rollout.regex import check
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
@@ -197,10 +197,8 @@ class SamplingParams:
                 "the generation config bounds prompt plus completion (max_length) and sets no max_new_tokens: "
                 "set max_new_tokens, or pass max_tokens="
             )
-        eos = get("eos_token_id")
-        if eos is not None:
-            ids = (eos,) if isinstance(eos, numbers.Integral) else tuple(eos)
-            found["stop_token_ids"] = tuple(t for t in ids if t != _NO_EOS)
+        if get("eos_token_id") is not None:
+            found["stop_token_ids"] = tuple(t for t in as_ids(get("eos_token_id")) if t != _NO_EOS)
         if not get("do_sample"):
             found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         elif get("top_k") is None:

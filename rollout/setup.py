@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from stoker.rollout.config import EngineConfig
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop
 from stoker.rollout.loading import whole_models
-from stoker.rollout.prompts import as_int
+from stoker.rollout.prompts import as_ids
 from stoker.rollout.requests import RequestMaker
 from stoker.weight_sync.agreement import agree, ranks_of, telling
 
@@ -352,7 +352,6 @@ def _eos_ids(binding: ModelBinding, tokenizer: Any) -> frozenset[int]:
     module: Any = binding.source.module
     found: set[Any] = set()
     for owner in (tokenizer, getattr(module, "generation_config", None)):
-        eos = getattr(owner, "eos_token_id", None)
-        found.update(map(as_int, eos if isinstance(eos, Sequence) else [eos]))
+        found.update(as_ids(getattr(owner, "eos_token_id", None)))
     # A tokenizer may know more tokens than the model, and has None for one that it does not know.
     return frozenset(t for t in found if t is not None and 0 <= t < binding.shell.vocab)

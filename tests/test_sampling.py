@@ -272,6 +272,9 @@ def test_eos_ids_are_those_of_now():
         model.generation_config.eos_token_id = [unknown, *np.array(encode("d"))]
         assert said() == only(engine.generate_batch(["a"], GREEDY)).text == "bcd"
         assert said(ignore_eos=True) == "bcdefabc"
+        for several in (np.array([unknown, *encode("d")]), torch.tensor(encode("d")), {*encode("d")}):
+            model.generation_config.eos_token_id = several
+            assert said(ignore_eos=False) == "bcd" and said(ignore_eos=True) == "bcdefabc"
         model.generation_config.eos_token_id, one.eos_token = None, "c"
         assert said() == only(engine.generate_batch(["a"], GREEDY)).text == "bc"
 

@@ -159,7 +159,7 @@ def test_greedy_ignores_the_sampling_fields():
     assert params == SamplingParams(temperature=0.0)
 
 
-@pytest.mark.parametrize("eos", [5, np.int64(5), [5]])
+@pytest.mark.parametrize("eos", [5, np.int64(5), [5], np.array([5]), torch.tensor(5), torch.tensor([5])])
 def test_one_eos_id(eos):
     assert SamplingParams.from_generation_config(GenerationConfig(eos_token_id=eos)).stop_token_ids == (5,)
 
