@@ -97,13 +97,19 @@ class AdapterSources:
     def is_gathered(self, name: str) -> bool:
         return name in self._others and self._others[name].copies is not None
 
+    @property
+    def gathered(self) -> list[str]:
+        """Names of those, in the order in which they are pulled: all ranks are to have the same."""
+        return [name for name in self._others if self.is_gathered(name)]
+
     def _gathered(self) -> Iterator[AdapterCopies]:
         return (other.copies for other in self._others.values() if other.copies is not None)
 
     def pull(self) -> int:
         """Take what has changed in them, on all ranks together; returns the bytes written."""
         self._in_step = False
-        written = sum(copies.pull() for copies in self._gathered())
+        others = self._others.items()
+        written = sum(other.copies.pull((name,)) for name, other in others if other.copies is not None)
         self._in_step = True
         return written
 
@@ -216,9 +222,9 @@ class AdapterSources:
             new, adapter, packed = self._read(name, given, shell, source)
             # What is refused is refused here; and what changed until now would be forgotten below.
             self.look(shell, source, announced=not sampled)
-        agree(*ranks)
+        agree(*ranks, alike=(name,))
         if isinstance(new, AdapterOfModel) and new.copies is not None:
-            new.copies.pull()
+            new.copies.pull((name,))
         self.unload(name)
         if isinstance(new, AdapterOfModel):
             self._others[name] = new

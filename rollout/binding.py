@@ -135,7 +135,7 @@ class ModelBinding:
             elif not moved:
                 self._look_at_adapters(same=same)
                 self._remember()
-        written = self.source.pull() if anew is None else anew[0].pull()
+        written = (self.source if anew is None else anew[0]).pull(self.adapters.gathered)
         if anew and anew[0] is not self.source:
             try:
                 self._succeed(*anew, ranks_of(self.model, self._device))

@@ -14,7 +14,7 @@ def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWe
     """in_slots: adapters, as these hold them. Ranks of a sharded trainer do so together."""
     binding.in_order()
     source, shell = binding.source, binding.shell
-    checked, other = source.mismatches()
+    checked, other = source.mismatches(binding.adapters.gathered)
     trainer, used = source.names(), shell.tensors()
     wrong = _lying_elsewhere(binding)
     if binding.rounded is not None:

@@ -320,3 +320,38 @@ def interrupts(rank: int) -> None:
         for _ in range(1 + rank):  # a collective in one of them would never end
             rollouts.generate_batch([PROMPT])
         assert rollouts.engine.weight_version == 1
+
+
+def other_adapters(rank: int) -> None:
+    """Ranks that load adapters in another order, or of which one unloads some alone: no parts of two come together."""
+    model, sources = (
+        by_fsdp2(adapted("qwen3", {})),
+        {n: by_fsdp2(adapted("qwen3", {}, seed=s)) for n, s in (("a", 7), ("b", 8))},
+    )
+    fails = rank == dist.get_world_size() - 1
+    differ = "or other adapters, as after one of them alone loaded or unloaded one"
+
+    def refused(call: Callable[[], Any]) -> None:
+        told(rank, call, differ, differ)
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+
+        def logprobs() -> list[list[float]]:
+            return [
+                engine.generate_batch([PROMPT], GREEDY, adapter=n)[0].completions[0].logprobs for n in engine.adapters
+            ]
+
+        for name in sorted(sources, reverse=fails):
+            refused(lambda name=name: engine.load_adapter(name, sources[name]))  # type: ignore[misc]
+        assert engine.adapters == ("default",)
+        for name, source in sources.items():
+            engine.load_adapter(name, source)
+        before = logprobs()
+        if fails:
+            engine.unload_adapter("a")
+        refused(engine.update_weights)
+        refused(engine.verify_weights)
+        if not fails:
+            engine.unload_adapter("a")
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+        assert logprobs() == [before[0], before[2]]

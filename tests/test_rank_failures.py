@@ -56,3 +56,7 @@ def test_memory_to_wake_in(tmp_path):
 
 def test_an_interrupt():
     ranks.run(rank_failures.interrupts, 2, timeout=20)
+
+
+def test_adapters_that_not_all_ranks_have():
+    ranks.run(rank_failures.other_adapters, 2, timeout=20)

@@ -54,15 +54,17 @@ def agree(
     *,
     has_news: bool = False,
     half_way: bool = False,
+    alike: Sequence[str] = (),
 ) -> bool:
     """Raise ``refusal``, and on all ranks where one has any. What ranks do together begins with it, and goes on with it
     wherever one of them may have failed by itself since. Returns whether any rank ``has_news``.
 
-    half_way: weights may have been written to. Raises ``WeightsMismatchError``, or half-way ``WeightTransferError``, where
-    another rank refuses; the first of them also where ranks have parts of other tensors each, which one that refuses may
-    have: it has to know the groups alone. ``WeightTransferError`` where a rank does not answer.
+    half_way: weights may have been written to. alike: names of what is to follow, which all ranks are to have. Raises
+    ``WeightsMismatchError``, or half-way ``WeightTransferError``, where another rank refuses; the first of them also where
+    ranks have parts of other tensors each, or other names in ``alike``, which one that refuses may have: it has to know the
+    groups alone. ``WeightTransferError`` where a rank does not answer.
     """
-    numbers = {group: crc32(repr(names).encode()) for group, names in parts.items()}
+    numbers = {group: crc32(repr((names, *alike)).encode()) for group, names in parts.items()}
     refused, differ = refusal is not None, False
     for _ in numbers:  # so often that what is found in one group reaches every other
         for group, number in numbers.items():
@@ -86,7 +88,8 @@ def agree(
         raise _known_to_all(
             WeightsMismatchError(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
-                "all of them, and build a new engine"
+                "all of them, and build a new engine; or other adapters, as after one of them alone loaded or unloaded one: do "
+                "so on all of them, in one order"
             )
         )
     return has_news

@@ -144,7 +144,7 @@ class AliasedSource:
             )
         )
 
-    def pull(self) -> int:
+    def pull(self, alike: Sequence[str] = ()) -> int:
         """The engine reads the trainer's tensors: there is nothing to move."""
         if self._check_finite:
             tensors = {name: t for name, t in self.tensors().items() if not is_packed(t)}  # whose bits are no numbers
@@ -168,7 +168,7 @@ class AliasedSource:
     def spoil(self) -> None:
         self.complete = False
 
-    def mismatches(self) -> tuple[int, list[str]]:
+    def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
         """None: these are the trainer's tensors."""
         return len({id(t) for t in self.tensors().values()}), []
 

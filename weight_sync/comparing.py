@@ -16,11 +16,13 @@ from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Held, Shards, by_group
 
 
-def compare(read: Callable[[], Held], mirror: Mirror, parts: Parts, gather_bytes: int) -> tuple[int, list[str]]:
+def compare(
+    read: Callable[[], Held], mirror: Mirror, parts: Parts, gather_bytes: int, alike: Sequence[str] = ()
+) -> tuple[int, list[str]]:
     """How many tensors were compared, and the names of those that are not the trainer's, as the mirror's dtypes have them.
 
     read: gives what this rank holds. parts: as all ranks know them, also where one cannot read its own; these tell each other
-    the checksums of theirs, so all of them call it together.
+    the checksums of theirs, so all of them call it together. alike: as of ``agree``.
     """
     passing, consumer, device, dtypes = mirror.passing, mirror.consumer, mirror.device, mirror.dtypes
     with ExitStack() as memory:
@@ -36,7 +38,7 @@ def compare(read: Callable[[], Held], mirror: Mirror, parts: Parts, gather_bytes
             comparisons = [Comparison(*of_group, device, dtypes) for of_group in kept.items()]
             in_order = [s for of_group in by_group(shards).values() for s in of_group]
             gathering = prepare(memory, mirror, in_order, gather_bytes, kept=False)
-        agree(parts_of(shards), device)
+        agree(parts_of(shards), device, alike=alike)
         for comparison in comparisons:
             comparison.exchange()
         with telling(parts, device):

@@ -176,11 +176,12 @@ class MirroredSource:
         held = self._read()
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
-    def pull(self) -> int:
+    def pull(self, alike: Sequence[str] = ()) -> int:
+        """alike: as of ``agree``."""
         follows = self.complete
         with self._telling():
             found = self._look(self._read(), self._expected)
-        written = self._take(found)
+        written = self._take(found, alike)
         self._expected = found.changed if follows else set()  # all that comes into an empty mirror says nothing
         return written
 
@@ -191,9 +192,9 @@ class MirroredSource:
     def _telling(self) -> AbstractContextManager[None]:
         return telling(self._parts, self.device)
 
-    def mismatches(self) -> tuple[int, list[str]]:
+    def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
         assert self.mirror is not None
-        return compare(self._read, self.mirror, self._parts, self._gather_bytes)
+        return compare(self._read, self.mirror, self._parts, self._gather_bytes, alike)
 
     @property
     def resident(self) -> bool:
@@ -238,11 +239,11 @@ class MirroredSource:
         assert self.mirror is not None
         return look(held, self.mirror, self._seen, expected, self._refusal(held, self.mirror))
 
-    def _take(self, found: Found) -> int:
+    def _take(self, found: Found, alike: Sequence[str] = ()) -> int:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
-        has_news = agree(parts, self.device, found.refusal, has_news=bool(changed))
+        has_news = agree(parts, self.device, found.refusal, has_news=bool(changed), alike=alike)
         self._packed, self._parts = held.states, parts
         written = 0
         if has_news:

@@ -93,7 +93,7 @@ class AdapterOfModel:
         """As ``mismatches`` of adapters, with copies of what is in parts. Of a sharded model on all ranks together."""
         checked, wrong = 0, list[str]()
         if self.copies is not None:
-            checked, wrong = self.copies.mismatches()
+            checked, wrong = self.copies.mismatches((self._name,))
         compared, different = mismatches(self._model, self.read(), used, self._copied(), device)
         return checked + compared, wrong + different
 
