@@ -135,7 +135,9 @@ def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
     ranks = ranks_of(model, None if config.device == "auto" else torch.device(config.device))
     with telling(*ranks):
         yield
-    agree(*ranks)
+    dtype = str(config.dtype).removeprefix("torch.")
+    sent = f"{dtype}, {config.quantization}, {config.gather_memory}"  # what a gather sends, and how much at a time
+    agree(*ranks, alike=(sent,))
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:

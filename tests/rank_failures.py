@@ -355,3 +355,15 @@ def other_adapters(rank: int) -> None:
             engine.unload_adapter("a")
         assert engine.update_weights() == 1 and engine.verify_weights().ok
         assert logprobs() == [before[0], before[2]]
+
+
+def other_settings(rank: int) -> None:
+    """Ranks whose engines would send other bytes, or as many at another time, build none."""
+    model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
+    differ = "or other settings"
+    for settings in ({"dtype": "bfloat16"}, {"gather_memory": "64KiB"}, {"quantization": "fp8"}):
+        with noted(str(settings)):
+            config = replace(CONFIG, **settings) if fails else CONFIG
+            told(rank, lambda config=config: RolloutEngine(model, config=config), differ, differ)  # type: ignore[misc]
+    with RolloutEngine(model, config=replace(CONFIG, dtype=torch.float32 if fails else "float32")) as engine:
+        assert_matches(engine, small())

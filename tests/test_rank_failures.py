@@ -60,3 +60,7 @@ def test_an_interrupt():
 
 def test_adapters_that_not_all_ranks_have():
     ranks.run(rank_failures.other_adapters, 2, timeout=20)
+
+
+def test_settings_that_not_all_ranks_have():
+    ranks.run(rank_failures.other_settings, 2, timeout=20)

@@ -89,7 +89,7 @@ def agree(
             WeightsMismatchError(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
                 "all of them, and build a new engine; or other adapters, as after one of them alone loaded or unloaded one: do "
-                "so on all of them, in one order"
+                "so on all of them, in one order; or other settings (dtype, quantization, gather_memory): give all the same"
             )
         )
     return has_news
