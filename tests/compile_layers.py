@@ -183,7 +183,7 @@ def launch_routed() -> None:
         (256, 7168, None, v3),
     ):
         correction = torch.zeros(experts) if choice is v3 else None
-        for tokens in (1, 64, 200) if choice in (qwen3, v3) else (16,):
+        for tokens in (1, 64, 200) if choice is qwen3 else (1, 64) if choice is v3 else (16,):
             routing.route(zeros(tokens, dim), zeros(experts, dim), bias, correction, None, choice)
     routing.route_invariant(zeros(4, dim), zeros(experts, dim), None, None, None, v3)
     routing.route(zeros(4, 2048).float(), zeros(128, 2048).float(), None, None, None, qwen3)
@@ -270,19 +270,19 @@ def launch_recurrent() -> None:
             decay, state = torch.zeros(64, heads), torch.zeros(2, heads, key_dim, dim)
             inputs = q, k, zeros(64, heads, dim), decay, zeros(64, heads)
             recurrent.gated_delta_rule(*inputs, state, rows, normalise=True)
-        for heads, groups, dim, size in ((128, 1, 64, 128), (32, 1, 64, 256), (24, 1, 128, 256), (96, 8, 80, 128)):
+        for heads, groups, dim, size in ((128, 1, 64, 128), (24, 1, 128, 256), (96, 8, 80, 128)):
             x, b, c = (zeros(64, n, size) for n, size in ((heads, dim), (groups, size), (groups, size)))
             of_heads, state = torch.zeros(heads), torch.zeros(2, heads, dim, size)
             options = {"dt_bias": zeros(heads), "dt_limit": (0.0, float("inf"))}
             recurrent.selective_scan(x, zeros(64, heads), of_heads, b, c, zeros(heads), state, rows, **options)
-            if dim * size == 64 * 256:  # they differ in what one number is read as
+            if size == 256:  # they differ in what one number is read as
                 a = zeros(heads)
                 recurrent.selective_scan(x, zeros(64, heads), a, b, c, zeros(heads), state, rows, a_log=True, **options)
         half = partial(torch.zeros, dtype=torch.float16)
         for key_heads, heads, dim in ((16, 32, 128), (30, 30, 96)):
             q, v, state = half(64, key_heads, dim), half(64, heads, 128), torch.zeros(2, heads, dim, 128)
             recurrent.gated_delta_rule(q, q, v, torch.zeros(64, heads), half(64, heads), state, rows, normalise=True)
-        for heads, dim, size in ((128, 64, 128), (32, 64, 256), (24, 128, 256)):
+        for heads, dim, size in ((128, 64, 128), (24, 128, 256)):
             x, b, dt, state = half(64, heads, dim), half(64, 1, size), half(64, heads), torch.zeros(2, heads, dim, size)
             a = torch.zeros(heads)
             recurrent.selective_scan(x, dt, a, b, b, half(heads), state, rows, dt_bias=half(heads), dt_limit=(0.0, 1.0))
