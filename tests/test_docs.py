@@ -219,8 +219,9 @@ def template(node: ast.expr) -> str:
 def sources() -> Iterator[tuple[str, ast.AST]]:
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
+            path = file.relative_to(ROOT)
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+                yield f"{path}:{getattr(node, 'lineno', 0)}", node
 
 
 def quoted_errors() -> list[str]:
