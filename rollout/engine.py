@@ -52,15 +52,16 @@ class RolloutEngine:
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
-        with in_step(model):
-            with setup.on_all_ranks(model, self.config):
-                self._binding = setup.bind(self.config, model)
-            try:
+        try:
+            with in_step(model):
+                with setup.on_all_ranks(model, self.config):
+                    self._binding = setup.bind(self.config, model)
                 with setup.on_all_ranks(model, self.config):
                     self._build()
-            except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
+        except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
+            if hasattr(self, "_binding"):
                 self._binding.release()
-                raise
+            raise
 
     def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)

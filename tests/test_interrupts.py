@@ -271,9 +271,9 @@ def test_an_interrupt_waits_for_the_end_of_an_update(dtype, monkeypatch):
         step(model)
         pull = type(engine._binding.source).pull
 
-        def interrupted(source):
+        def interrupted(*arguments):
             signal.raise_signal(signal.SIGINT)
-            return pull(source)
+            return pull(*arguments)
 
         monkeypatch.setattr(type(engine._binding.source), "pull", interrupted)
         with pytest.raises(KeyboardInterrupt):
