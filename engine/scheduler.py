@@ -45,7 +45,7 @@ class Scheduler:
     states: StateCache = field(init=False)
     prefixes: Prefixes = field(init=False)
     _free_slots: list[int] = field(init=False)
-    _filled: int = 0  # requests that ran after the last plan, where it admitted until no slot was free
+    _filled: int = field(init=False)  # that ran after the last plan, where it admitted and left no slot free
 
     def __post_init__(self) -> None:
         self._reset_blocks(0)
@@ -55,6 +55,7 @@ class Scheduler:
         self.states = StateCache(self.state_layout, self.block_size)
         self.prefixes = Prefixes(self.tables, self.states, self.enable_prefix_caching, weight_version)
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
+        self._filled = 0
 
     @property
     def weight_version(self) -> int:
