@@ -157,11 +157,12 @@ class SamplingParams:
 
         ``do_sample`` unset or False becomes ``temperature=0``, ``max_new_tokens`` ``max_tokens``, ``min_new_tokens``
         ``min_tokens``, ``stop_strings`` ``stop``, ``suppress_tokens`` ``suppress_token_ids``, ``num_return_sequences``
-        ``n``, ``sequence_bias`` of single tokens ``logit_bias``. ``eos_token_id`` ends completions as it does under ``generate`` (as ``stop_token_ids``), and ``top_k`` unset
-        is 50 as it is there. Keyword arguments win over the translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine
-        does not do (beam search, constraints, ...), for a name that is a field of this class and none of
-        transformers' (``max_tokens``, ...), and for a name in a mapping that is nearly a field (``temprature``), instead of
-        dropping it silently.
+        ``n``, ``sequence_bias`` of single tokens ``logit_bias``. ``eos_token_id`` ends completions as it does under
+        ``generate`` (as ``stop_token_ids``), and ``top_k`` unset is 50 as it is there. Keyword arguments win over the
+        translated fields. Raises ``InvalidRequestError`` for a field that asks for something this engine does not do
+        (beam search, constraints, ...), for a name that is a field of this class and none of transformers'
+        (``max_tokens``, ...), and for a name in a mapping that is nearly a field (``temprature``), instead of dropping
+        it silently.
         """
         from transformers import GenerationConfig
 
@@ -211,11 +212,16 @@ def _is_whole(value: Any) -> bool:
 
 
 def _bias_of_tokens(sequences: Any) -> dict[Any, Any] | None:
-    """``sequence_bias``, in either of transformers' forms, as a bias of tokens; None where it is none, or of several in a row."""
-    pairs = list(sequences.items() if isinstance(sequences, Mapping) else sequences or ())
-    if not all(isinstance(pair, Sequence) and len(pair) == 2 and isinstance(pair[0], Sequence) for pair in pairs):
-        return None
-    return {ids[0]: bias for ids, bias in pairs} if all(len(ids) == 1 for ids, _ in pairs) else None
+    """``sequence_bias``, in either of transformers' forms, as a bias of tokens; None where it is anything else."""
+    pairs = list(sequences.items()) if isinstance(sequences, Mapping) else [] if sequences is None else sequences
+    found: dict[Any, Any] = {}
+    for pair in pairs if isinstance(pairs, Sequence) else [None]:
+        match pair:
+            case [[token], bias] if _is_whole(as_int(token)):
+                found[token] = bias
+            case _:
+                return None
+    return found
 
 
 def _check_spelling(config: Mapping[str, Any]) -> None:

@@ -225,7 +225,10 @@ def test_other_names_in_a_mapping_are_those_of_files():
         ("no_repeat_ngram_size", 3),
         ("bad_words_ids", [[1]]),
         ("guidance_scale", 1.5),
-        ("sequence_bias", {(3, 4): 1.0}),
+        *(
+            ("sequence_bias", v)
+            for v in ({(3, 4): 1.0}, {(3,): 1.0, (4, 5): 1.0}, 5, [3], [[[[1]], 2.0]], {("3",): 1.0})
+        ),
         ("begin_suppress_tokens", [3]),
         ("forced_eos_token_id", 2),
         ("min_length", 7),

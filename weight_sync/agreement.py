@@ -136,9 +136,8 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
     """What to raise where a collective failed: what hung, with whom, and which of them it was, as far as can be known."""
     ranks = dist.get_process_group_ranks(group)
     others = [r for r in ranks if r != dist.get_rank()]
-    named = re.search(
-        r"([\d, ]+) failed to pass", str(error)
-    )  # by a barrier, before the others can know that it failed
+    # By a barrier, before the others can know that it failed.
+    named = re.search(r"([\d, ]+) failed to pass", str(error))
     silent = _silent(group, [] if named else others)
     missing = [ranks[int(place)] for place in named[1].split(",")] if named else []  # torch counts within the group
     broken = WeightTransferError(
