@@ -25,7 +25,7 @@ from stoker.benchmarks import ceilings, command, gate, overhead, report
 from stoker.benchmarks.peers import Generate, Peer, Stoker
 from stoker.benchmarks.rollout import timed
 from stoker.benchmarks.workloads import ModelSpec, Workload, dtype_of
-from stoker.engine import image_reader
+from stoker.engine.images import reader as image_reader
 from stoker.rollout import RolloutBatch
 
 Prompt = dict[str, torch.Tensor]  # what a processor returns for it

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from stoker.engine.image_reader import ImageReader
-from stoker.engine.images import ImageInputs
+from stoker.engine.images.inputs import ImageInputs
+from stoker.engine.images.reader import ImageReader
 from stoker.engine.plan import Plan
 from stoker.engine.request import Adapter, Request
 from stoker.engine.runner import Pending, Runner

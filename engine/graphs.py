@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.engine.batch import Batch
-from stoker.engine.kv_cache import KVCache
+from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.model import ModelShell
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import Sampler, SamplingRows

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.attention import PAGED, PROBED, attending_by, check_masks, route_text
-from stoker.engine.experts import EXPERTS
-from stoker.engine.kv_cache import LayerShape
-from stoker.engine.lora import LoraLayers
-from stoker.engine.quantised import is_packed, take_over_quantised
-from stoker.engine.recurrent import RecurrentLayers
+from stoker.engine.cache.kv_cache import LayerShape
+from stoker.engine.layers.experts import EXPERTS
+from stoker.engine.layers.quantised import is_packed, take_over_quantised
+from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.settings import Settings, is_setting
 from stoker.engine.step_context import PackedPositions, ShapeProbe
 from stoker.kernels.errors import UnsupportedModelError

@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import islice
 
 from stoker.engine.constraints import Constraint
-from stoker.engine.images import ImageInputs
+from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import RequestFailedError, StokerError
 
@@ -34,9 +34,8 @@ class SamplingSpec:
     max_tokens: int
     min_tokens: int = 0
     stop_ids: frozenset[int] = frozenset()
-    bias: tuple[
-        tuple[int, float], ...
-    ] = ()  # ids, in order, and what is added to their logits: of those never sampled -inf
+    # Ids, in order, and what is added to their logits: -inf to those of ids that are never sampled.
+    bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None  # what the completion follows; it says when stop ids may come
     seed: int = 0
     top_logprobs: int = 0

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stoker.engine.batch import Batch
+from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.device import HostCopy, Runtime
-from stoker.engine.kv_cache import KVCache
 from stoker.engine.model import ModelShell
 from stoker.engine.plan import Sampled
 from stoker.engine.sampler import Sampler, SamplerOutput

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from stoker.engine.adapter_slots import AdapterSlots
-from stoker.engine.block_layout import BlockLayout
-from stoker.engine.block_tables import BlockTables
+from stoker.engine.adapters.slots import AdapterSlots
+from stoker.engine.cache.block_layout import BlockLayout
+from stoker.engine.cache.block_tables import BlockTables
+from stoker.engine.cache.prefixes import Prefixes
+from stoker.engine.cache.state_cache import StateCache, StateLayout
 from stoker.engine.counters import Counters
 from stoker.engine.plan import Plan, Sampled
-from stoker.engine.prefixes import Prefixes
 from stoker.engine.request import Request, Status
-from stoker.engine.state_cache import StateCache, StateLayout
 from stoker.kernels.errors import StokerError
 
 _MOST_IDLE = 1 / 8  # of a window's rows, while requests wait: to admit one costs a step that is not captured

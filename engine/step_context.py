@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from stoker.engine.kv_cache import LayerShape, StateShape
+from stoker.engine.cache.kv_cache import LayerShape, StateShape
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.attention_plan import PLAIN, Visibility

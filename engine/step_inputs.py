@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ from torch import Tensor
 from stoker.engine.batch import Batch
 from stoker.engine.constraints import Constraints
 from stoker.engine.device import Runtime
-from stoker.engine.images import ImagePart, image_rows, spans_within
+from stoker.engine.images.inputs import ImagePart, image_rows, spans_within
 from stoker.engine.packed_inputs import PackedInputs, Spec
 from stoker.engine.plan import Plan
+from stoker.engine.plan_arrays import PlanArrays
 from stoker.engine.request import Request
 from stoker.engine.sampler import SamplingRows
 from stoker.engine.scorer import ScoreRows
@@ -25,15 +26,6 @@ from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.recurrent import StateRows
 
 _WIDE = 64  # ids of a list: to this many it costs nothing to send them for requests that have fewer
-
-
-def bucket(n: int, limit: int) -> int:
-    """The padded size for ``n``: 1, 2, 4, then steps of 8 to 64, of 16 to 256, of 32 beyond; never above ``limit``."""
-    for size in (1, 2, 4):
-        if n <= size:
-            return min(size, limit)
-    step = 8 if n <= 64 else 16 if n <= 256 else 32
-    return min(-(-n // step) * step, limit)
 
 
 class StepInputs:
@@ -139,108 +131,46 @@ class StepInputs:
             (r.slot, r.spec.constraint, r.output if r.spec.constraint else (), r.num_prompt + r.spec.min_tokens)
             for r in plan.admitted
         )
-        new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
-        if new_blocks.numel():
-            for table, blocks in zip(self._tables, new_blocks[2:], strict=True):
-                table.index_put_((new_blocks[0], new_blocks[1]), blocks)
-
-        count = len(requests)
-        rows = bucket(count, self.max_rows)
-        padding = rows - count
-        pad_slot = self.max_rows
-        slots = np.array([r.slot for r in requests] + [pad_slot] * padding)
-        computed = np.array(plan.starts)
-        new = np.array(num_new)
-        lengths = computed + new
-        last = lengths + np.maximum(plan.num_samples, 1) - 1
-        decode = bool(count == new.sum())
-        static = decode and self.ops.static_plans
-        columns = self._tables[0].shape[1] if static else int(-(-last.max() // self.block_size))
-
-        if decode:  # every row one token: rows and tokens are the same thing
-            tokens = rows
-            known = [r.tokens[c] if c < len(r.tokens) else -1 for r, c in zip(requests, plan.starts, strict=True)]
-            token_ids, positions, row_of = np.array(known), computed, np.arange(count)
-        else:
-            width = int(new.sum())
-            tokens = bucket(width, self.max_tokens)
-            spans = (_known(r, c, n) for r, c, n in zip(requests, plan.starts, num_new, strict=True))
-            token_ids = np.fromiter(chain.from_iterable(spans), dtype=np.int64, count=width)
-            row_of = np.repeat(np.arange(count), new)
-            positions = np.arange(width) - np.repeat(new.cumsum() - new, new) + np.repeat(computed, new)
-
-        widths = self._widths
-        if max(widths) > _WIDE:  # of one request, of which others may know nothing
-            longest = [max(counts) for counts in zip(*map(_counts_of, requests), strict=True)]
-            widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
-        arrays, send = self._packed.open(rows, tokens, *widths)
-
-        def put(name: str, values: NDArray[Any], padding: int = 0) -> None:
-            arrays[name][: len(values)] = values
-            arrays[name][len(values) :] = padding
-
-        for name, column in self._host.items():
-            np.take(column, slots, out=arrays[name], mode="clip")  # no slot is out of bounds, and "raise" would buffer
-        for (name, values), width in zip(self._lists.items(), widths, strict=True):
-            np.take(values[:, :width], slots, axis=0, out=arrays[name], mode="clip")
-        put("slot_index", slots)
-        put("kept_slots", np.where(plan.num_samples, slots[:count], pad_slot), pad_slot)
-        put("last_token", np.arange(rows) if decode else new.cumsum() - 1)
-        put("row_starts", np.arange(rows + 1) if decode else np.concatenate(([0], new.cumsum())), int(new.sum()))
-        # A row's seq_len counts the keys of its last token; padded rows see the one key they write to the null block.
-        put("seq_lens", lengths, 1)
-        put("last_lens", last, 1)
-        put("token_ids", token_ids)
-        put("positions", positions)
-        put("token_rows", row_of)
-        has_adapters = any(r.adapter for r in requests)
-        if has_adapters:
-            adapter_of = np.array([r.adapter.slot if r.adapter else 0 for r in requests])[row_of]
-            # Padding is like the last token, so that it does not part a batch that has one adapter.
-            put("adapter_slots", adapter_of, adapter_of[-1])
-        sent = send()
+        scored = self._upload(plan)
+        step = PlanArrays.of(plan, self.max_rows, self.max_tokens)
+        sent = self._send(plan, step)
+        static = step.decode and self.ops.static_plans
+        columns = self._tables[0].shape[1] if static else int(-(-step.last.max() // self.block_size))
+        block_tables = self._take_tables(sent["slot_index"], step.rows, columns)
+        window_tables = block_tables[1] if len(block_tables) == 2 else None
+        if step.token_ids.min() < 0:  # sampled by a plan that was not read yet
+            newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
+            torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
+        slots = self._place(sent, block_tables, len(step.positions), step.tokens)
         of_images = [
-            (int(new[:row].sum()), plan.starts[row], num_new[row], request.images.features)
+            (int(step.new[:row].sum()), plan.starts[row], num_new[row], request.images.features)
             for row, request in enumerate(requests)
             if request.images is not None and request.images.features is not None
         ]
-
-        block_tables = [table[:rows, :columns] for table in self._block_tables]
-        window_tables = block_tables[1] if len(block_tables) == 2 else None
-        for own, by_slot in zip(block_tables, self._tables, strict=True):
-            own.copy_(by_slot[:, :columns].index_select(0, sent["slot_index"]))
-        if token_ids.min() < 0:  # sampled by a plan that was not read yet
-            newest = self._sampled.index_select(0, sent["slot_index"]).index_select(0, sent["token_rows"])
-            torch.where(sent["token_ids"] < 0, newest, sent["token_ids"], out=sent["token_ids"])
-        where = self._slots[:, :tokens]
-        for slots, table in zip(where, block_tables, strict=True):
-            blocks = table[sent["token_rows"], sent["positions"] // self.block_size]
-            torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=slots)
-        where[:, len(positions) :] = 0
         if static and not self._shared:
             self._shared = self._begin_alike(requests)
         attention = self.ops.plan_attention(
             num_new,
-            lengths.tolist(),
+            step.lengths.tolist(),
             block_tables[0],
             sent["seq_lens"],
             block_size=self.block_size,
             token_bytes=self.token_bytes,
             num_steps=plan.num_steps,
             shared=self._shared,
-            spans=() if decode else spans_within(of_images),
+            spans=() if step.decode else spans_within(of_images),
             local_spans=any(features.local_spans for _, _, _, features in of_images),
             workspace=self._workspace,
             window_tables=window_tables,
         )
         return Batch(
-            num_rows=count,
+            num_rows=len(requests),
             num_steps=plan.num_steps,
-            decode=decode,
+            decode=step.decode,
             token_ids=sent["token_ids"],
             positions=sent["positions"],
-            slots=where[0],
-            window_slots=where[-1],
+            slots=slots[0],
+            window_slots=slots[-1],
             last_token=sent["last_token"],
             seq_lens=sent["seq_lens"],
             last_lens=sent["last_lens"],
@@ -252,12 +182,69 @@ class StepInputs:
             sampling=self._sampling(plan, sent),
             scoring=ScoreRows.of(plan, scored),
             any_sampled=any(plan.num_samples),
-            adapters=AdapterRows(sent["adapter_slots"]) if has_adapters else None,
+            adapters=AdapterRows(sent["adapter_slots"]) if step.adapters is not None else None,
             sampled=self._sampled,
-            state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(new.max())),
+            state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(step.new.max())),
             images=image_rows(of_images, self.runtime.upload) if of_images else None,
-            turns=self._put_turns(of_images, tokens),
+            turns=self._put_turns(of_images, step.tokens),
         )
+
+    def _upload(self, plan: Plan) -> list[Tensor]:
+        """What is not static: blocks that are new, which go into the tables by slot, and what is scored, which is returned."""
+        new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
+        if new_blocks.numel():
+            for table, blocks in zip(self._tables, new_blocks[2:], strict=True):
+                table.index_put_((new_blocks[0], new_blocks[1]), blocks)
+        return scored
+
+    def _send(self, plan: Plan, step: PlanArrays) -> dict[str, Tensor]:
+        """Write all arrays of the layout, padded, and have them on the device."""
+        widths = self._widths
+        if max(widths) > _WIDE:  # of one request, of which others may know nothing
+            longest = [max(counts) for counts in zip(*map(_counts_of, plan.requests), strict=True)]
+            widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
+        arrays, send = self._packed.open(step.rows, step.tokens, *widths)
+
+        def put(name: str, values: NDArray[Any], padding: int = 0) -> None:
+            arrays[name][: len(values)] = values
+            arrays[name][len(values) :] = padding
+
+        for name, column in self._host.items():
+            # No slot is out of bounds, and "raise" would buffer.
+            np.take(column, step.slots, out=arrays[name], mode="clip")
+        for (name, values), width in zip(self._lists.items(), widths, strict=True):
+            np.take(values[:, :width], step.slots, axis=0, out=arrays[name], mode="clip")
+        new, rows = step.new, step.rows
+        put("slot_index", step.slots)
+        put("kept_slots", np.where(plan.num_samples, step.slots[: len(new)], self.max_rows), self.max_rows)
+        put("last_token", np.arange(rows) if step.decode else new.cumsum() - 1)
+        put("row_starts", np.arange(rows + 1) if step.decode else np.concatenate(([0], new.cumsum())), int(new.sum()))
+        # A row's seq_len counts the keys of its last token; padded rows see the one key they write to the null block.
+        put("seq_lens", step.lengths, 1)
+        put("last_lens", step.last, 1)
+        put("token_ids", step.token_ids)
+        put("positions", step.positions)
+        put("token_rows", step.row_of)
+        if step.adapters is not None:
+            # Padding is like the last token, so that it does not part a batch that has one adapter.
+            put("adapter_slots", step.adapters, step.adapters[-1])
+        return send()
+
+    def _take_tables(self, slots: Tensor, rows: int, columns: int) -> list[Tensor]:
+        """The block tables of a plan's rows, int64 [rows, columns] each."""
+        taken = [table[:rows, :columns] for table in self._block_tables]
+        for own, by_slot in zip(taken, self._tables, strict=True):
+            own.copy_(by_slot[:, :columns].index_select(0, slots))
+        return taken
+
+    def _place(self, sent: dict[str, Tensor], block_tables: Sequence[Tensor], count: int, tokens: int) -> Tensor:
+        """Where each token's key and value go, int64 [kinds of blocks, tokens]; the null block's for those beyond ``count``."""
+        where = self._slots[:, :tokens]
+        for slots, table in zip(where, block_tables, strict=True):
+            blocks = table[sent["token_rows"], sent["positions"] // self.block_size]
+            torch.add(blocks * self.block_size, sent["positions"] % self.block_size, out=slots)
+        where[:, count:] = 0
+        return where
 
     def _put_turns(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
         """Rotary positions minus places of a step's tokens, None where all are 0. A row for all three where they agree."""
@@ -371,9 +358,3 @@ def _counts_of(request: Request) -> tuple[int, ...]:
 
 def _power_of_two(count: int) -> int:
     return int(2 ** (count - 1).bit_length())
-
-
-def _known(request: Request, start: int, count: int) -> list[int]:
-    """Tokens of a request from ``start``, -1 for one that is still being sampled."""
-    tokens = request.tokens[start : start + count]
-    return tokens if len(tokens) == count else [*tokens, -1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.adapter_slab import Packed, lies_on, pack
+from stoker.engine.adapters.slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError

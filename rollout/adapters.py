@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from stoker.engine.adapter_slab import Slab, lies_on, pack
-from stoker.engine.adapter_slots import AdapterSlots
+from stoker.engine.adapters.slab import Slab, lies_on, pack
+from stoker.engine.adapters.slots import AdapterSlots
 from stoker.engine.device import runtime_for
-from stoker.engine.image_adapters import ImageAdapter, image_adapter
+from stoker.engine.images.adapters import ImageAdapter, image_adapter
 from stoker.engine.request import Adapter, Request, Status
 from stoker.kernels.errors import (
     EngineStateError,

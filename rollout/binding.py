@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stoker.engine.fp8_weights import Fp8Weights
-from stoker.engine.kv_cache import LayerShape
+from stoker.engine.cache.kv_cache import LayerShape
+from stoker.engine.layers.fp8_weights import Fp8Weights
 from stoker.engine.model import ModelShell, check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (

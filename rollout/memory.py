@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.core import EngineCore
-from stoker.engine.kv_cache import KVCache
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding

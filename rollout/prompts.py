@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stoker.engine.images import ImageInputs, is_by_token
+from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
 

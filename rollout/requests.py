@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stoker.engine.constraints import Constraint
-from stoker.engine.images import ImageInputs
+from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec
 from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant

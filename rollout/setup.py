@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from stoker.engine.cache.kv_cache import KVCache, block_layout
+from stoker.engine.cache.state_cache import StateLayout
 from stoker.engine.core import EngineCore
 from stoker.engine.device import Runtime
 from stoker.engine.graphs import GraphStep
-from stoker.engine.image_reader import ImageReader
-from stoker.engine.kv_cache import KVCache, block_layout
+from stoker.engine.images.reader import ImageReader
+from stoker.engine.layers.quantised import finds_outliers
 from stoker.engine.model import decoder_of
-from stoker.engine.quantised import finds_outliers
 from stoker.engine.runner import EagerStep, Runner
 from stoker.engine.sampler import Sampler
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.scorer import Scorer
-from stoker.engine.state_cache import StateLayout
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 from stoker.kernels.reference.fp8 import FP8

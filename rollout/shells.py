@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.device import runtime_for
-from stoker.engine.experts import take_over_experts
-from stoker.engine.fp8_weights import Fp8Weights
-from stoker.engine.fused_layers import fuse_layers, fusion_groups, layer_weights
-from stoker.engine.lora import LoraLayers
+from stoker.engine.layers.experts import take_over_experts
+from stoker.engine.layers.fp8_weights import Fp8Weights
+from stoker.engine.layers.fused_layers import fuse_layers, fusion_groups, layer_weights
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops

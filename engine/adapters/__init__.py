@@ -1,0 +1,1 @@
+"""LoRA adapters in a shell: over which modules, in which slots, and from which memory."""

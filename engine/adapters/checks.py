@@ -1,0 +1,137 @@
+"""Whether an adapter fits the modules of a shell, and what kinds of modules adapters may be over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from stoker.engine.layers.experts import as_run, bias_tables, expert_tables
+from stoker.engine.layers.quantised import QuantisedLinear
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+
+
+def is_linear(module: Any) -> bool:
+    return type(module) in (nn.Linear, QuantisedLinear, Conv1D)
+
+
+def is_router(module: Any) -> bool:
+    """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
+    weight = getattr(module, "weight", None)
+    other = is_linear(module) or isinstance(module, nn.Linear | nn.Embedding)
+    return not other and isinstance(weight, Tensor) and weight.dim() == 2
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of what has A and B."""
+    if isinstance(module, nn.Linear | QuantisedLinear):
+        return module.out_features, module.in_features
+    rows, columns = module.weight.shape
+    return (columns, rows) if isinstance(module, nn.Embedding | Conv1D) else (rows, columns)
+
+
+def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
+    """Modules that run with a state of the adapter's: those saved whole, and those with a bias that are no linears."""
+    states = {path: dict(state) for path, state in link.saved.items()}
+    for path, bias in link.biases.items():
+        if not is_linear(modules.get(path)):
+            states.setdefault(path, {}).setdefault("bias", bias)
+    return states
+
+
+def check_fits(
+    name: str, link: AdapterWeights, modules: Mapping[str, Any], fused: Set[str], dtype: torch.dtype
+) -> None:
+    """Raise ``UnsupportedModelError`` naming what of an adapter does not fit.
+
+    modules: the model's, by path; fused: paths of those that are not called any more; dtype: of all adapters.
+    """
+    for path, weights in link.linears.items():
+        module = _module(name, path, modules)
+        if not is_linear(module) and not isinstance(module, nn.Embedding) and not is_router(module):
+            raise UnsupportedModelError(
+                f"adapter {name!r} targets {path}, a {type(module).__name__}: only plain linear layers, "
+                "embeddings, experts and routers that are no linear layer take adapters, leave it out of target_modules, or merge the adapter"
+            )
+        wanted = shape_of(module)
+        _check_matrices(name, path, weights, wanted, dtype)
+        for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
+            if path in tensors and tensors[path].numel() != wanted[0]:
+                raise UnsupportedModelError(
+                    f"adapter {name!r} has {tensors[path].numel()} {what} for {path}'s {wanted[0]} rows"
+                )
+    for key, weights in link.experts.items():
+        path, _, leaf = key.rpartition(".")
+        module = _module(name, path, modules)
+        shapes: dict[str, tuple[int, ...]] = {**expert_tables(module), **bias_tables(module)}
+        if leaf not in shapes:
+            raise UnsupportedModelError(
+                f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
+                "of target_parameters"
+            )
+        _check_matrices(name, key, as_run(module, weights), shapes[leaf], dtype)
+    _check_states(name, link, modules, fused)
+
+
+def _module(name: str, path: str, modules: Mapping[str, Any]) -> Any:
+    if path not in modules:
+        raise UnsupportedModelError(
+            f"adapter {name!r} targets {path}, which the model does not have: it is for another base"
+        )
+    return modules[path]
+
+
+def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
+    """wanted: shape of the weight, with the number of experts before it where there are any."""
+    if not weights.a.dtype == weights.b.dtype == dtype:
+        raise UnsupportedModelError(
+            f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
+            f"are in {dtype}: cast it to that"
+        )
+    *experts, rows, columns = wanted
+    if weights.a.shape != (*experts, weights.rank, columns) or weights.b.shape != (*experts, rows, weights.rank):
+        raise UnsupportedModelError(
+            f"adapter {name!r} has A {tuple(weights.a.shape)} and B {tuple(weights.b.shape)} for {path}, whose "
+            f"weight is {wanted}: it is for another base, or its file is damaged"
+        )
+
+
+def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], fused: Set[str]) -> None:
+    for path, bias in link.biases.items():
+        own_bias = getattr(_module(name, path, modules), "bias", None)
+        if own_bias is None or own_bias.shape != bias.shape:
+            raise UnsupportedModelError(
+                f"adapter {name!r} has a bias of {path}, whose own has another shape: it is for another base"
+            )
+    for path, state in states_of(link, modules).items():
+        module = modules.get(path)
+        # What attends would write the adapter's keys over the base's.
+        if module is None or path in fused or any(hasattr(m, "is_causal") for m in module.modules()):
+            raise UnsupportedModelError(
+                f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
+                "may name embeddings, norms before attention, MLP and head, and the head"
+            )
+        own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        wrong = sorted(n for n in state if n not in own or own[n].shape != state[n].shape)
+        if wrong:
+            raise UnsupportedModelError(
+                f"adapter {name!r} saves {path} with {wrong[:3]} of another shape than the base"
+            )
+    for path, weight in link.bases.items():
+        own_weight = _module(name, path, modules).weight
+        if own_weight.shape != weight.shape or not torch.equal(weight.to(own_weight), own_weight):
+            raise UnsupportedModelError(
+                f"adapter {name!r} comes with other weights of {path} than the base has: save it with "
+                "save_embedding_layers=False, or name the module in modules_to_save"
+            )
+    for path, (ids, rows) in link.tokens.items():
+        weight = _module(name, path, modules).weight
+        if rows.shape[1] != weight.shape[1] or max(ids, default=0) >= weight.shape[0]:
+            raise UnsupportedModelError(
+                f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
+                "another base"
+            )

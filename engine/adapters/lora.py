@@ -1,0 +1,298 @@
+"""Adapters in a shell: which of its modules have them, and what each slot does to them.
+
+Fused layers ask for the tables of each of their groups; any other module that an adapter changes gets a forward hook, and
+experts ask when they run. All read ``rows``, which the runner sets for every step; without it nothing but that test is
+added to a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from stoker.engine.adapters.checks import check_fits, is_linear, is_router, shape_of
+from stoker.engine.adapters.replacements import Replacements
+from stoker.engine.layers.experts import adapt_experts, expert_tables, projection_of, with_biases
+from stoker.engine.layers.quantised import QuantisedLinear
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock
+from stoker.kernels.reference.lora_stacks import Stacks
+from stoker.kernels.reference.moe import ExpertAdapters
+from stoker.kernels.reference.norm_rotary import Activation
+
+_NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
+
+
+class Adapted:
+    """Linears that run together, or one other module, and the tables of their adapters.
+
+    There is one table, and one more for every adapter that a slot has on top of another.
+    """
+
+    def __init__(
+        self, layers: LoraLayers, widths: Sequence[int], biases: Sequence[Tensor | None], experts: int = 1
+    ) -> None:
+        self.layers = layers
+        self._empty = partial(LoraTable, widths, biases, layers.num_slots, layers.device, experts, layers.stacks)
+        self.tables: list[LoraTable] = []
+        self._active: list[LoraTable] = []  # those that change anything
+        self.reach(1)
+
+    @property
+    def rows(self) -> AdapterRows | None:
+        """Of the step that runs, where it has adapters and they change any of these modules."""
+        return self.layers.rows if self._active else None
+
+    def reach(self, length: int) -> None:
+        """Have tables for so many adapters on top of each other."""
+        while len(self.tables) < length:
+            self.tables.append(self._empty())
+            self.layers.without_block.append(self.tables[-1])
+
+    def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
+        """What a slot does to one of the linears, in that order, which the tables have to reach."""
+        for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
+            table.put(index, slot, weights)
+        self._active = [table for table in self.tables if not table.empty]
+
+    def apply(self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
+        """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""
+        for table in self._active[:-1]:
+            self.layers.ops.lora(x, out, table, rows)
+        return self.layers.ops.lora(x, out, self._active[-1], rows, gated)
+
+
+class LoraLayers:
+    """The adapters of one shell, by slot from 1 on."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ops: Ops,
+        num_slots: int,
+        max_rank: int,
+        device: torch.device,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """module: the shell's, before any of its layers is replaced. beside: what no token goes through, by path."""
+        self.ops = ops
+        self.max_rank = max_rank
+        self.num_slots = num_slots
+        self.device = device
+        self.stacks = Stacks()
+        self._rows: AdapterRows | None = None
+        self._hooked = False
+        self.rounded: Callable[[str], Tensor | None] = lambda name: None  # a weight as it is multiplied by in its place
+        self.layout = 0  # a captured step holds as long as this stays
+        self.only_add = False  # adapters to an output, whatever stands there; as far as is known
+        self.without_block: list[LoraTable] = []  # tables that are new
+        self._blocks: list[PointerBlock] = []
+        self._modules: dict[str, Any] = dict(module.named_modules())
+        self._beside = beside
+        self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
+        self._fused: set[str] = set()
+        self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
+        self._replacements = Replacements(self._modules, device)
+        self._last: object = None
+
+    @property
+    def has_hooks(self) -> bool:
+        """On modules, of which some may be called with chosen rows."""
+        return self._hooked or self._replacements.has_hooks
+
+    @property
+    def rows(self) -> AdapterRows | None:
+        """Of the step that runs; None where no token has an adapter."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: AdapterRows | None) -> None:
+        if rows is not None:
+            rows.of_step.clear()
+        self._rows = self._replacements.rows = rows
+
+    def group(self, paths: Sequence[str]) -> Adapted:
+        """Linears that would be run together."""
+        linears = [self._modules[path] for path in paths]
+        return Adapted(self, [shape_of(m)[0] for m in linears], [m.bias for m in linears])
+
+    def replaced(self, path: str, groups: Mapping[tuple[str, ...], Adapted], kept: Sequence[str] = ()) -> None:
+        """The modules at and below ``path`` are not called any more; those of ``groups`` are run by these.
+
+        kept: those of them that are called as before, with all below them.
+        """
+        below = {name for name in self._modules if _at_or_below(name, path)}
+        self._fused |= {name for name in below if not any(_at_or_below(name, other) for other in kept)}
+        for paths, group in groups.items():
+            self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
+
+    def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
+        """What of them tokens go through: an adapter of a multimodal model may be over its vision tower, too."""
+
+        for link in adapter.links:
+            yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
+
+    def _is_beside(self, path: str) -> bool:
+        return any(_at_or_below(path, other) for other in self._beside)
+
+    def beside(self, adapter: AdapterWeights) -> list[AdapterWeights]:
+        """What of them, in order, images go through and no text."""
+        links = [link.where(self._is_beside) for link in adapter.links] if self._beside else []
+        return [link for link in links if any(True for _ in replace(link, then=None).tensors())]
+
+    def know(self, adapters: Iterable[AdapterWeights]) -> None:
+        """Tell which adapters may come into slots.
+
+        Where all of them only add, as all but DoRA do, a step rounds otherwise: no matter for those that happen to be in slots.
+        """
+        before = self.only_add
+        self.only_add = not any(link.magnitudes for adapter in adapters for link in self._links(adapter))
+        self.layout += before != self.only_add
+
+    def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
+        """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
+        if adapter.max_rank > self.max_rank:
+            raise UnsupportedModelError(
+                f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
+            )
+        for link in self._links(adapter):
+            check_fits(name, link, self._modules, self._fused, dtype)
+
+    def derives(self, adapter: AdapterWeights) -> bool:
+        """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""
+        return any(
+            link.magnitudes
+            or link.offsets
+            or link.biases
+            or any(path in link.linears for path in self._router_paths)
+            or any(key != projection_of(key) for key in link.experts)
+            for link in self._links(adapter)
+        )
+
+    def outside(self, adapter: AdapterWeights) -> list[str]:
+        """What an adapter changes outside of the layers that were replaced, by hooks on the model's own modules."""
+        parts = (
+            p
+            for link in self._links(adapter)
+            for p in (link.linears, link.biases, link.experts, link.tokens, link.saved)
+        )
+        return [path for part in parts for path in part if path not in self._fused]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put(self, slot: int, adapter: AdapterWeights | None) -> None:
+        """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
+        links = [] if adapter is None else list(self._links(adapter))
+        chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
+        for link in links:
+            for path in dict.fromkeys((*link.linears, *link.biases)):
+                if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
+                    chains.setdefault(path, []).append(self.complete(path, link))
+            for key in dict.fromkeys(map(projection_of, link.experts)):
+                experts = self._modules[key.rpartition(".")[0]]
+                chains.setdefault(key, []).append(with_biases(experts, key, link.experts))
+        for path, chain in chains.items():
+            if path not in self._adapted:
+                self._adapt(path)
+            self._adapted[path][0].reach(len(chain))
+        if self.without_block:
+            self._blocks.append(PointerBlock(self.without_block))
+            self.without_block = []
+        for path, chain in chains.items():
+            group, index = self._adapted[path]
+            group.put(index, slot, chain)
+        for block in self._blocks:
+            block.upload()
+        self._replacements.put(slot, links)
+        before, self._last = self._last, self._captured()
+        self.layout += before != self._last
+
+    def _captured(self) -> object:
+        """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
+        groups = {id(group): group for group, _ in self._adapted.values()}
+        tables = [[(t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in g.tables] for g in groups.values()]
+        return tables, self._replacements.places
+
+    def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
+        """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
+
+        That holds until a weight changes.
+        """
+        module = self._modules[path]
+        if (weights := link.linears.get(path)) is None:  # of a linear with a bias alone
+            rows, columns = shape_of(module)
+            empty = partial(torch.empty, device=self.device)
+            weights = LoraWeights(empty(0, columns), empty(rows, 0), 1.0)
+        gain, shift = None, None
+        offset, bias = link.offsets.get(path), link.biases.get(path)
+        if path in link.magnitudes:
+            gain = link.magnitudes[path].float().flatten() / _norms(module, weights, self.rounded(f"{path}.weight"))
+        if offset is not None:
+            shift = weights.scale * offset.float()
+        if bias is not None:
+            shift = bias.float() - module.bias.float() + (0 if shift is None else shift)
+        scale = weights.scale
+        if (factor := getattr(module, "embed_scale", None)) is not None:
+            scale *= float(factor)
+        return weights._replace(scale=scale, gain=gain, shift=shift)
+
+    def _adapt(self, path: str) -> None:
+        """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""
+        module = self._modules.get(path)
+        if module is None:
+            path = path.rpartition(".")[0]
+            module = self._modules[path]
+            groups = {
+                name: Adapted(self, [width], [None], experts)
+                for name, (experts, width, _) in expert_tables(module).items()
+            }
+            self._adapted |= {f"{path}.{name}": (group, 0) for name, group in groups.items()}
+            adapt_experts(module, partial(self._expert_adapters, *groups.values()))
+            return
+        if isinstance(module, nn.Embedding):
+            group = Adapted(self, [module.embedding_dim], [None])
+            hook = self._after_embedding
+        else:
+            group, hook = self.group([path]), self._after_linear
+        self._adapted[path] = group, 0
+        self._hooked = True
+        module.register_forward_hook(partial(hook, group))
+
+    def _expert_adapters(self, first: Adapted, down: Adapted) -> ExpertAdapters | None:
+        rows = first.rows or down.rows
+        return None if rows is None else ExpertAdapters(first.tables, down.tables, rows.slots)
+
+    def _after_linear(self, group: Adapted, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if (rows := group.rows) is not None:
+            group.apply(args[0].flatten(0, -2), out.view(-1, out.shape[-1]), rows)
+        return out
+
+    def _after_embedding(self, group: Adapted, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if (rows := group.rows) is not None:
+            for table in group.tables:
+                self.ops.lora_embedding(args[0].flatten(), out.view(-1, out.shape[-1]), table, rows)
+        return out
+
+
+def _norms(module: Any, weights: LoraWeights, rounded: Tensor | None) -> Tensor:
+    """Of the adapted rows of a weight, fp32 [N]. rounded: what is multiplied by in its place."""
+    if isinstance(module, QuantisedLinear):
+        return module.adapted_norms(weights.scale, weights.b, weights.a)
+    base = module.weight if rounded is None else rounded
+    if rounded is None and isinstance(module, nn.Embedding | Conv1D):  # which hold it column by column
+        base = base.T
+    squares = torch.zeros(base.shape[0], device=base.device, dtype=torch.float32)
+    for columns, a in zip(*(torch.split(t, _NORM_COLUMNS, dim=1) for t in (base, weights.a)), strict=True):
+        squares += (columns.float() + weights.scale * (weights.b.float() @ a.float())).square().sum(1)
+    return squares.sqrt()
+
+
+def _at_or_below(name: str, path: str) -> bool:
+    return name == path or name.startswith(f"{path}.")

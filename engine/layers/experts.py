@@ -1,0 +1,244 @@
+"""Experts of a mixture-of-experts layer on the engine's own operation, through transformers' ``ExpertsInterface``.
+
+A module is taken over only where the activation between its projections is one the operation knows, which is tried out
+on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
+
+Experts that know no such interface, as Llama 4's, run each over every token, of which the router has made zeros of most. They
+are on the operation where the whole block is (``routing``), and run as they are elsewhere until an adapter is over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from stoker.engine.layers.probe import has_tensors
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.moe import ExpertAdapters, Gate
+from stoker.kernels.reference.norm_rotary import ACTIVATIONS
+
+EXPERTS = "stoker_experts"
+_DEFAULT = "grouped_mm"
+_STATE = "stoker_experts"  # of a module that was taken over
+_GATES = tuple(Gate(act=act) for act in ACTIVATIONS)
+_BIAS = "_bias"  # what transformers calls biases of a projection, after its name
+
+
+@dataclass(slots=True)
+class _State:
+    ops: Ops
+    gate: Gate
+    dense: bool = False  # every expert runs over every token, weighed
+    adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
+    # Weights and scales of the two projections, where these are not the module's own.
+    in_fp8: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+
+def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Called by transformers. hidden_states: [T, D]; top_k_index, top_k_weights: [T, K]; returns [T, D]."""
+    if not is_taken_over(module):
+        return ALL_EXPERTS_FUNCTIONS[_DEFAULT](module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+    return run_experts(module, hidden_states, top_k_index, top_k_weights)
+
+
+def is_taken_over(module: Any) -> bool:
+    """Whether experts may run on the engine's operation."""
+    return hasattr(module, _STATE)
+
+
+@contextmanager
+def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
+    """Within, the experts among modules that were taken over run on other operations."""
+    states: list[_State] = [getattr(module, _STATE) for module in modules if is_taken_over(module)]
+    before = [state.ops for state in states]
+    for state in states:
+        state.ops = ops
+    try:
+        yield
+    finally:
+        for state, own in zip(states, before, strict=True):
+            state.ops = own
+
+
+def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
+    """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
+    state: _State = getattr(module, _STATE)
+    if state.in_fp8 is None:
+        gate_up, down = _matrices(module).values()
+    else:
+        (gate_up, down), options["scales"] = zip(*state.in_fp8, strict=True)
+    biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
+    options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
+    return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
+
+
+def _matrices(module: Any) -> dict[str, Tensor]:
+    """The two projections of experts that were taken over, by name: [E, N, D], of any strides."""
+    weights = {name: getattr(module, name) for name in _projections(module)}
+    return {name: weight.transpose(1, 2) for name, weight in weights.items()} if _is_transposed(module) else weights
+
+
+def matrices(module: nn.Module) -> dict[str, Tensor]:
+    """Those that only ``run_experts`` reads; none of any other module."""
+    return _matrices(module) if hasattr(module, _STATE) and not _is_dense(module) else {}
+
+
+def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
+    """Names of what ``matrices`` may be once experts are taken over. It holds on the meta device too."""
+    return _projections(module) if are_experts(module) and hasattr(type(module), "_apply_gate") else ()
+
+
+def multiply_in_fp8(module: Any, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
+    """Let experts run on weights in fp8, [E, N, D], with their scales, [E, N], in place of their ``matrices``."""
+    getattr(module, _STATE).in_fp8 = gate_up, down
+
+
+def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
+    """As the module's own forward, with adapters. hidden_states: [E * T, D], all tokens for each expert; returns the same."""
+    state: _State = getattr(module, _STATE)
+    adapters, experts = state.adapters(), module.num_experts
+    x = hidden_states.view(experts, -1, hidden_states.shape[-1])
+
+    def project(x: Tensor, weight: Tensor, tables: Sequence[LoraTable]) -> Tensor:
+        out = torch.bmm(x, weight)
+        for table in tables:
+            state.ops.lora(x.flatten(0, 1), out.flatten(0, 1), table, rows)
+        return out
+
+    gate_up_tables: Sequence[LoraTable] = ()
+    down_tables: Sequence[LoraTable] = ()
+    if adapters is not None:
+        gate_up_tables, down_tables = adapters.gate_up, adapters.down
+        ids = torch.arange(experts, device=x.device).repeat_interleave(x.shape[1])
+        rows = AdapterRows(expert_slots(adapters.slots.repeat(experts), ids, experts))
+    hidden = state.gate(project(x, module.gate_up_proj, gate_up_tables))
+    return project(hidden, module.down_proj, down_tables).flatten(0, 1)
+
+
+ExpertsInterface.register(EXPERTS, _experts_interface)
+
+
+def take_over_experts(model: nn.Module, ops: Ops) -> int:
+    """Let the modules of ``model`` that go through the interface run on ``ops``. Returns how many do."""
+    count = 0
+    for module in filter(are_experts, model.modules()):
+        dense = not hasattr(type(module), "_apply_gate")
+        gate = _gate_of_dense(module) if dense else _gate_of(module)
+        if gate is not None:
+            setattr(module, _STATE, _State(ops, gate, dense))
+            count += not dense
+    return count
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module has the two projections of experts. It holds on the meta device too."""
+    return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _projections(module))
+
+
+def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
+    """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
+    if not hasattr(module, _STATE):
+        return {}
+    shapes = {name: getattr(module, name).shape for name in _projections(module)}
+    return {n: (s[0], s[2], s[1]) if _is_transposed(module) else tuple(s) for n, s in shapes.items()}
+
+
+def bias_tables(module: Any) -> dict[str, tuple[int, int]]:
+    """The shapes of what ``expert_tables`` have for biases, (experts, outputs) by name."""
+    return {f"{name}{_BIAS}": shape[:2] for name, shape in expert_tables(module).items() if _has_bias(module)}
+
+
+def projection_of(key: str) -> str:
+    """The parameter of experts that an adapter is over, or whose biases it is over."""
+    return key.removesuffix(_BIAS)
+
+
+def as_run(module: nn.Module, weights: LoraWeights) -> LoraWeights:
+    """An adapter of experts, from how PEFT has it: as if dense ones had their outputs before their inputs."""
+    return weights._replace(a=weights.b.mT, b=weights.a.mT) if _is_dense(module) else weights
+
+
+def with_biases(module: nn.Module, key: str, adapters: Mapping[str, LoraWeights]) -> LoraWeights:
+    """What adapters do to a projection of experts and to its biases. key: the projection's; adapters: by parameter."""
+    if (weights := adapters.get(key)) is not None:
+        weights = as_run(module, weights)
+    biases = adapters.get(f"{key}{_BIAS}")
+    if biases is None:
+        assert weights is not None
+        return weights
+    if weights is None:
+        experts, outputs, inputs = expert_tables(module)[key.rpartition(".")[2]]
+        weights = LoraWeights(biases.a.new_empty(experts, 0, inputs), biases.a.new_empty(experts, outputs, 0), 1.0)
+    return weights._replace(shift=biases.scale * (biases.b.float() @ biases.a.float()))
+
+
+def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) -> None:
+    """Let experts that were taken over have adapters."""
+    getattr(module, _STATE).adapters = adapters
+    if _is_dense(module):
+        module.forward = partial(_dense_experts, module)
+
+
+def _projections(module: nn.Module) -> tuple[str, str]:
+    """Names of the parameters."""
+    return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj", "down_proj"
+
+
+def _is_dense(module: Any) -> bool:
+    """Of experts that were taken over."""
+    state: _State = getattr(module, _STATE)
+    return state.dense
+
+
+def _is_transposed(module: Any) -> bool:
+    return _is_dense(module) or module.is_transposed
+
+
+def _has_bias(module: Any) -> bool:
+    return getattr(module, "has_bias", False)
+
+
+def _gate_of_dense(module: Any) -> Gate | None:
+    """The activation of experts that run each over its own of [E * T, D], and by projections [E, D, 2 * I] and [E, I, D] and no
+    other; None where they do something else."""
+    if set(module.state_dict()) != {"gate_up_proj", "down_proj"}:
+        return None
+    depth, generator = module.down_proj.shape[2], torch.Generator().manual_seed(0)
+    sizes = (2, 3, depth), (2, depth, 16), (2, 8, depth)
+    x, gate_up, down = (torch.randn(size, generator=generator, device="cpu") for size in sizes)
+    gate_up *= depth**-0.5
+    try:
+        found = functional_call(module, {"gate_up_proj": gate_up, "down_proj": down}, (x.flatten(0, 1),))
+    except Exception:  # of any kind: it wants something else
+        return None
+    for gate in _GATES:
+        expected = torch.bmm(gate(torch.bmm(x, gate_up)), down).flatten(0, 1)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+            return gate
+    return None
+
+
+def _gate_of(module: Any) -> Gate | None:
+    """The activation of an experts module, or None where it is not one the operation knows."""
+    if getattr(module, "has_post_expert_norm", False) or has_tensors(getattr(module, "act_fn", None)):
+        return None
+    known = [*_GATES] if module.has_gate else [Gate(gated=False)]
+    if hasattr(module, "alpha") and hasattr(module, "limit"):
+        known.append(Gate(interleaved=True, alpha=module.alpha, limit=module.limit, offset=1.0))
+    size = 16
+    probe = torch.linspace(-12, 12, 4 * size).view(2 * size, 2).t().contiguous()  # beyond any limit, both halves unlike
+    expected = module._apply_gate(probe) if module.has_gate else module.act_fn(probe)
+    for gate in known:
+        actual = gate(probe)
+        if actual.shape == expected.shape and torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):
+            return gate
+    return None

@@ -1,0 +1,159 @@
+"""What a decoder layer of few operations consists of: mixers and MLPs between their linears, and modules of the original's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stoker.engine.layers.fused_mixers import Mixer
+from stoker.engine.layers.linears import Linears
+from stoker.engine.layers.routing import is_mixture, mixture_of
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import Activation, Norm
+
+
+class Given(NamedTuple):
+    """What a layer gets besides hidden states."""
+
+    tables: tuple[Tensor, ...] | None = None  # of ``Rotary``
+    context: Any = None
+    per_layer: Tensor | None = None  # [T, P], of a model that gives each layer an input of its own
+
+
+_NOTHING = Given()
+
+
+@dataclass(frozen=True, slots=True)
+class NormBefore:
+    """A norm of what branches read."""
+
+    norm: Norm
+    module: Any  # the original's
+    ops: Ops
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters have a weight or a bias of their own for it."""
+        return bool(self.module._forward_hooks)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, D]."""
+        out: Tensor = self.module(x) if self.adapted else self.ops.rms_norm(x, *self.norm)
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """Attention, what stands in its place, or an activation, between the linears before and after it."""
+
+    inputs: Linears
+    mixer: Mixer
+    inner: tuple[Linears, ...]  # of the mixer
+    out: Linears
+    scale: float
+    in_scale: float
+    norm: NormBefore | None  # of its own, in place of the block's
+    post_norm: Norm | None
+
+    own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
+    norms_itself: ClassVar[bool] = False
+
+    @property
+    def linears(self) -> tuple[Linears, ...]:
+        return self.inputs, *self.inner, self.out
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given = _NOTHING, **add: Any) -> Tensor:
+        """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
+        return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    gate_up: Linears
+    act: Activation
+    gate_scale: float
+    per_layer: bool  # the gate is of the layer's own input, and the first linear makes the gate alone
+    down: Linears
+    scale: float
+    norm: NormBefore | None
+    post_norm: Norm | None
+
+    in_scale: ClassVar[float] = 1.0
+    own: ClassVar[bool] = False
+    norms_itself: ClassVar[bool] = False
+
+    @property
+    def linears(self) -> tuple[Linears, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given | None = None, **add: Any) -> Tensor:
+        if self.gate_scale == 1.0 and not self.per_layer:
+            return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
+        up = given.per_layer if self.per_layer and given is not None else None
+        gated = self.gate_up.ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale, up)
+        return self.down(gated, **add)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A module of the original layer, or experts with the router before them."""
+
+    module: Any
+    router: Any
+    scale: float
+    norm: NormBefore | None
+    post_norm: Norm | None
+
+    in_scale: ClassVar[float] = 1.0
+    own: ClassVar[bool] = True
+    linears: ClassVar[tuple[Linears, ...]] = ()
+
+    @property
+    def norms_itself(self) -> bool:
+        """Whether its own norm is no matter of the layer's: what a router reads is not normed."""
+        return self.router is not None
+
+    @property
+    def runs_on_ops(self) -> bool:
+        """Whether none of it runs by its own code; without adapters, which may be over its router."""
+        return is_mixture(self.module)
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        given: Given,
+        *,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+        in_place: bool = False,
+    ) -> Tensor:
+        assert norm is None
+        normed = self.norm(x) if self.norm is not None and self.norms_itself else x
+        if (mixture := mixture_of(self.module)) is not None:
+            return mixture(x, normed, residual=residual, scale=scale, in_place=in_place)[0]
+        if self.router is not None:
+            _, weights, chosen = self.router(x)
+            out = self.module(normed, chosen, weights)
+        else:
+            out = self.module(x[None])
+        out = (out[0] if isinstance(out, tuple) else out).view(x.shape)  # some return what their router saw, too
+        return out if residual is None else torch.add(residual, out, alpha=scale, out=residual if in_place else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """As ``layer_structure.Block``. It is held outside the module, so that reading it is cheap and no parameter is renamed."""
+
+    norm: NormBefore | None
+    branches: tuple[Mixing | Mlp | Own, ...]
+    post_norm: Norm | None
+    norm_is_read: bool = field(init=False)  # by other than one linear, which would do the norm on its way
+
+    def __post_init__(self) -> None:
+        readers = [branch for branch in self.branches if branch.norm is None]
+        is_read = len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
+        object.__setattr__(self, "norm_is_read", is_read)

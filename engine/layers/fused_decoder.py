@@ -1,0 +1,120 @@
+"""A decoder layer of few operations: ``h += mixer(h); h += mlp(h)``, or either alone, with norms before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from stoker.engine.adapters.lora import Adapted
+from stoker.engine.layers.fused_branches import Block, Given, Mixing, Mlp, Own
+from stoker.engine.layers.rotary import Rotary
+from stoker.kernels.ops import Ops
+from stoker.kernels.reference.norm_rotary import Norm
+
+
+class FusedDecoderLayer(nn.Module):
+    """Stands in for one decoder layer of the shell. Refers to the original's parameters and owns none."""
+
+    def __init__(
+        self,
+        layer: Any,
+        index: int,
+        blocks: Sequence[Block],
+        scale: Tensor | None,
+        ops: Ops,
+        rotary: Rotary,
+        returned: Any,
+    ) -> None:
+        """scale: of its output, [1]; returned: by the original, whose model may take hidden states from a tuple."""
+        super().__init__()
+        vars(self)["scale"] = scale  # not a buffer of this
+        self.rotary = rotary
+        vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
+        self.ops, self.index, self.blocks = ops, index, tuple(blocks)
+        self.reads_per_layer = any(isinstance(b, Mlp) and b.per_layer for b in self.branches)
+        self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
+
+    @property
+    def branches(self) -> list[Mixing | Mlp | Own]:
+        return [branch for block in self.blocks for branch in block.branches]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the layer runs nothing of the original's own."""
+        return not any(branch.own for branch in self.branches)
+
+    @property
+    def runs_on_ops(self) -> bool:
+        """Whether no module of the original's runs by its own code; without adapters, which may be over a router."""
+        return all(branch.runs_on_ops for branch in self.branches if isinstance(branch, Own))
+
+    @property
+    def adapted(self) -> dict[tuple[str, ...], Adapted]:
+        """The groups of linears that it runs."""
+        return {linears.paths: linears.lora for branch in self.branches for linears in branch.linears}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *others: Any,
+        stoker_context: Any,
+        position_embeddings: Any = None,
+        position_ids: Any = None,
+        per_layer_input: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        """What the original returns, but for what attention saw. others: ``per_layer_input``, or what is no matter."""
+        tables = self.rotary.tables(position_embeddings, position_ids, self.rotary.kinds[self.index])
+        given: Any = next(iter(others), per_layer_input)
+        per_layer = given[0] if self.reads_per_layer else None
+        out = self.hidden(hidden_states, tables, stoker_context, per_layer)
+        return out if self.besides is None else (out, *self.besides)
+
+    def hidden(
+        self,
+        hidden_states: Tensor,
+        tables: tuple[Tensor, ...] | None,
+        context: Any,
+        per_layer: Tensor | None = None,
+        *,
+        in_place: bool = False,
+    ) -> Tensor:
+        """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
+        x, given = hidden_states[0], Given(tables, context, per_layer)
+        for block in self.blocks:
+            read, norm = x, None
+            if block.norm is not None:
+                if block.norm_is_read or block.norm.adapted:
+                    read = block.norm(x)
+                else:
+                    norm = block.norm.norm
+            # Of all branches, before one adds to it in place.
+            reads = [_read(branch, x, read, norm) for branch in block.branches]
+            added = None  # by its branches, where there is a norm of that
+            for branch, own in zip(block.branches, reads, strict=True):
+                inputs = *own, given
+                if branch.post_norm is not None:
+                    added = self.ops.rms_norm(branch(*inputs), *branch.post_norm, residual=added)
+                elif block.post_norm is not None:
+                    added = branch(*inputs)
+                else:
+                    x = branch(*inputs, residual=x, scale=branch.scale, in_place=in_place)
+                    in_place = True  # from here on it is the layer's own
+            if block.post_norm is not None:
+                assert added is not None
+                last = self.scale if block is self.blocks[-1] else None
+                x = self.ops.rms_norm(added, *block.post_norm, residual=x, scale=last)
+                in_place = True
+        return x[None]
+
+
+def _read(branch: Mixing | Mlp | Own, x: Tensor, read: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+    """What a branch reads of a block's input ``x``, and a norm of it that is left to the branch.
+
+    read, norm: the same of branches without a norm of their own.
+    """
+    if branch.norm is None:
+        return read if branch.in_scale == 1.0 else read * branch.in_scale, norm
+    return x if branch.norms_itself else branch.norm(x), None

@@ -1,0 +1,247 @@
+"""Which fused form a decoder layer has: of those that its parts allow, the one that computes what the layer does.
+
+That is found on noise in place of its weights, in fp32, where a form that is nearly right is wrong, and so is one that
+differs only by numbers that the weights do not have yet: norms of ones, say, or projections of zeros. A probe on the weights
+themselves, on their device, then compares the numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.engine.layers.experts import run_on
+from stoker.engine.layers.fused_branches import Block, Mixing, Mlp, NormBefore, Own
+from stoker.engine.layers.fused_decoder import FusedDecoderLayer
+from stoker.engine.layers.fused_mixers import mixers_of
+from stoker.engine.layers.layer_structure import Branch, Structure, norm_of
+from stoker.engine.layers.linears import Linears, matrix_of
+from stoker.engine.layers.probe import TOLERANCE, Recorder, clipping_within_reach, on_noise
+from stoker.engine.layers.rotary import Rotary
+from stoker.engine.model import ModelShell
+from stoker.engine.step_context import PackedPositions
+from stoker.kernels.ops import REFERENCE, Ops
+from stoker.kernels.reference.norm_rotary import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes what runs the linears of a shell's modules. fused: weights that lie side by side, by the names of these."""
+
+    shell: ModelShell
+    ops: Ops
+    fused: Mapping[tuple[str, ...], Tensor]
+
+    def linears(self, path: str, module: nn.Module, names: tuple[str, ...]) -> Linears:
+        """Of a module and its path, the linears with these names."""
+        modules: list[Any] = [module.get_submodule(name) for name in names]
+        weight: Tensor | None
+        if len(names) == 1:
+            weight, bias = matrix_of(modules[0]), modules[0].bias
+        else:
+            weight, bias = (self.fused.get(tuple(f"{path}.{n}.{kind}" for n in names)) for kind in ("weight", "bias"))
+            if bias is None and any(m.bias is not None for m in modules):
+                weight = None  # biases that lie apart: one matmul would leave them out
+        paths = tuple(f"{path}.{name}" for name in names)
+        return Linears(self.ops, paths, modules, self.shell.lora.group(paths), weight, bias)
+
+    def mlp(
+        self,
+        path: str,
+        module: nn.Module,
+        branch: Branch,
+        norm: NormBefore | None = None,
+        post_norm: Norm | None = None,
+    ) -> Mlp | Mixing:
+        gate_up, down = (self.linears(path, module, names) for names in (branch.inputs, (branch.out,)))
+        if branch.act is None:
+            act = branch.plain_act
+            assert act is not None
+            of_its_own: dict[str, Any] = {"norm": norm, "post_norm": post_norm}
+            of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
+            return Mixing(inputs=gate_up, mixer=lambda x, *_: act(x), inner=(), out=down, **of_its_own)
+        return Mlp(
+            gate_up=gate_up,
+            act=branch.act,
+            gate_scale=branch.gate_scale,
+            per_layer=branch.gates_per_layer,
+            down=down,
+            scale=branch.scale,
+            norm=norm,
+            post_norm=post_norm,
+        )
+
+
+class FusedForms:
+    """Of the layers of one shell."""
+
+    def __init__(self, shell: ModelShell, rotary: Rotary, layers: Sequence[tuple[str, Any, Structure]]) -> None:
+        """layers: with their paths. Blocks with experts have to run by their own code still."""
+        self._shell, self._rotary, self._layers = shell, rotary, layers
+        self._numbers: list[int | None] = []  # of each layer, which of its forms it is, if any
+        shared, known = dict[str, Any](), dict[str, int | None]()  # shared: keys and values that layers take of others
+        with clipping_within_reach(shell.module):
+            for path, layer, structure in layers:
+                kind = path if shell.same_keys else self._kind_of(layer, structure)
+                if kind not in known:
+                    with on_noise(layer, rotary.module), run_on(layer.modules(), REFERENCE):
+                        trial = _Trial(Maker(shell, REFERENCE, {}), rotary, shared, path, layer, structure)
+                        known[kind] = next((n for n, form in enumerate(trial.forms()) if trial.agrees(form)), None)
+                self._numbers.append(known[kind])
+
+    def found(self, maker: Maker) -> Iterator[FusedDecoderLayer | None]:
+        """Of each layer, with its weights; None where there is none that gives the same output on a few random tokens."""
+        shared = dict[str, Any]()
+        with clipping_within_reach(self._shell.module):
+            for (path, layer, structure), number in zip(self._layers, self._numbers, strict=True):
+                if number is None:
+                    yield None
+                    continue
+                trial = _Trial(maker, self._rotary, shared, path, layer, structure)
+                form = next(itertools.islice(trial.forms(), number, None), None)
+                yield form if form is not None and trial.agrees(form) else None
+
+    def _kind_of(self, layer: Any, structure: Structure) -> str:
+        """All that may tell layers apart, but for the numbers in their tensors."""
+        values, layers = vars(self._shell.config).values(), self._shell.num_layers
+        lists = [value for value in values if isinstance(value, list) and len(value) == layers]
+        numbers = [
+            (name, type(m), key, value)
+            for name, m in layer.named_modules()
+            for key, value in vars(m).items()
+            if key != "layer_idx" and isinstance(value, str | int | float | None)
+        ]
+        shapes = [(name, tensor.shape) for name, tensor in layer.state_dict().items()]
+        index = _index_of(layer)
+        of_index = None if index is None else (self._rotary.kinds[index], [values[index] for values in lists])
+        return repr((structure, of_index, numbers, shapes))
+
+
+def _index_of(layer: nn.Module) -> int | None:
+    modules: Iterator[Any] = layer.modules()
+    return next((m.layer_idx for m in modules if hasattr(m, "layer_idx")), None)
+
+
+class _Trial:
+    """A layer's own forward on a few random tokens, with the tensors that it has now."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        rotary: Rotary,
+        shared: dict[str, Any],
+        path: str,
+        layer: Any,
+        structure: Structure,
+    ) -> None:
+        shell, self._ops = maker.shell, maker.ops
+        self._shell, self._rotary, self._layer, self._structure = shell, rotary, layer, structure
+        self._linears, self._mlp = partial(maker.linears, path, layer), partial(maker.mlp, path, layer)
+        named = next((branch.out for branch in structure.branches if branch.out), structure.norms[0])
+        like = matrix_of(layer.get_submodule(named))
+        self._norms = {name: norm_of(layer.get_submodule(name), like.shape[0], like) for name in structure.norms}
+        self._returned: Any = None
+        index = _index_of(layer)
+        if index is None or None in self._norms.values():
+            return
+        self._index = index
+        generator = torch.Generator().manual_seed(index)
+        positions, kind = rotary.probed(like.device), rotary.kinds[index]
+        self._recorder = Recorder(shell.same_keys)
+        self._x, self._per_layer = (
+            torch.randn(1, positions.numel(), width, generator=generator, device="cpu").to(like)
+            for width in (like.shape[0], _per_layer_width(layer, structure))
+        )
+        embeddings = rotary.given(self._x, positions, kind)
+        self._tables = rotary.tables(embeddings, positions, kind)
+        arguments = {"position_ids": positions[None], "position_embeddings": embeddings}
+        arguments |= {"stoker_context": self._recorder, "past_key_values": PackedPositions(positions)}
+        arguments["shared_kv_states"] = shared
+        if self._per_layer.numel():
+            arguments["per_layer_input"] = self._per_layer
+        try:
+            with shell.recurrent.within(self._recorder):
+                self._returned = layer(self._x, attention_mask=None, **arguments)
+        except Exception:  # of any kind: it wants more than these
+            return
+        expected = self._returned[0] if isinstance(self._returned, tuple) else self._returned
+        self._expected = expected.float()
+        # Relative to what the layer adds: next to a large residual a wrong layer would look right.
+        added = (self._expected - self._x.float()).abs().max()
+        rounding = 4 * torch.finfo(like.dtype).eps * self._expected.abs().max()
+        self._tolerance = TOLERANCE.get(like.dtype, 0.0) * added + rounding
+
+    def agrees(self, form: FusedDecoderLayer) -> bool:
+        try:
+            actual = form.hidden(self._x, self._tables, self._recorder, self._per_layer[0])
+        except Exception:  # of any kind: sizes that do not fit together
+            return False
+        errors = (self._expected - actual.float()).abs().amax(-1).flatten()
+        # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
+        error = errors.max() if form.complete else errors.median()
+        return bool(error <= self._tolerance)
+
+    def forms(self) -> Iterator[FusedDecoderLayer]:
+        """What the layer may be, in an order that its tensors do not change."""
+        if self._returned is None:
+            return
+        structure = self._structure
+        scale = None if structure.scale is None else getattr(self._layer, structure.scale)
+        for chosen in itertools.product(*map(self._branches, structure.branches)):
+            branches = iter(chosen)
+            blocks = [
+                Block(
+                    norm=self._before(block.norm),
+                    branches=tuple(itertools.islice(branches, len(block.branches))),
+                    post_norm=self._norm(block.post_norm),
+                )
+                for block in structure.blocks
+            ]
+            yield FusedDecoderLayer(
+                self._layer, self._index, blocks, scale, self._ops, self._rotary, self._returned
+            ).eval()
+
+    def _branches(self, branch: Branch) -> Iterator[Mixing | Mlp | Own]:
+        """What a branch may be."""
+        module = self._layer.get_submodule(branch.path)
+        of_its_own: dict[str, Any] = {"norm": self._before(branch.norm), "post_norm": self._norm(branch.post_norm)}
+        if not branch.inputs:
+            router = None if branch.router is None else self._layer.get_submodule(branch.router)
+            yield Own(module, router, branch.scale, **of_its_own)
+            return
+        if branch.act is not None or branch.plain_act is not None:
+            yield self._mlp(branch, **of_its_own)
+            return
+        inputs, out = self._linears(branch.inputs), self._linears((branch.out,))
+        inner = tuple(self._linears((name,)) for name in branch.inner)
+        linears_of = inputs.linears, inner, out.linears[0]
+        mixers = mixers_of(
+            module,
+            self._ops,
+            *linears_of,
+            self._recorder.options,
+            tables=self._tables or (),
+            takes_keys=self._index in self._shell.same_keys,
+        )
+        of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
+        for mixer in mixers:
+            yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, **of_its_own)
+
+    def _before(self, name: str | None) -> NormBefore | None:
+        norm = self._norm(name)
+        return None if name is None or norm is None else NormBefore(norm, self._layer.get_submodule(name), self._ops)
+
+    def _norm(self, name: str | None) -> Norm | None:
+        return None if name is None else self._norms[name]
+
+
+def _per_layer_width(layer: Any, structure: Structure) -> int:
+    """Of what the layer is given besides hidden states; 0 where it is given nothing."""
+    outs = [branch.out for branch in structure.branches if branch.gates_per_layer]
+    return int(layer.get_submodule(outs[0]).in_features) if outs else 0

@@ -1,0 +1,105 @@
+"""Decoder layers of few operations in place of a shell's own, for the structures that most decoders share.
+
+A layer is replaced only where its fused form gives the same numbers on a probe; any other layer stays what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stoker.engine.layers.experts import may_be_rounded
+from stoker.engine.layers.fused_decoder import FusedDecoderLayer
+from stoker.engine.layers.fused_forms import FusedForms, Maker
+from stoker.engine.layers.layer_structure import Structure, structure_of
+from stoker.engine.layers.plain_model import PlainModel
+from stoker.engine.layers.probe import in_full_precision
+from stoker.engine.layers.rotary import Rotary
+from stoker.engine.layers.routing import shared_mlps, take_over_mixtures
+from stoker.engine.model import ModelShell
+from stoker.kernels.ops import Ops
+
+_log = logging.getLogger("stoker")
+
+
+def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
+    """Names of the parameters that would be one matmul if they lay side by side."""
+    groups = []
+    for path, _, _, layer, structure in _candidates(shell):
+        for group in structure.groups:
+            groups += _names_of(path, layer, group)
+    for path, block, branch in shared_mlps(shell.module):
+        groups += _names_of(path, block, branch.inputs)
+    return groups
+
+
+def layer_weights(shell: ModelShell) -> list[list[str]]:
+    """Names of the weights that fused layers would multiply by, layer by layer."""
+    found = []
+    for path, _, _, layer, structure in _candidates(shell):
+        linears = [name for b in structure.branches if b.inputs for name in (*b.inputs, *b.inner, b.out)]
+        names = [f"{path}.{name}.weight" for name in linears if name]
+        for below, module in layer.named_modules():
+            names += [f"{path}.{below}.{name}" for name in may_be_rounded(module)]
+        found.append(names)
+    return found
+
+
+def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Of the weights of linears below ``path``, which together is one name, and of their biases."""
+    kinds = [kind for kind in ("weight", "bias") if getattr(module.get_submodule(linears[0]), kind) is not None]
+    return [tuple(f"{path}.{name}.{kind}" for name in linears) for kind in kinds if len(linears) > 1]
+
+
+def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Tensor]) -> tuple[int, bool]:
+    """Replace the layers that agree with their fused form. Returns how many were, and whether that is all of the model.
+
+    Where all layers were replaced, and embedding, layers, norm and head in a row are all there is to the model, its own
+    forward is passed over. That is all of it unless a layer keeps an MLP that runs its own code.
+    """
+    with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
+        candidates, rotary, forms = list(_candidates(shell)), None, None
+        maker = Maker(shell, ops, fused)
+        with suppress(Exception):  # of any kind: positions alone do not give them
+            rotary = Rotary(shell)
+        if rotary is not None:
+            forms = FusedForms(shell, rotary, [(path, layer, structure) for path, _, _, layer, structure in candidates])
+        take_over_mixtures(shell.module, ops, shell.lora, maker.mlp)
+        found = [] if forms is None else list(zip(candidates, forms.found(maker), strict=True))
+        done = {replacement.index for _, replacement in found if replacement is not None}
+        # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.
+        done -= {of for index, of in shell.same_keys.items() if index not in done}
+        for (path, siblings, at, _, structure), replacement in found:
+            if replacement is not None and replacement.index in done:
+                siblings[at] = replacement
+                shell.lora.replaced(path, replacement.adapted, [f"{path}.{name}" for name in structure.kept])
+        layers = [m for m in shell.module.modules() if isinstance(m, FusedDecoderLayer)]
+        if len(layers) < shell.num_layers:
+            kept = shell.num_layers - len(layers)
+            _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
+        if rotary is None or len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
+            return len(layers), False
+        plain = PlainModel(shell, ops, rotary)
+        if not plain.agrees():
+            return len(layers), False
+        if plain.per_layer is not None:
+            project = plain.per_layer.project
+            shell.lora.replaced(project.paths[0], {project.paths: project.lora})
+        shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
+    return len(layers), all(layer.runs_on_ops for layer in layers)
+
+
+def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, Any, Structure]]:
+    """(path, list, index, layer, structure) of every decoder layer that has one."""
+    of_text = set(shell.decoder.modules())
+    for path, module in shell.module.named_modules():
+        if isinstance(module, nn.ModuleList) and module in of_text:
+            for index, layer in enumerate(module):
+                structure = structure_of(layer)
+                if structure is not None:
+                    yield f"{path}.{index}", module, index, layer, structure

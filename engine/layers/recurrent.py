@@ -1,0 +1,122 @@
+"""Layers with a state of their own for each sequence: gated delta rule, Mamba-2, short convolutions.
+
+Transformers has no interface for them as it has for attention. But the forwards of its modules all call the same few
+functions of their file, by which it lets other kernels in: the shell's forwards call the engine's in their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from stoker.engine.adapters.checks import is_linear, states_of
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.kernels.reference.lora import AdapterWeights
+
+_CONVOLUTION = "causal_conv1d_fn"
+_ANY_STEP = (0.0, float("inf"))
+
+
+class RecurrentLayers:
+    """Has every module of a shell with a state run in the step's context. No module is renamed and no tensor touched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.context: Any = None  # of the step under way, and not kept beyond it: it holds tensors of the KV cache
+        self._module = module
+        self._mixers: list[str] = []  # paths of those
+        for path, mixer in module.named_modules():
+            forward = inspect.unwrap(type(mixer).forward)
+            if isinstance(forward, FunctionType) and _CONVOLUTION in forward.__code__.co_names:
+                functions = _Functions(self, mixer.layer_idx)
+                mixer.forward = functions.called_by(forward).__get__(mixer)
+                self._mixers.append(path)
+
+    def check(self, name: str, adapter: AdapterWeights) -> None:
+        """Raise ``UnsupportedModelError`` where an adapter has its own copy of a module with a state, or of its parts.
+
+        The state could not be moved on twice. Of the parts linears alone are called, with tokens; others are read.
+        """
+        modules = dict(self._module.named_modules()) if self._mixers else {}
+        for path in (path for link in adapter.links for path in states_of(link, modules)):
+            linear = is_linear(modules.get(path))
+            if not linear and any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers):
+                raise UnsupportedModelError(
+                    f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
+                    "may name embeddings, norms before attention, MLP and head, and the head"
+                )
+
+    @contextmanager
+    def within(self, context: Any) -> Iterator[None]:
+        """Run in this context."""
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = None
+
+
+class _Functions:
+    """What the forward of one layer's module calls, with transformers' arguments; tensors have a batch of one."""
+
+    def __init__(self, layers: RecurrentLayers, layer: int) -> None:
+        self.layers, self.layer = layers, layer
+
+    def called_by(self, forward: FunctionType) -> Callable[..., Any]:
+        """``forward``, calling these."""
+        names = forward.__globals__ | {
+            _CONVOLUTION: self.convolve,
+            "torch_chunk_gated_delta_rule": self.delta_rule,
+            "mamba2_chunk_scan": self.scan,
+        }
+        return FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+
+    def convolve(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **_: Any
+    ) -> Tensor:
+        """hidden_states: [1, C, T]; weight: [C, K]."""
+        if activation not in (None, "silu", "swish"):
+            raise UnsupportedModelError(f"layer {self.layer} has {activation!r} after its convolution")
+        act = activation and "silu"
+        out: Tensor = self.layers.context.convolve(self.layer, hidden_states[0].T, weight, bias, activation=act)
+        return out.T[None]
+
+    def delta_rule(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """query, key, value: [1, T, heads, dim]; g, beta: [1, T, heads]."""
+        tensors = (t[0] for t in (query, key, value, g, beta))
+        return self.layers.context.delta_rule(self.layer, *tensors, normalise=use_qk_l2norm_in_kernel)[None], None
+
+    def scan(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int = 0,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_limit: tuple[float, float] | None = None,
+        dt_softplus: bool = False,
+        return_final_states: bool = False,
+        **_: Any,
+    ) -> Tensor | tuple[Tensor, None]:
+        """hidden_states: [1, T, heads, dim]; dt: [1, T, heads]; B, C: [1, T, groups, state]."""
+        assert dt_softplus
+        out: Tensor = self.layers.context.scan(
+            self.layer, hidden_states[0], dt[0], A, B[0], C[0], D, dt_bias=dt_bias, dt_limit=dt_limit or _ANY_STEP
+        )[None]
+        return (out, None) if return_final_states else out

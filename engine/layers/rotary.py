@@ -1,0 +1,101 @@
+"""What a model's positions give its layers: cosines and sines, and where attention has a temperature a factor of queries."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.engine.layers.probe import POSITIONS
+from stoker.engine.model import ModelShell
+
+_NAMES = ("rotary_emb", "pos_emb")
+_NONE = "none"  # of a layer's kinds
+
+
+class Rotary:
+    """The rotary embeddings of a model, of as many kinds as it has, in the form that ``Ops.qk_norm_rotary_write`` takes.
+
+    Models give their layers the cosines and sines of all angles twice in a row (Llama), of each angle twice (Cohere), once
+    (gpt-oss), or as complex numbers (Llama 4).
+    """
+
+    def __init__(self, shell: ModelShell) -> None:
+        """Raises an exception of any kind where positions alone do not give them."""
+        found = (getattr(shell.text, name, None) for name in _NAMES)
+        self.module: Any = next((module for module in found if module is not None), None)
+        # Of each layer, which of them it takes; None where they all take the same.
+        self.kinds: list[str | None] = [None] * shell.num_layers
+        if self.module is not None and "layer_type" in inspect.signature(self.module.forward).parameters:
+            known = getattr(self.module, "layer_types", shell.config.layer_types)  # some layers may have none (LFM3)
+            self.kinds = [kind if kind in known else _NONE for kind in shell.config.layer_types]
+        self.tabled = set() if self.module is None else {kind for kind in self.kinds if kind != _NONE}
+        self._factor = _factor_of(shell.config)
+        self._longest = shell.max_model_len
+        self._backwards = _turns_backwards(shell.text)
+        like = shell.module.get_input_embeddings().weight[None, :1]
+        self._strides = {kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in self.tabled}
+
+    def probed(self, device: torch.device) -> Tensor:
+        """Positions for a probe, as far apart as sequences are long: a factor may be 1 up to the ten thousandth."""
+        return POSITIONS.to(device) * max((self._longest - 1) // int(POSITIONS.max()), 1)
+
+    def given(self, x: Tensor, positions: Tensor, kind: str | None) -> Any:
+        """What the model gives its layers; None where it gives nothing. x: of their dtype; positions: int64 [T], or [3, T]."""
+        if kind not in self.tabled:
+            return None
+        positions = positions.view(-1, 1, positions.shape[-1])
+        # Of time, height and width, which are one for text.
+        positions = positions.expand(3, -1, -1) if hasattr(self.module, "mrope_section") else positions[0]
+        return self.module(x, position_ids=positions, **({} if kind is None else {"layer_type": kind}))
+
+    def tables(self, given: Any, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
+        """Of what the model gives its layers: cosines and sines, [1, T, R], and, where there is one, the factor, [1, T, 1]."""
+        if given is None:
+            return None
+        cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
+        if (stride := self._strides[kind]) is not None:
+            cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos[..., ::stride], sin[..., ::stride]))
+        if self._backwards:
+            sin = -sin
+        if self._factor is None:
+            return cos, sin
+        offset, step, scale = self._factor
+        places = positions.view(-1, positions.shape[-1], 1)[:1]
+        steps = torch.floor((places.float() + offset) / step)
+        return cos, sin, torch.log1p(steps) * scale + 1.0
+
+    def at(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
+        """``tables`` of positions. A model without rotary embeddings has none."""
+        return self.tables(self.given(x, positions, kind), positions, kind)
+
+
+def _turns_backwards(text: Any) -> bool:
+    """Whether a model's own code rotates the other way (NanoChat)."""
+    rotate = getattr(sys.modules.get(type(text).__module__), "rotate_half", None)
+    return rotate is not None and torch.equal(rotate(torch.tensor([1.0, 2.0])), torch.tensor([2.0, -1.0]))
+
+
+def _factor_of(config: Any) -> tuple[int, float, float] | None:
+    """Of attention with a temperature: what is added to a position, how many of them are a step, and what a step adds."""
+    if getattr(config, "attn_temperature_tuning", False):  # Llama 4
+        return 1, config.floor_scale, config.attn_scale
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (scale := rope.get("llama_4_scaling_beta")) is not None:  # Ministral 3
+        return 0, rope["original_max_position_embeddings"], scale
+    return None
+
+
+def _stride(given: Any) -> int | None:
+    """Where each angle stands once, of numbers at some positions: at every so many; None where all stand twice in a row."""
+    if given is None:
+        return None
+    cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
+    if cos.shape[-1] % 2 or isinstance(given, Tensor):
+        return 1
+    if all(torch.equal(*angles.chunk(2, dim=-1)) for angles in (cos, sin)):
+        return None
+    return 2 if all(torch.equal(angles[..., ::2], angles[..., 1::2]) for angles in (cos, sin)) else 1

@@ -1,0 +1,197 @@
+"""How a router chooses experts, found out by logits that tell the ways apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stoker.engine.layers.layer_structure import norm_of
+from stoker.engine.layers.mixture_parts import Parts, tensors_of
+from stoker.kernels.reference.routing import Choice, route
+
+_EPSILONS = (1e-20, 1e-6)  # that sums of weights are kept off zero by
+_SMALL = 1e-3  # below it, a number may be the least that such a sum is taken for
+_ROWS = 12  # of each kind of logits
+_CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}  # relative, of weights
+_Names = tuple[str | None, str | None, str | None]
+# What ``route`` takes, but for the choice.
+_Router = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Entry(NamedTuple):
+    """What a router does to its input first: a norm without weights, a product with ``Parts.scale``, one with a factor."""
+
+    norm: str  # by its path
+    eps: float
+    factor: float
+
+
+class Way(NamedTuple):
+    """What a router does, and names of the tensors that are biases of its logits, of what it ranks, and its weights' factors."""
+
+    choice: Choice
+    names: _Names
+    entry: Entry | None
+
+
+def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
+    """likely: what is tried first."""
+    roles = list(dict.fromkeys(itertools.permutations([*parts.biases, *[None] * (3 - len(parts.biases))], 3)))
+    for entry in sorted(_entries(block, parts), key=lambda entry: likely is None or entry != likely.entry):
+        tried = list(probes(block, parts, entry))
+        try:
+            seen = [_seen(block, parts, entry, *probe) for probe in tried]
+        except Exception:  # of any kind: it wants more than hidden states
+            return None
+        ids, weights = seen[0]
+        x, given = tried[0]
+        if weights.dtype not in (x.dtype, torch.float32):
+            return None
+        first = Choice(per_token=ids.shape[1], score="softmax", wide_weights=weights.dtype != x.dtype)
+        ways = itertools.chain([] if likely is None else [likely.choice], _ways(block, first, len(given[parts.weight])))
+        entered = [x if entry is None else x * g[parts.scale or ""] * entry.factor for x, g in tried]
+        for choice, (bias, correction, gain) in itertools.product(ways, roles):
+            if (choice.per_token, choice.wide_weights) != (first.per_token, first.wide_weights):
+                continue
+            names = bias, correction, gain
+            routers = [
+                (x, given[parts.weight], *biases_of(given, names)) for x, (_, given) in zip(entered, tried, strict=True)
+            ]
+            if all(_same(router, choice, found) for router, found in zip(routers, seen, strict=True)):
+                return Way(choice, names, entry)
+    return None
+
+
+def biases_of(tensors: Mapping[str, Tensor], names: _Names) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As ``route`` takes them, [E] each: ERNIE's has two dimensions."""
+    bias, correction, gain = (None if name is None else tensors[name].view(-1) for name in names)
+    return bias, correction, gain
+
+
+def _entries(block: nn.Module, parts: Parts) -> Sequence[Entry | None]:
+    """What the router may do to its input; the factor is a number that a module has as an attribute."""
+    if parts.scale is None:
+        return [None]
+    like = tensors_of(block)[parts.scale]
+    bare = {name: module for name, module in block.named_modules() if not module.state_dict()}
+    norms = [(name, norm.eps) for name, m in bare.items() if (norm := norm_of(m, like.numel(), like)) is not None]
+    least = 1 / torch.finfo(like.dtype).max  # its inverse is a number, too
+    factors = [1.0, *sorted(n for n in _numbers(block) if isinstance(n, float) and n > least and n != 1.0)]
+    return [Entry(name, eps, factor) for (name, eps), factor in itertools.product(norms, factors) if len(norms) == 1]
+
+
+def _numbers(block: nn.Module) -> set[float]:
+    return {value for module in block.modules() for value in vars(module).values() if type(value) in (int, float)}
+
+
+def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
+    """How a router may choose, what most do first. Scales of weights, and how many groups of experts there are and are taken,
+    are numbers that modules of the block have as attributes."""
+    numbers = _numbers(block)
+    whole = sorted(n for n in numbers if isinstance(n, int) and 0 < n < count)
+    groups = [(1, 1, 1)]
+    groups += [(g, k, n) for g in whole if count % g == 0 for k in whole if g > k for n in (1, 2) if n <= count // g]
+    scales = [1.0, *sorted(n for n in numbers if isinstance(n, float) and n > 0 and n != 1.0)]
+    kinds: list[dict[str, Any]] = [{"score": "softmax", "normalise": True}, {"score": "softmax"}, {"score": "chosen"}]
+    kinds += [{"score": "sigmoid"}, *({"score": "sigmoid", "normalise": True, "eps": eps} for eps in _EPSILONS)]
+    kinds += [{"score": "sigmoid", "normalise": True}, {"score": "chosen_sigmoid"}]
+    kinds += [{"score": "softmax", "normalise": True, "least": n} for n in sorted(numbers) if 0 < n < _SMALL]
+    widths: list[dict[str, Any]] = [{}, {"wide_scores": True}, {"wide_logits": True}]
+    for (g, kept, best), scale, width, kind in itertools.product(groups, scales, widths, kinds):
+        if kept * count // g >= first.per_token and (kind["score"] == "sigmoid" or width != {"wide_scores": True}):
+            yield replace(first, scale=scale, groups=g, kept_groups=kept, best_of_group=best, **width, **kind)
+
+
+def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Hidden states and tensors of the router with which its logits are known numbers."""
+    tensors = tensors_of(block)
+    weight = tensors[parts.weight]
+    count = weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled() -> Tensor:
+        return torch.stack([torch.randperm(count, generator=generator, device="cpu") for _ in range(_ROWS)]).float()
+
+    step = 8.0 / 2 ** (count - 1).bit_length()  # a number of bf16 each
+    near, low, far = step * shuffled() - 4.0, step * shuffled() - 20.0, -128.0 - shuffled()
+    # Low: scores near zero, with which an epsilon shows. Far: probabilities that are zero, of logits that differ. High: a
+    # sigmoid that is one for all.
+    logits = torch.cat([near, low, far.where(far < -128.0, 0.0), -far])
+    biases = {name: shuffled()[0] / count for name in parts.biases}
+    # A product with other factors than one has more digits than half precision: whether it is rounded shows.
+    of_others = 1 + torch.randint(1024, (count,), generator=generator, device="cpu") / 1024
+    ones = torch.ones(count, device="cpu")
+    # Last, corrections beyond any score: of the chosen experts the scores may all be zero.
+    for factors, spread in ((ones, 1.0), (of_others, 1.0), (ones, 3.0)):
+        rows = logits.new_zeros(len(logits), weight.shape[1])
+        rows[:, :count], rows[:, -1] = logits, 1.0
+        matrix = logits.new_zeros(weight.shape)
+        matrix[:, :count] = factors.diag()
+        values = {name: spread * bias + 0.5 for name, bias in biases.items()} | {parts.weight: matrix}
+        if entry is not None:
+            values[parts.scale or ""] = matrix.new_full((weight.shape[1],), 1 / entry.factor)
+        yield (
+            rows.to(device=weight.device, dtype=block.get_submodule(parts.experts).down_proj.dtype),  # type: ignore[arg-type]
+            {name: value.view(tensors[name].shape).to(tensors[name]) for name, value in values.items()},
+        )
+
+
+def _seen(
+    block: nn.Module, parts: Parts, entry: Entry | None, x: Tensor, given: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Expert ids and weights, [T, K] each, that a block makes of ``x``, whose last number is 1, with other tensors for its
+    router. Raises an exception of any kind where it does something else."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def note(hidden_states: Tensor, *chosen: Tensor) -> Tensor:
+        if not chosen:  # all tokens for each expert, weighed
+            weighed = hidden_states.view(-1, *x.shape)
+            weights = weighed[..., -1].T
+            assert torch.equal(weighed, x * weighed[..., -1:])
+            chosen = weights.topk(int((weights != 0).sum(1).max()), dim=1)[::-1]
+        ids, weights = chosen
+        seen.append((ids, weights))
+        return torch.zeros_like(hidden_states)
+
+    with ExitStack() as stack:
+        stack.enter_context(_instead(block.get_submodule(parts.experts), note))
+        if parts.shared is not None:
+            stack.enter_context(_instead(block.get_submodule(parts.shared.path), torch.zeros_like))
+        if entry is not None:
+            stack.enter_context(_instead(block.get_submodule(entry.norm), lambda x: x))
+        functional_call(block, dict(given), (x[None],))
+    ((ids, weights),) = seen
+    return ids.view(len(x), -1), weights.view(len(x), -1)
+
+
+@contextmanager
+def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, what runs as the forward of a module."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def _same(router: _Router, way: Choice, theirs: tuple[Tensor, Tensor]) -> bool:
+    """Whether a way of choosing gives the same experts with the same weights, in any order. theirs: ids and weights, [T, K]."""
+    try:
+        mine = route(*router, way)
+    except RuntimeError:  # dtypes that only go together where all is fp32
+        return False
+    (ids, places), (other, others) = (t[0].sort(dim=1) for t in (mine, theirs))
+    if ids.shape != other.shape or mine.weights.dtype != theirs[1].dtype or not torch.equal(ids, other):
+        return False
+    weights, expected = mine.weights.gather(1, places).float(), theirs[1].gather(1, others).float()
+    return torch.allclose(weights, expected, rtol=_CLOSE.get(theirs[1].dtype, 0.0), atol=0.0, equal_nan=True)

@@ -1,0 +1,129 @@
+"""Every causal language model that transformers has: its log-probabilities are those of its own forward, or it is refused.
+
+Models are as small as their configurations let them be by names that most of them share; what cannot be built so is left out.
+``families.py`` has those whose every mechanism is switched on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from stoker.engine.layers import fused_layers
+from stoker.kernels.errors import UnsupportedModelError
+from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+_LAYERS, _EXPERTS = 2, 4
+_SIZES: dict[str, int | float | bool | None] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), _LAYERS),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 256),
+    **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+    "vocab_size": 128,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "sliding_window": 20,
+    "rotary_dim": 8,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LEFT_TO_THE_CLASS = ([], ["bos_token_id", "eos_token_id"], ["head_dim"], ["head_dim", "num_key_value_heads"])
+_MOST_PARAMETERS = 10**6
+PROMPTS = [[5, 9, 2, 77, 31, 8] * 5, [100, 3, 4, 3], [64, 65, 66] * 6]
+CONFIG = EngineConfig(kv_cache_memory="128MiB", max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16)
+
+
+def small(kind: str) -> PreTrainedModel | None:
+    """A random model of that type with at most a million parameters; None where these names do not make one."""
+    config_class = CONFIG_MAPPING[kind]
+    for left in _LEFT_TO_THE_CLASS:
+        try:
+            default = config_class()
+            names = {*vars(default), *getattr(config_class, "attribute_map", {})}.difference(left)
+            fields: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in names}
+            if "kv_lora_rank" in names:  # heads that have keys of their own
+                fields["num_key_value_heads"] = fields["num_attention_heads"]
+            types = {name: list(vars(default)[name])[:_LAYERS] for name in ("layer_types", "mlp_layer_types")
+                     if isinstance(vars(default).get(name), list)}  # fmt: skip
+            config = config_class(**fields | types)
+            with torch.device("meta"):
+                count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+            if count > _MOST_PARAMETERS:
+                return None
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        except Exception:  # of any kind: a type may want anything
+            continue
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms and biases, off their defaults
+                    parameter += 0.1 * torch.randn_like(parameter)
+        return model
+    return None
+
+
+@torch.no_grad()
+def error(model: PreTrainedModel) -> tuple[float, bool]:
+    """The largest difference of a log-probability that the engine gives, sampled or scored, from the model's own; whether
+    all layers are fused."""
+    with RolloutEngine(model, config=CONFIG) as engine:
+        batch = engine.generate_batch(PROMPTS, SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+        sequences = [output.prompt_token_ids + output.completions[0].token_ids for output in batch]
+        scores, stats = engine.score(sequences), engine.stats()
+    worst = 0.0
+    for output, ids, score in zip(batch, sequences, scores, strict=True):
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        sampled = torch.tensor(output.completions[0].logprobs)
+        worst = max(worst, (score.logprobs - expected).abs().max().item())
+        worst = max(worst, (sampled - expected[-len(sampled) :]).abs().max().item())
+    return worst, stats.fused_layers == stats.num_layers
+
+
+def taken_over(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """How many layers are fused, and how many mixtures of experts are on the engine's operations with their routers."""
+    mixtures: list[int] = []
+    with monkeypatch.context() as patch:
+        take_over = fused_layers.take_over_mixtures
+        patch.setattr(fused_layers, "take_over_mixtures", lambda *args: mixtures.append(take_over(*args)))
+        with RolloutEngine(model, config=CONFIG) as engine:
+            return engine.stats().fused_layers, sum(mixtures)
+
+
+def test_every_architecture_is_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in half precision the same of it is taken over."""
+    found: dict[str, list[str]] = {"right": [], "refused": [], "wrong": [], "fused": []}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if (model := small(kind)) is None:
+            continue
+        try:
+            off, fused = error(model)
+        except UnsupportedModelError:
+            found["refused"].append(kind)
+        except Exception as unknown:
+            found["wrong"].append(f"{kind}: {unknown!r}")
+        else:
+            found["right" if off <= 1e-4 else "wrong"].append(kind if off <= 1e-4 else f"{kind}: {off}")
+            found["fused"] += [kind] * fused
+            of_fp32 = taken_over(model, monkeypatch)
+            if (of_bf16 := taken_over(model.bfloat16(), monkeypatch)) != of_fp32:
+                found["wrong"].append(f"{kind}: {of_fp32} taken over in fp32, {of_bf16} in bf16")
+    assert not found["wrong"]
+    assert len(found["right"]) >= 60 and len(found["fused"]) >= 50, found
+    wanted = {"hunyuan_v1_moe", "hyperclovax", "vaultgemma", "minicpm3", "nanochat"}
+    assert wanted <= {*found["fused"]}, found
