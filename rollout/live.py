@@ -220,7 +220,8 @@ class Loop:
         end = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
 
         def step() -> bool:
-            if not done() and not self.is_paused:
+            # The pause first, which may end at any moment: who waits for its end is done then, and nothing may be left to run.
+            if not self.is_paused and not done():
                 assert self.core.has_work, "a request that is waited for is nowhere"
                 self.core.step()
             return done()

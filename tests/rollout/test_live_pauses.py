@@ -12,6 +12,7 @@ from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nu
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import RolloutEngine
+from stoker.rollout.live import Loop
 
 
 def test_pause_wait_and_pause_abort() -> None:
@@ -164,3 +165,28 @@ def test_a_pause_that_waits_leaves_another_threads_pause_to_end(monkeypatch: pyt
             engine.resume()
         assert handle.done and engine.is_paused
         engine.resume()
+
+
+def test_a_pause_that_waits_for_another_that_ends_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at it, with nothing under way."""
+    held, over = threading.Event(), threading.Event()
+    with build() as engine:
+
+        def hold() -> None:
+            engine.pause()
+            held.set()
+            over.wait(60)
+
+        def ends_once_seen(loop: Loop) -> bool:
+            paused = loop._paused_by is not None
+            loop.resume(recompute=False)
+            return paused
+
+        with beside(hold):
+            held.wait(60)
+            with monkeypatch.context() as patch:
+                patch.setattr(Loop, "is_paused", property(ends_once_seen))
+                engine.pause("wait")
+            assert engine.is_paused
+            engine.resume()
+            over.set()
