@@ -31,6 +31,8 @@ from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.weight_sync.adapters import active_adapters
+from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.version import uninterrupted
 
 check_version()  # or the next line would fail with less to say
@@ -286,10 +288,12 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
 class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     """TRL's own loop, with the engine in place of its server."""
 
-    def __init__(self, engine: RolloutEngine, params: SamplingParams, **options: Any) -> None:
+    def __init__(self, engine: RolloutEngine, params: SamplingParams, policy: str | None, **options: Any) -> None:
+        """policy: the adapter that is trained, by name; None for a model without."""
         super().__init__(**options)
         self._engine = engine
         self._params = params
+        self._policy = policy
         self._steps = AsyncSteps(engine)
 
     def run(self) -> None:
@@ -321,7 +325,8 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             raise first from first.__cause__
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        output = await self._steps.result(self._engine.submit(prompt_ids, self._params))
+        # Not what the model would run now: the trainer's thread may have the adapter off, for a reference's forward.
+        output = await self._steps.result(self._engine.submit(prompt_ids, self._params, adapter=self._policy))
         if output.error is not None:
             raise RequestFailedError(str(output.error)) from self._steps.failure
         (completion,) = output.completions
@@ -329,10 +334,12 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
 
 
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _EngineLoop:
+    """Called by the trainer's own thread, when a run begins."""
     args = trainer.args
     return _EngineLoop(
         engine,
         sampling_params(trainer),
+        "+".join(active_adapters(unwrap(live_model(trainer)))) or None,
         model_name="",
         dataset=trainer.train_dataset,
         processing_class=trainer.processing_class,

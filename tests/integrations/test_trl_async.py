@@ -160,6 +160,36 @@ def test_an_adapter_is_read_live_and_never_merged(make: Make, monkeypatch: pytes
         assert output.completions[0].logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
 
 
+def test_a_forward_without_the_adapter_changes_no_rollout(make: Make) -> None:
+    """One of a reference policy, say, in the trainer's thread: completions that begin meanwhile are the policy's all the same."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    trainer = make(count_a, peft_config=config, learning_rate=0.0)
+    engine = trainer.rollout_worker.attach(trainer)
+    samples = record(trainer.rollout_worker)
+    submit, compute_loss, begun = engine.submit, trainer.compute_loss, []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        handle = submit(*given, **options)
+        begun.append(handle)
+        return handle
+
+    def with_a_reference(*given: Any, **options: Any) -> Any:
+        with trainer.model.disable_adapter():
+            before, end = len(begun), time.monotonic() + 60
+            while len(begun) == before and time.monotonic() < end:
+                time.sleep(1e-3)
+        return compute_loss(*given, **options)
+
+    engine.submit, trainer.compute_loss = noted, with_a_reference
+    trainer.train()
+    policy = get_peft_model(make_model(), config).eval()
+    policy.load_state_dict(trainer.model.state_dict())
+    for sample in samples:
+        ids, first = sample.input_ids.tolist(), int(sample.completion_mask.argmax())
+        plain = plain_logprobs(policy, ids[:first], ids[first:])
+        assert sample.old_log_probs[first:].tolist() == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
+
+
 def test_tools_are_called_and_their_answers_are_context(make: Make) -> None:
     asked: list[str] = []
 
@@ -223,7 +253,7 @@ def test_an_optimizer_step_is_not_looked_into(make: Make) -> None:
     assert engine is not None
     trainer.add_callback(Slow())
     submit, notice = engine.submit, engine._updates.notice
-    engine.submit = lambda *given: (submitted.append(within[0]), submit(*given))[1]  # type: ignore[method-assign]
+    engine.submit = lambda *given, **o: (submitted.append(within[0]), submit(*given, **o))[1]  # type: ignore[method-assign]
     engine._updates.notice = lambda **o: (looked.append(within[0]), notice(**o))[1]  # type: ignore[method-assign]
     trainer.train()
     assert any(answered) and any(submitted) and looked and not any(looked)

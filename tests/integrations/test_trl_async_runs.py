@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) 
     resumed = make(count_a, max_steps=3)
     engine = resumed.rollout_worker.attach(resumed)
     submit, asked = engine.submit, []
-    engine.submit = lambda prompt, *rest: (asked.append(prompt), submit(prompt, *rest))[1]  # type: ignore[method-assign]
+    engine.submit = lambda prompt, *rest, **o: (asked.append(prompt), submit(prompt, *rest, **o))[1]  # type: ignore[method-assign]
     resumed.train(resume_from_checkpoint=str(state.parent))
     assert asked[0] == resumed.processing_class("hg")["input_ids"]
     assert resumed.state.global_step == 3 and resumed.model_version == 11
