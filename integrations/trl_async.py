@@ -15,6 +15,7 @@ picklable, and may use the trainer's device.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -39,6 +40,7 @@ check_version()  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
 
+_log = logging.getLogger("stoker")
 _STOP_S = 30.0  # for a reward function or a tool that runs
 
 
@@ -159,7 +161,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         """Close the engine, and undo ``attach``. The trainer needs another rollout worker before it can train again."""
         if self._trainer is None:
             raise EngineStateError("these rollouts are attached to no trainer")
-        self.stop()
+        self._end_thread()
         self._leave()
 
     @uninterrupted()
@@ -186,13 +188,15 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         """Produce rollouts in a thread. Called by the trainer when training begins."""
         if self._loop is not None or self.engine is None:
             return
-        self.stop()  # where a run before this one could not be
+        self._end_thread()  # where the run before this one could not
         self._forget()
         self.engine.update_weights()  # which may come from a checkpoint
         self._heartbeat.value = time.time()
-        self._loop = _loop(self, self._trainer, self.engine)
-        self._thread = threading.Thread(target=self._loop.run, name="stoker-async-rollouts", daemon=True)
-        self._thread.start()
+        loop = _loop(self, self._trainer, self.engine)
+        with uninterrupted():  # a thread that is there without being begun, or a loop without one, nothing could end
+            self._loop = loop
+            self._thread = threading.Thread(target=loop.run, name="stoker-async-rollouts", daemon=True)
+            self._thread.start()
 
     def _forget(self) -> None:
         """What a run before this one left: samples of its weights, its metrics, its error, the prompts it had trained on."""
@@ -206,13 +210,21 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
     def stop(self) -> None:
         """End the thread; completions under way are dropped.
 
-        Called by the trainer when training ends, however it does.
+        Called by the trainer when training ends, however it does: what comes of that is not lost for a tool that takes long.
         """
+        try:
+            self._end_thread()
+        except EngineStateError as slow:
+            _log.warning("%s: it goes on by itself, and the next run waits for it", slow)
+
+    def _end_thread(self) -> None:
+        """Raise ``EngineStateError`` where a function of the user's holds it for ``_STOP_S``."""
         if self._thread is None:
             return
         if self._loop is not None:
-            self._loop.request_stop()
-            self._loop = None
+            with uninterrupted():  # a loop that is still there would be taken for one that runs
+                self._loop.request_stop()
+                self._loop = None
         end = time.monotonic() + _STOP_S
         while self.engine is not None and self.engine.is_paused:  # an optimizer step that failed
             self.engine.pause("abort")  # and may have left weights that nothing can run on

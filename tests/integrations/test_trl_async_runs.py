@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
 import sys
 import threading
 import time
@@ -191,7 +193,10 @@ def test_a_reward_function_that_exits_ends_training_and_holds_nothing(make: Make
     assert trainer.state.global_step == 3
 
 
-def test_a_run_after_one_whose_tool_hung(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_tool_hangs_and_the_one_after_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a run has come to is not lost for a tool whose answer nobody wants any more."""
     hangs, goes_on = threading.Event(), threading.Event()
 
     def look_up(key: str) -> str:
@@ -214,11 +219,39 @@ def test_a_run_after_one_whose_tool_hung(make: Make, monkeypatch: pytest.MonkeyP
     trainer = make(count_a, rollouts, max_steps=1, max_tool_calling_iterations=1)
     trainer.add_callback(UntilItHangs())
     rollouts.attach(trainer)
+    with caplog.at_level(logging.WARNING, "stoker"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and "has not returned within 0 s of the end of training" in caplog.text
     with pytest.raises(EngineStateError, match="has not returned within 0 s"):
         trainer.train()
     with pytest.raises(EngineStateError, match="has not returned within 0 s"):
-        trainer.train()
+        rollouts.detach()
     goes_on.set()
     monkeypatch.setattr(trl_async, "_STOP_S", 30.0)
     trainer.train()
     assert trainer.state.global_step == 1 and not threads()
+
+
+@pytest.mark.parametrize("at", ["Thread", "request_stop"])
+def test_an_interrupt_where_the_thread_begins_or_ends(make: Make, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    trainer = make(count_a)
+    engine = trainer.rollout_worker.attach(trainer)
+    where = trl_async.threading if at == "Thread" else trl_async._EngineLoop
+    before, interrupted = getattr(where, at), []
+
+    def interrupt(*given: Any, **options: Any) -> Any:
+        result = before(*given, **options)
+        if at == "request_stop" or options.get("name") == "stoker-async-rollouts":
+            interrupted.append(at)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(where, at, interrupt)
+        trainer.train()
+    assert interrupted
+    if trainer.rollout_worker._thread is not None:  # it has been told to end, and was not waited for
+        trainer.rollout_worker._thread.join(30)
+    assert not threads() and not engine.core.has_work
+    trainer.train()
+    assert trainer.state.global_step == 3 and not threads()
