@@ -19,7 +19,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -328,7 +328,7 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
                     self._score_loop(stop_event=stop_event),
                     self._steps.run(),
                 )
-                tasks = [group.create_task(loop) for loop in loops]
+                tasks = [group.create_task(_to_its_end(loop)) for loop in loops]
                 await stop_event.wait()
                 for task in tasks:  # which wait for completions that nobody wants any more
                     task.cancel()
@@ -343,6 +343,20 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             raise RequestFailedError(str(output.error)) from self._steps.failure
         (completion,) = output.completions
         return completion.token_ids, completion.logprobs
+
+
+async def _to_its_end(loop: Awaitable[None]) -> None:
+    """A loop that is cancelled from within has failed: a group of tasks would go on without it, and nothing would come any more.
+
+    ``CancelledError`` comes out of a future that was cancelled, also of one in a thread that a tool waits in.
+    """
+    try:
+        await loop
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # from without, at the end
+            raise
+        raise RequestFailedError("a tool, an environment or a reward function raised CancelledError") from error
 
 
 def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _EngineLoop:

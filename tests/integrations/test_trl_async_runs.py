@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,39 @@ def test_a_reward_function_that_exits_ends_training_and_holds_nothing(make: Make
     assert not threads() and not engine.core.has_work
     trainer.train()
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("where", ["tool", "reward"])
+def test_a_future_that_was_cancelled_ends_training_at_once(make: Make, where: str) -> None:
+    """It comes as the error by which asyncio ends tasks, of which nobody is told."""
+
+    def wait_for_it() -> str:
+        future: Future[str] = Future()
+        future.cancel()
+        return future.result()
+
+    def look_up(key: str) -> str:
+        """Look a key up.
+
+        Args:
+            key: what to look up.
+        """
+        return wait_for_it()
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        wait_for_it()
+        return count_a(completions)
+
+    tools = [look_up] if where == "tool" else None
+    rollouts = AsyncRollouts(reward, tools=tools, config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(reward, rollouts, max_tool_calling_iterations=1, heartbeat_stale_after_s=20.0)
+    engine = rollouts.attach(trainer)
+    assert engine is not None
+    look_often(trainer)
+    of = "_execute_tool_calls" if where == "tool" else "_score_group"
+    with pytest.raises(EngineStateError, match=rf"(?s)have failed: .* reward function raised CancelledError.*in {of}"):
+        trainer.train()
+    assert not threads() and not engine.core.has_work
 
 
 def test_a_run_whose_tool_hangs_and_the_one_after_it(
