@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,23 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from stoker.kernels.errors import UnsupportedModelError
 
 Box = tuple[tuple[int, int], ...]
+FLAT = (-1,)  # the shape of a tensor that is flattened
 # Made for a mesh that is part of the world, by that world, the present one, and their ranks: a process keeps those it has made.
 _GROUPS: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of tensors of one shape, placement and mesh are. boxes: by group rank; flat: of the flattened tensor."""
+    """Where the parts of tensors of one shape, placement and mesh are.
+
+    boxes: by group rank, of the tensor in that shape (empty: its own); part: this rank's, as its box has it.
+    """
 
     group: dist.ProcessGroup | None  # None: whole on every rank
     local: tuple[int, ...]  # this rank's shape
     boxes: tuple[Box, ...] = ()
-    flat: bool = False
+    shape: tuple[int, ...] = ()
+    part: tuple[int, ...] = ()
 
 
 def device_of(mesh: DeviceMesh, of_parts: torch.device) -> torch.device:
@@ -62,15 +67,17 @@ def group_over(mesh: DeviceMesh, placements: Sequence[Any]) -> dist.ProcessGroup
 
 
 def layout_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size) -> Layout:
+    sizes = [mesh.size(i) for i in range(mesh.ndim)]
     known = all(isinstance(p, Shard | _StridedShard) or p.is_replicate() for p in placements)
-    if not known or mesh.get_coordinate() is None:
+    cuts = _cuts(shape, sizes, placements) if known else None
+    if cuts is None or mesh.get_coordinate() is None:
         raise UnsupportedModelError(
             f"{name} is placed as {placements} on {mesh}, of which this rank cannot gather it: shard or replicate "
             "parameters over meshes that every rank of the engine is in"
         )
-    sizes = [mesh.size(i) for i in range(mesh.ndim)]
     places = _places(mesh)
-    local = tuple(high - low for low, high in _box(shape, sizes, placements, places[dist.get_rank()]))
+    own = [high - low for low, high in cuts.box(sizes, places[dist.get_rank()])]
+    local = cuts.as_sharded(own)
     sharded, group = _splits(mesh, placements), group_over(mesh, placements)
     if group is None:
         return Layout(None, local)
@@ -80,12 +87,13 @@ def layout_of(name: str, mesh: DeviceMesh, placements: Sequence[Any], shape: tor
             f"{name}, placed as {placements}, is not whole on the ranks {mesh.mesh.tolist()}, which are out of "
             "order: give its mesh ascending ones"
         )
-    boxes = [_box(shape, sizes, placements, place) for place in of_group]
-    flat = all(box[1:] == boxes[0][1:] for box in boxes)
-    if flat:  # which then can be cut anywhere: a row of a layer's experts is a whole matrix
+    boxes = [cuts.box(sizes, place) for place in of_group]
+    if all(box[1:] == boxes[0][1:] for box in boxes):
+        # Which then can be cut anywhere: a row of a layer's experts is a whole matrix.
         row = math.prod(shape[1:])
         boxes = [((low * row, high * row),) for (low, high), *_ in boxes]
-    return Layout(group, local, tuple(boxes), flat)
+        return Layout(group, local, tuple(boxes), FLAT, (math.prod(local),))
+    return Layout(group, local, tuple(boxes), cuts.shape if cuts.packed else (), tuple(own))
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -111,20 +119,60 @@ def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
     return dict(zip(ranks.flatten().tolist(), torch.stack(places, dim=1).tolist(), strict=True))
 
 
-def _box(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any], places: Sequence[int]) -> Box:
-    """What a rank holds that has these ``places``.
+@dataclass(frozen=True)
+class _Cuts:
+    """How a mesh cuts a tensor in this shape: in turn, which dimension of the mesh cuts which of the tensor into chunks of
+    rounded-up length. packed: of dimensions of the tensor's own shape, in how many parts they lie here, one dimension more."""
 
-    Mesh dimensions split a tensor dimension from left to right, each what the one before left, into chunks of rounded-up
-    length. A strided one (FSDP over tensor parallelism) comes last: it splits what the others left.
+    shape: tuple[int, ...]
+    turns: tuple[tuple[int, int], ...]
+    packed: Mapping[int, int]
+
+    def box(self, sizes: Sequence[int], places: Sequence[int]) -> Box:
+        """What a rank holds that has these ``places``."""
+        box = [(0, n) for n in self.shape]
+        for i, dim in self.turns:
+            low, high = box[dim]
+            length = -(-(high - low) // sizes[i])
+            begin = min(low + length * places[i], high)
+            box[dim] = (begin, min(begin + length, high))
+        return tuple(box)
+
+    def as_sharded(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Of a box, as a part has them that is in the tensor's own shape."""
+        left = iter(lengths)
+        found: list[int] = []
+        while len(found) + len(self.packed) < len(self.shape):
+            parts = next(left) if len(found) in self.packed else 1
+            found.append(parts * next(left))
+        return tuple(found)
+
+
+def _cuts(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any]) -> _Cuts | None:
+    """None where that is not known.
+
+    Mesh dimensions split a tensor dimension from left to right, each what the one before left. A strided one whose factor
+    is the number of parts that those to its right make (FSDP over tensor parallelism) comes after these, and splits what
+    they left. One that is alone splits each of so many equal parts, as of gate and up that are packed into one.
     """
-    box = [(0, n) for n in shape]
     splits = [
-        (isinstance(p, _StridedShard), i) for i, p in enumerate(placements) if isinstance(p, Shard | _StridedShard)
+        (isinstance(p, _StridedShard), i, p.dim % len(shape))
+        for i, p in enumerate(placements)
+        if isinstance(p, Shard | _StridedShard) and sizes[i] > 1
     ]
-    for _, i in sorted(splits):
-        dim = placements[i].dim
-        low, high = box[dim]
-        length = -(-(high - low) // sizes[i])
-        begin = min(low + length * places[i], high)
-        box[dim] = (begin, min(begin + length, high))
-    return tuple(box)
+    packed: dict[int, int] = {}
+    for strided, i, dim in splits:
+        others = [other for _, other, of in splits if of == dim and other != i]
+        if strided and (factor := int(placements[i].split_factor)) != math.prod(sizes[j] for j in others if j > i):
+            if others or shape[dim] % factor:
+                return None
+            packed[dim] = factor
+    whole: list[int] = []
+    place = []
+    for dim, length in enumerate(shape):
+        if dim in packed:
+            whole.append(packed[dim])
+        place.append(len(whole))
+        whole.append(length // packed.get(dim, 1))
+    turns = sorted((strided, -i if strided else i, place[dim]) for strided, i, dim in splits)
+    return _Cuts(tuple(whole), tuple((abs(i), dim) for _, i, dim in turns), packed)

@@ -20,18 +20,18 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
-from stoker.weight_sync.meshes import Box, Layout, device_of, group_over, layout_of
+from stoker.weight_sync.meshes import FLAT, Box, Layout, device_of, group_over, layout_of
 from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
 from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
 
 
 class Piece(NamedTuple):
-    """Rows of a rank's part from ``start`` on, and the box of the (where ``flat``: flattened) tensor they fill."""
+    """Rows of a rank's part from ``start`` on, and the box they fill of the tensor in that shape (empty: its own)."""
 
     name: str
     start: int
     box: Box
-    flat: bool
+    shape: tuple[int, ...]
 
     @property
     def rows(self) -> int:
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
         if first >= last or not self.row_numel:
             return None
         begin = self.box[0][0] - self.start
-        return Piece(self.name, first, ((begin + first, begin + last), *self.box[1:]), self.flat)
+        return Piece(self.name, first, ((begin + first, begin + last), *self.box[1:]), self.shape)
 
     def view(self, full: Tensor) -> Tensor:
-        target = full.view(-1) if self.flat else full
+        target = full.view(self.shape) if self.shape else full
         for dim, (low, high) in enumerate(self.box):
             target = target.narrow(dim, low, high - low)
         return target
@@ -83,7 +83,7 @@ class Shards:
     def even(self) -> bool:
         """Whether every rank has as many elements of one flattened tensor, in the order of the ranks."""
         boxes = [((i * self.rows, (i + 1) * self.rows),) for i in range(len(self.pieces))]
-        return all(len(p) == 1 and p[0][1:] == (0, box, True) for p, box in zip(self.pieces, boxes, strict=True))
+        return all(len(p) == 1 and p[0][1:] == (0, box, FLAT) for p, box in zip(self.pieces, boxes, strict=True))
 
     @cached_property
     def row_numel(self) -> int:
@@ -293,9 +293,8 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
         held.full[name] = local
         return
     device = device_of(mesh, local.device)
-    rows = local.reshape(-1) if layout.flat else local
-    pieces = tuple((Piece(name, 0, box, layout.flat),) for box in layout.boxes)
-    held.shards.append(Shards((name,), layout.group, device, rows, pieces))
+    pieces = tuple((Piece(name, 0, box, layout.shape),) for box in layout.boxes)
+    held.shards.append(Shards((name,), layout.group, device, local.reshape(layout.part), pieces))
 
 
 # -- flat ones -------------------------------------------------------------------------------------------------------
@@ -358,6 +357,6 @@ def _cut(spans: Sequence[tuple[str, int, int]], length: int, ranks: int) -> tupl
         for name, start, numel in spans:
             first, last = max(low, start), min(high, start + numel)
             if first < last:
-                yield Piece(name, first - low, ((first - start, last - start),), flat=True)
+                yield Piece(name, first - low, ((first - start, last - start),), FLAT)
 
     return tuple(tuple(of(rank)) for rank in range(ranks))

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from stoker.rollout import (
@@ -170,3 +171,25 @@ def follow_training(rank: int, wrap: Any, family: str, gather_memory: int) -> di
     train(twin, theirs, 9)
     train(model, ours, 9)
     return {"moved": moved, "mirror": stats.mirror_bytes, "weights": sum(p.nbytes for p in twin.parameters())}
+
+
+def packed(rank: int) -> None:
+    """Gate and up of experts in one, as transformers' tensor parallelism splits them: each rank has its part of both."""
+    twin, model = (make_model("qwen3_moe", num_hidden_layers=2) for _ in range(2))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"gate_up_proj": _StridedShard(1, split_factor=2), "down_proj": Shard(2)}
+    for experts in [m for n, m in model.named_modules() if n.endswith("experts")]:
+        for name, placement in placements.items():
+            whole = getattr(experts, name).detach()
+            setattr(experts, name, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+    with RolloutEngine(model, config=replace(CONFIG, gather_memory="64KiB")) as engine:
+        for step in range(2):
+            assert set(assert_matches(engine, twin)) == {step} and engine.verify_weights().ok
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if isinstance(parameter, DTensor):
+                        local = parameter.to_local()
+                        local.add_(0.1 * torch.randn(local.shape, generator=torch.Generator().manual_seed(rank)))
+            twin.load_state_dict({n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in model.state_dict().items()})
+            assert engine.verify_weights().mismatched
+            engine.update_weights()

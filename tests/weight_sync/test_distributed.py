@@ -24,6 +24,10 @@ def test_the_engine_follows_a_sharded_trainer(world_size):
                 assert result["moved"] == result["weights"] <= result["mirror"] < 1.2 * result["weights"], name
 
 
+def test_packed_weights_of_which_each_rank_has_its_part_of_both():
+    ranks.run(sharded.packed, 2)
+
+
 def test_fsdp2_under_accelerate():
     for rank, found in enumerate(ranks.run(accelerated.follow, 2, "fsdp2")):
         assert found == {"asleep": [True] * 3, "versions": [1, 2, 3], "source": "mirror", "seed": rank}

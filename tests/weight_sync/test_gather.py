@@ -136,12 +136,16 @@ class Mesh:
 
 
 def part_of(full: Tensor, mesh: Mesh, placements: Sequence[Any]) -> Tensor:
-    """What this rank has of it, by ``torch.chunk``: strided shardings cut what the others left."""
-    split = [(isinstance(p, _StridedShard), dim, p.dim) for dim, p in enumerate(placements) if hasattr(p, "dim")]
-    for _, mesh_dim, dim in sorted(split):
-        parts = full.chunk(mesh.size(mesh_dim), dim)
+    """What this rank has of it, by ``torch.chunk``: strided shardings cut what the others left, or each of several parts."""
+    split = [(isinstance(p, _StridedShard), dim, p) for dim, p in enumerate(placements) if hasattr(p, "dim")]
+    alone = len({p.dim for _, _, p in split}) == len(split)
+    for strided, mesh_dim, p in sorted(split, key=lambda s: s[:2]):
         place = sorted(mesh.along(mesh_dim)).index(mesh.world.rank)
-        full = parts[place] if place < len(parts) else full.narrow(dim, 0, 0)
+        found = []
+        for packed in full.chunk(p.split_factor, p.dim) if strided and alone else [full]:
+            parts = packed.chunk(mesh.size(mesh_dim), p.dim)
+            found.append(parts[place] if place < len(parts) else packed.narrow(p.dim, 0, 0))
+        full = torch.cat(found, p.dim)
     return full
 
 
@@ -153,9 +157,12 @@ def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) ->
     if layout.group is None:
         assert torch.equal(local, full)
         return None
-    assert layout.flat or any(getattr(p, "dim", 0) for p in placements), "what is cut by rows alone can be cut anywhere"
-    local = local.reshape(-1) if layout.flat else local
-    pieces = tuple((sharding.Piece(name, 0, box, layout.flat),) for box in layout.boxes)
+    by_rows = not any(getattr(p, "dim", 0) for p in placements) and (
+        len(placements) > 1 or type(placements[0]) is Shard
+    )
+    assert not by_rows or layout.shape == meshes.FLAT, "what is cut by rows alone can be cut anywhere"
+    local = local.reshape(layout.part)
+    pieces = tuple((sharding.Piece(name, 0, box, layout.shape),) for box in layout.boxes)
     return Shards((name,), layout.group, CPU, local.contiguous(), pieces)
 
 
@@ -186,11 +193,15 @@ KINDS: dict[str, tuple[Any, Sequence[Any]]] = {
     "columns and rows": (TABLE, [Shard(1), Shard(0)]),
     "rows over rows": (TABLE, [_StridedShard(0, split_factor=4), Shard(0)]),
     "around copies": (CUBE, [Shard(0), Replicate(), Shard(1)]),
+    "packed rows": (LINE, [_StridedShard(0, split_factor=2)]),
+    "rows and packed columns": (TABLE, [Shard(0), _StridedShard(1, split_factor=2)]),
+    "packed columns of copies": (CUBE, [_StridedShard(1, split_factor=3), Replicate(), Replicate()]),
     "another order": ((2, 0, 7, 1, 3, 6, 5, 4), [Shard(0)]),
     "columns in another order": (((3, 0), (6, 1), (2, 7), (4, 5)), [Shard(1), Replicate()]),
     "copies": (TABLE, [Replicate(), Replicate()]),
 }
 SHAPES = [(6, 4), (7, 5), (13, 6, 2), (5, 7), (1, 9), (24, 3), (2, 1), (6, 6, 2)]
+PACKED = [(6, 12), (24, 6), (12, 6, 2)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -202,6 +213,7 @@ def test_the_parts_of_every_layout_make_the_whole_again(world: World, seed: int)
     full = {name: torch.randn(draw.choice(SHAPES)) for name in names}
     dtypes = {name: draw.choice(DTYPES) for name in names}
     kinds = {name: draw.choice([*KINDS, "alone", "flat", "flat"]) for name in names}
+    full |= {name: torch.randn(draw.choice(PACKED)) for name in names if "packed" in kinds[name]}
     together = [name for name in names if kinds[name] == "flat"]
     left_out = set(draw.sample(names, 3))
     memory, gap = draw.choice([64, 700, 3000, 10**6]), draw.choice([0, 3])
