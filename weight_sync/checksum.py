@@ -102,7 +102,8 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
     ]
     if not looked_at:
         return
-    maxima = torch._foreach_norm([t for _, t, _ in looked_at], ord=float("inf"))
+    wide = [t if t.itemsize > 1 else t.bfloat16() for _, t, _ in looked_at]  # of 8 bits torch has no norm
+    maxima = torch._foreach_norm(wide, ord=float("inf"))
     device = looked_at[0][1].device
     largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()
     for (name, _, dtype), value in zip(looked_at, largest, strict=True):

@@ -223,6 +223,18 @@ def test_weights_that_are_not_finite_are_refused_where_asked(value, dtype):
         assert engine.update_weights() == 1
 
 
+def test_weights_from_elsewhere_in_8_bits_are_looked_at_too():
+    model = make_model("llama")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    state = {n: t.to(torch.float8_e4m3fn) if t.dim() > 1 else t for n, t in model.state_dict().items()}
+    with engine_on(model, "bfloat16", check_finite_weights=True) as engine:
+        assert engine.update_weights(state) == 1
+        assert torch.equal(copies(engine)[name], state[name].bfloat16())
+        spoilt = torch.full_like(state[name], torch.nan)
+        with pytest.raises(WeightsMismatchError, match=f"{name} holds NaN or Inf"):
+            engine.update_weights(state | {name: spoilt})
+
+
 # -- memory of its own -----------------------------------------------------------------------------------------------
 
 
