@@ -33,6 +33,7 @@ from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.version import uninterrupted
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
@@ -64,7 +65,7 @@ class AcceleratedEngine:
         if not isinstance(model, nn.Module):
             raise InvalidConfigError(f"model is a {type(model).__name__}: give what accelerator.prepare(model) returns")
         device = next(model.parameters()).device
-        if device.type != accelerator.device.type:
+        if device.type != accelerator.device.type and not is_sharded(model):  # parts may wait in host memory
             raise InvalidConfigError(
                 f"the model is on {device} and the accelerator works on {accelerator.device}: give the model that "
                 "accelerator.prepare(model) returns"

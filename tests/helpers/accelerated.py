@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ import zero
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
@@ -289,3 +290,15 @@ def assert_trained(found: dict[str, Any], source: str = "mirror", *, kept: bool 
     assert (found["source"], version, found["asleep"]) == (source, 3, [True] * 3)
     assert found["kept"] == [copies and kept] * 3 + [copies]
     assert found["worst"] < LOGPROB_TOLERANCE < found["moved"] / 100
+
+
+def offloaded(rank: int) -> None:
+    """Parts that FSDP2 keeps in host memory, of a model that is computed with on a GPU: they say nothing of where that is."""
+    launched()
+    policy = CPUOffloadPolicy(pin_memory=False)
+    model = fully_shard(make_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)), offload_policy=policy)
+    accelerator = Accelerator(cpu=True)
+    with mock.patch.object(Accelerator, "device", torch.device("cuda:0")):
+        engine = AcceleratedEngine(accelerator, model)
+    with engine:
+        assert worst_difference(whole(model), engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE

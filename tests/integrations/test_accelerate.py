@@ -310,6 +310,10 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         AcceleratedEngine(accelerator, model)
 
 
+def test_parts_in_host_memory() -> None:
+    ranks.run(accelerated.offloaded, 2)
+
+
 def test_two_processes() -> None:
     first, second = ranks.run(accelerated.follow_ddp, 2)
     assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
