@@ -28,11 +28,12 @@ class TextStream:
         known, text = len(self._pending), whole
         if whole.endswith("�"):  # a character to be, or bytes that make none
             known, text = self._broken(whole)
-        new = text[len(before) :]
+        new, old = text[len(before) :], len(self._held)
         if new:  # special tokens have no text, and are no context
             self._held += new
             self._context, self._pending = self._pending[:known], self._pending[known:]
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        # One that was there before has ended nothing, as more came: it is from before ``min_tokens``.
+        found = [at for s in self._stops if (at := self._held.find(s, max(0, old - len(s) + 1))) >= 0]
         sure = max(0, min([len(self._held) - self._keep, *found]))
         text, self._held = self._held[:sure], self._held[sure:]
         self._sent += sure

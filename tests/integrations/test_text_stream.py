@@ -50,3 +50,18 @@ def test_bytes_that_make_no_character_are_sent_as_they_come() -> None:
     assert "".join(pieces) == whole and whole.endswith("�and text Ω")
     assert sum(map(len, pieces[:300])) > 250
     assert max(lengths) < 100
+
+
+def test_a_stop_string_that_ended_nothing_holds_nothing_back() -> None:
+    """One before ``min_tokens`` is a part of the text, which goes on."""
+    made = tokenizer("byte-level")
+    text = "10 20. 17 dogs. a cat. yes or no and no more of either kind"
+    ids = made(text)["input_ids"]
+    for step in (1, 3):
+        stream = TextStream(made, [". ", ".?"])
+        pieces = [stream.add(ids[at : at + step]) for at in range(0, len(ids), step)]
+        assert "".join(pieces) == text[:-1]
+    stream = TextStream(made, [". ", "s. a "])
+    assert stream.add(made("10 20. 17")["input_ids"]) == "10 20", "for all it knows the completion ends here"
+    assert stream.add(made(" dogs. a cat. ")["input_ids"]) == ". 17 dog"
+    assert stream.rest("10 20. 17 dogs. a cat. ") == "s. a cat. "
