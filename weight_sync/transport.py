@@ -66,7 +66,7 @@ def send_weights(tensors: Mapping[str, Tensor], transfer: WeightTransfer, *, buc
             end = 0
             for spec, start, count in bucket:
                 if spec.name != name:  # what is not contiguous is copied here, once for all its buckets
-                    name, flat = spec.name, tensors[spec.name].detach().reshape(-1)
+                    name, flat = spec.name, tensors[spec.name].detach().contiguous().view(-1)
                 size = count * spec.dtype.itemsize
                 buffer[end : end + size].copy_(flat[start : start + count].view(torch.uint8))
                 end += size

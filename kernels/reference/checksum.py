@@ -48,7 +48,7 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
 def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
     """Their checksums, int64 [tensors]."""
     data = tensors[0].reshape(1, -1) if len(tensors) == 1 else torch.stack(list(tensors)).view(len(tensors), -1)
-    data = data.view(torch.uint8)
+    data = data.contiguous().view(torch.uint8)  # of every other element, reshaping makes a view
     total = torch.zeros(len(data), dtype=torch.int64, device=data.device)
     for piece in torch.split(data, PIECE_BYTES, dim=1):
         total = 31 * total + _weighted_sums(piece)

@@ -127,6 +127,26 @@ def test_tensors_of_one_kind_are_looked_at_together_and_each_has_its_own_number(
     assert calls == [200, 200]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("shape", [(5, 6), (1030, 600)])
+def test_they_are_those_of_the_content_however_it_lies(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Every other column lies at equal distances, as gates that take turns with values do."""
+    x = torch.randn(shape).mul(50).to(dtype)
+    for view in (
+        x[:, ::2],
+        x[:, 1::2],
+        x[:, 0],
+        x[:, :1],
+        x[::2],
+        x.t(),
+        x.t()[::2],
+        x.flatten()[1:],
+        x[0].expand(3, -1),
+    ):
+        assert checksum(view) == checksum(view.clone(memory_format=torch.contiguous_format))
+    assert checksum(x[:1, :1].expand(3, 4)) == checksum(x[:1, :1].expand(3, 4).clone())
+
+
 def test_casts_are_made_in_lots_of_a_piece_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_weight_sync, "PIECE_BYTES", 1000)
     sizes = [100, 300, 300, 2, 1700, 0, 250, 250]
