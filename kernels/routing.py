@@ -120,7 +120,10 @@ def _route_kernel(
     ranked = tl.where(known[None, :], ranked, float("-inf"))
     if GROUPS > 1:
         chosen_from = _of_the_best_groups(ranked, ROWS, GROUP_BLOCK, SIZE, KEPT, BEST)
-        ranked = tl.where(known[None, :] & (chosen_from == 0), 0.0 if SCORE == "softmax" else -_FAR, ranked)
+        left_out = known[None, :] & (chosen_from == 0)
+        ranked = tl.where(left_out, 0.0 if SCORE == "softmax" else -_FAR, ranked)
+        if SCORE == "softmax" and not CORRECTION:  # it may be taken, as good as one whose score is zero
+            scores = tl.where(left_out, 0.0, scores)
     number = tl.arange(0, PAIRS)[None, :]
     ids = tl.zeros((ROWS, PAIRS), tl.int32)
     OF_LOGITS: tl.constexpr = SCORE == "chosen" or SCORE == "chosen_sigmoid"

@@ -16,6 +16,7 @@ from triton_oracle import (
     DEVICE,
     DTYPES,
     TOLERANCE,
+    assert_close,
     assert_early_starts_change_nothing,
     randn,
     unwritten_is_nan,  # noqa: F401
@@ -208,6 +209,18 @@ def test_a_sigmoid_of_the_chosen_ranks_by_what_it_is_of(ops: Ops) -> None:
     weight[:, 0] = torch.tensor([20.0, 30.0, 40.0, 25.0])
     ids, weights, _ = ops.route(x, weight, None, None, None, LLAMA4)
     assert (weights == 1.0).all() and (ids == 2).all()
+
+
+@all_ops
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_an_expert_of_a_group_that_is_left_out_weighs_nothing(tokens: int, ops: Ops) -> None:
+    """It may be taken where experts of the other groups have a score of zero: all of these rank the same."""
+    x, weight = (torch.zeros(n, 48, device=DEVICE) for n in (tokens, 6))
+    x[:, 0], weight[:, 0] = 1.0, torch.tensor([-2.0, -300.0, 0.0, -300.0, -1.0, -300.0])
+    choice = Choice(per_token=3, score="softmax", groups=3, kept_groups=2, **IN_GROUPS)
+    expected = weight[:, 0].double().softmax(0) * torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE)
+    routing = ops.route(x, weight, None, None, None, choice)
+    assert_close(by_expert(routing, 6).float(), expected.expand(tokens, -1), torch.float32)
 
 
 @kernels
