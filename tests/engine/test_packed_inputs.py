@@ -66,7 +66,21 @@ def test_arrays_of_the_same_sizes_are_always_the_same_tensors_of_one_memory() ->
                 )
             places = [t.data_ptr() for t in tensors.values()]
             assert seen.setdefault(sizes, places) == places
+            assert len(packed._views) <= 64, "what long prompts leave is given up"
     assert len(seen) == 82
+
+
+def test_no_more_is_sent_than_was_asked_for() -> None:
+    sent: list[int] = []
+
+    class Noting(Channel):
+        def send(self, block: int, nbytes: int) -> None:
+            sent.append(nbytes)
+
+    packed = PackedInputs(layout, (8, 100), lambda nbytes: Noting(nbytes, CPU))
+    for sizes in ((1, 7), (8, 100)):
+        packed.open(*sizes)[1]()
+    assert sent == [16 + 64 + 12, 16 + 800 + 96]
 
 
 Log = list[tuple[str, int]]

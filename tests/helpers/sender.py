@@ -144,6 +144,7 @@ def broadcast(rank: int) -> None:
         for steps in (1, 2):
             assert engine.update_weights(transfer) == steps
             check(engine, trained(steps), steps)
+            assert not transfer._buffer.numel(), "a bucket's memory is kept between updates"
         try:
             engine.update_weights(transfer)
         except ValueError as error:
@@ -195,6 +196,25 @@ def broadcast_and_die(rank: int) -> str:
         raise AssertionError("took weights from nobody")
 
 
+class Gone(dict[str, Any]):
+    """Tensors of an engine whose process ends when they are looked at."""
+
+    def get(self, *_: Any) -> Any:
+        os._exit(1)
+
+
+def broadcast_to_one_who_dies(rank: int) -> str:
+    """Rank 1 is gone when it is asked what it takes; the sender says so in time."""
+    transfer = BroadcastTransfer(0)
+    if rank == 1:
+        receive(transfer, Gone(), (), check_finite=False)
+    try:
+        send_weights({"a": torch.ones(3)}, transfer)
+    except WeightTransferError as error:
+        return str(error)
+    raise AssertionError("sent to nobody")
+
+
 def share(connection: Connection, die: bool, device: str = "cpu") -> None:
     """Sends through memory that both have open, on the device, thrice, the last two times the same; it may die in these."""
     torch.set_num_threads(1)
@@ -243,6 +263,7 @@ def some_tensors() -> dict[str, Tensor]:
         "half": torch.randn(7, dtype=torch.bfloat16),
         "single": torch.randn(5, 3),
         "turned": torch.randn(4, 6).t(),
+        "gaps": torch.randn(4, 6)[:, ::2],
         "double": torch.randn(9, dtype=torch.float64),
         "scalar": torch.tensor(5),
     }

@@ -11,7 +11,7 @@ import pytest
 from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.rollout import RolloutEngine
+from stoker.rollout import RolloutEngine, live
 from stoker.rollout.live import Loop
 
 
@@ -53,6 +53,26 @@ def test_a_pause_in_one_thread_holds_the_others() -> None:
             assert not results and len(handle._requests[0].tokens) == stood
             engine.resume()
         assert len(results[0].completions[0].token_ids) == 100
+
+
+def test_who_waits_in_a_pause_hears_of_its_end_and_of_its_own_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_PATIENCE", 600.0)
+    with build() as engine:
+        handle, timed_out = engine.submit(PROMPTS[0], long()), threading.Event()
+        engine.pause()
+
+        def ask() -> Any:
+            with pytest.raises(TimeoutError):
+                handle.result(timeout=0.05)
+            timed_out.set()
+            return handle.result()
+
+        with beside(ask) as results:
+            assert timed_out.wait(60)
+            while not engine._loop._resumed._waiting:
+                time.sleep(1e-3)
+            engine.resume()
+        assert results[0].completions[0].finish_reason == "length"
 
 
 def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:

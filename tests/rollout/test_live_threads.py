@@ -16,10 +16,11 @@ from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nu
 from mirrored import copies
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine
+from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine, live
 
 
-def test_threads_share_the_engine() -> None:
+def test_threads_share_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_PATIENCE", 600.0)  # each hears of the end of another's turn
     with build(max_num_seqs=3) as engine:
         expected = [engine.generate_batch([p], long(i, n=2))[0] for i, p in enumerate(PROMPTS)]
         failures: list[BaseException] = []

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from stoker.engine.settings import Settings
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
@@ -323,19 +322,3 @@ def test_a_setting_that_changes_what_layers_store_is_refused() -> None:
                 engine.generate_batch([[1]])
         attention.sliding_window = before
         engine.generate_batch([[1]])
-
-
-def test_a_setting_is_what_it_was_until_it_is_another():
-    """A NaN is not even itself; what a forward keeps where there was nothing is no setting."""
-    owner = {"scale": float("nan"), "positions": None, "top_k": 2}
-    settings = Settings()
-    for name in owner:
-        settings.watch(owner, name)
-    assert not settings.changed
-    owner["positions"] = torch.zeros(3)
-    assert not settings.changed
-    for other in (3, None, torch.zeros(2)):
-        owner["top_k"] = other
-        assert settings.changed
-    owner["top_k"] = 2
-    assert not settings.changed

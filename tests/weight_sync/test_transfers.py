@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -267,6 +269,33 @@ def test_a_message_is_neither_cut_nor_lost_by_an_interrupt(monkeypatch: pytest.M
         with pytest.raises(KeyboardInterrupt):
             take(here, targets)
         assert [kind for kind, _, _ in seen] == ["begin"] and not targets["a"].any()
+        take(here, targets)
+        sent.result(60)
+    assert targets["a"].all()
+
+
+def test_an_interrupt_while_a_message_is_sent_cuts_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the other end would take what is sent next for the rest of it."""
+    here, there = over_a_pipe()
+    targets = {"a": torch.zeros(40)}
+    descriptor = here.connection.fileno()
+
+    def send_in_two(message: Any) -> None:
+        data = bytes(ForkingPickler.dumps(message))
+        data = struct.pack("!i", len(data)) + data
+        assert os.write(descriptor, data[:9]) == 9
+        if message[0] == "judged":
+            signal.raise_signal(signal.SIGINT)
+        assert os.write(descriptor, data[9:]) == len(data) - 9
+
+    with sending(there, {"a": torch.ones(40)}) as sent:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(here.connection, "send", send_in_two)
+            take(here, targets)
+        with pytest.raises(WeightTransferError, match="gave up: KeyboardInterrupt"):
+            sent.result(60)
+    assert not targets["a"].any()
+    with sending(there, {"a": torch.ones(40)}) as sent:
         take(here, targets)
         sent.result(60)
     assert targets["a"].all()

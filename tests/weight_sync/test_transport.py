@@ -289,6 +289,11 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_weights_in_service() -> Non
     assert "the sender, rank 0, was lost while waiting for a bucket" in message and "keeps the weights" in message
 
 
+def test_a_receiver_that_dies_is_named_by_the_sender() -> None:
+    (message,) = [m for m in ranks.run(sender.broadcast_to_one_who_dies, 2, dead=1) if m is not None]
+    assert "a receiver was lost while agreeing on what is to come" in message
+
+
 @contextmanager
 def from_process(function: Callable[..., None], *arguments: Any) -> Iterator[sender.Counted]:
     """The end here of a transfer from a process that runs the function."""
