@@ -61,7 +61,28 @@ def test_a_stop_string_that_ended_nothing_holds_nothing_back() -> None:
         stream = TextStream(made, [". ", ".?"])
         pieces = [stream.add(ids[at : at + step]) for at in range(0, len(ids), step)]
         assert "".join(pieces) == text[:-1]
-    stream = TextStream(made, [". ", "s. a "])
-    assert stream.add(made("10 20. 17")["input_ids"]) == "10 20", "for all it knows the completion ends here"
-    assert stream.add(made(" dogs. a cat. ")["input_ids"]) == ". 17 dog"
-    assert stream.rest("10 20. 17 dogs. a cat. ") == "s. a cat. "
+    for stops, first, second in (
+        ([". "], "17 dogs", ". a ca"),
+        (["s. a"], "17 dog", ""),
+        (["7 d"], "1", "7 dogs. a c"),
+    ):
+        stream = TextStream(made, stops)
+        assert [stream.add(made(text)["input_ids"]) for text in ("17 dogs. ", "a cat")] == [first, second], stops
+        assert first + second + stream.rest("17 dogs. a cat") == "17 dogs. a cat"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_many_bytes_at_once_of_which_the_last_begin_a_character(kind: str) -> None:
+    """For all that is decoded then, none of them makes a character."""
+    made = tokenizer(kind)
+    ids = made("日本語と英語" * 4)["input_ids"]
+    whole = made.decode(ids, skip_special_tokens=True)
+    for first in range(36, 48):
+        stream = TextStream(made, [])
+        assert "".join(stream.add(some) for some in (ids[:first], *([t] for t in ids[first:]))) == whole
+
+
+def test_what_is_left_is_what_was_not_sent() -> None:
+    stream = TextStream(tokenizer("byte-level"), [])
+    assert stream.add(tokenizer("byte-level")("yes")["input_ids"]) == "yes" and stream.rest("yes or no") == " or no"
+    assert TextStream(None, []).add([3, 4]) == "", "of an engine without a tokenizer"

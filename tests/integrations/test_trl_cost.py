@@ -23,12 +23,14 @@ def test_what_a_rollout_does_not_wait_for_costs_the_next_one(monkeypatch: pytest
         cost.count(6)
         cost.log(trainer, 1)
         now[0] = 16.0
-    cost.count(12)
+    cost.count(5)
+    cost.count(7)
     now[0] = 50.0
     cost.log(trainer, 2)
     cost.log(trainer, 3)  # a rollout of nothing
-    with cost.timed():  # one that failed
+    with pytest.raises(ZeroDivisionError), cost.timed():
         now[0] = 60.0
+        raise ZeroDivisionError
     cost.count(1)
     cost.forget()
     trainer.model.training = False
