@@ -2,10 +2,12 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
 import pytest
+import tokenizer_kinds
 import torch
 from families import VOCAB, make_model
 from small_engine import (
@@ -21,6 +23,7 @@ from small_engine import (
     tokenizer,
     tokens,
 )
+from tokenizer_kinds import KINDS
 
 from stoker.rollout import Completion, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
@@ -113,6 +116,7 @@ def test_eos_ids_are_those_of_now():
         ("€", "€", "bcdefg", "bcdefg€"),
         (("xyz", "ijk", "hi"), "hi", "bcdefg€", "bcdefg€hi"),
         (("bcd", "d"), "bcd", "", "bcd"),
+        (("d", "bcd"), "bcd", "", "bcd"),
         ("nothing", None, "bcdefg€hijkl", "bcdefg€hijkl"),
     ],
 )
@@ -187,6 +191,16 @@ def test_stop_strings_before_min_tokens_are_part_of_the_text():
             assert (c.text, c.stop_reason, c.token_ids) == (text, "cd", encode(f"{text}cd")), min_tokens
 
 
+def test_a_text_is_cut_before_the_stop_string_that_ended_it():
+    """Not before one right in front of it, from before ``min_tokens``; and where one token is all that follows a special one."""
+    own = copy.deepcopy(tokenizer())
+    own.add_tokens(["!!"])
+    (both,) = own.convert_tokens_to_ids(["!!"])
+    assert completion_text(own, encode("aa"), "a") == "a"
+    assert completion_text(own, [*encode("<bot>"), both], "<bot>!!") == ""
+    assert completion_text(own, [*encode("a<bot>"), both], "<bot>!!") == "a"
+
+
 def test_the_checker_sees_what_the_whole_text_shows():
     """Against a search in the texts decoded from scratch after every token, over random bytes and special tokens."""
     rng, special = random.Random(0), special_tokens(tokenizer())
@@ -215,6 +229,31 @@ def test_the_checker_sees_what_the_whole_text_shows():
                 matched[named] += 1
                 break
     assert min(matched.values()) > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checker_finds_what_the_text_has_whatever_tokens_make_of_it(kind):
+    """Bytes that are no character by themselves, spaces that are left out or set between tokens."""
+    made, draws = tokenizer_kinds.tokenizer(kind), random.Random(0)
+    for text in ("日本語と英語 日本", "naïve café, déjà vu", "a b  c   d", "10 20 30 400 5000"):
+        ids = made(text)["input_ids"]
+        known = [made.decode(ids[:count], skip_special_tokens=True) for count in range(1, len(ids) + 1)]
+        for _ in range(12):
+            at = draws.randrange(len(known[-1]))
+            stop = known[-1][at : at + draws.randint(1, 3)]
+            check = StopStringChecker(made, [stop], special_tokens(made))
+            found = next(count for count, token in enumerate(ids) if check(token) is not None)
+            assert found == next(count for count, text in enumerate(known) if stop in text), (text, stop)
+            assert completion_text(made, ids[: found + 1], stop) == known[found][: known[found].find(stop)]
+
+
+def test_special_tokens_are_those_that_a_text_is_decoded_without():
+    """Not all that were added to a vocabulary; and also of tokenizers that keep no list of what was added."""
+    made = tokenizer_kinds.tokenizer("byte-level")
+    assert made.convert_tokens_to_ids("<think>") not in special_tokens(made)
+    assert "</s>" in special_tokens(made).values()
+    bare = SimpleNamespace(all_special_ids=[3, 4], all_special_tokens=["<s>", ""])
+    assert special_tokens(bare) == {3: "<s>"}, "every stop string has the text of one that has none"
 
 
 def test_the_end_of_max_model_len():
