@@ -416,8 +416,8 @@ class RolloutEngine:
 
     def __repr__(self) -> str:
         source = self._binding.source
-        states = {"asleep": self.is_sleeping, "paused": self.is_paused}
-        now = ["closed"] if self._closed else [state for state, holds in states.items() if holds]
+        states = "asleep" if self.is_sleeping else None, self._loop.pause_now
+        now = ["closed"] if self._closed else [state for state in states if state]
         what = [type(source.module).__name__, source.kind, str(source.device), f"weight version {self.weight_version}"]
         return f"{type(self).__name__}({', '.join([*what, *now])})"
 

@@ -6,6 +6,7 @@ every request there is; nothing runs behind a trainer's back.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ _ENDED = RequestFailedError(
     "a step of the engine failed or was interrupted, which ended every request: submit it again"
 )
 _PATIENCE = 1.0  # seconds for which a thread waits for others before it looks for itself
+_LONG_PAUSE = 60.0  # seconds after which whoever waits in one says so
+_log = logging.getLogger("stoker")
 _T = TypeVar("_T")
 
 
@@ -81,6 +84,8 @@ class Loop:
         self._wanted: set[int] = set()  # threads that wait for theirs
         self._turn_over = _Signal()
         self._paused_by: threading.Thread | None = None  # no ident, which the next thread may have
+        self._paused_at = 0.0
+        self._told = False  # of the present pause
         self._resumed = _Signal()
         self._resumed.set()
         self._unsound = False  # a change of the core did not come to its end
@@ -175,6 +180,21 @@ class Loop:
         return self._paused_by is not None
 
     @property
+    def pause_now(self) -> str | None:
+        """Since when, and by whom; None where nobody has paused."""
+        by = self._paused_by
+        if by is None:
+            return None
+        ended = "" if by.is_alive() else ", which has ended"
+        return f"paused {time.monotonic() - self._paused_at:.0f} s ago by thread {by.name}{ended}"
+
+    def _tell_of_pause(self) -> None:
+        """In the log, once: whoever has paused may be gone, and nobody else would say why nothing happens."""
+        if not self._told and (now := self.pause_now) and time.monotonic() - self._paused_at >= _LONG_PAUSE:
+            self._told = True
+            _log.warning("requests wait for resume(): the engine was %s", now)
+
+    @property
     def is_paused_elsewhere(self) -> bool:
         """By another thread than this one."""
         return self._paused_by not in (None, threading.current_thread())
@@ -230,6 +250,7 @@ class Loop:
             self.check_not_paused()
             if self.do("run requests", step):
                 return True
+            self._tell_of_pause()
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return False
@@ -245,6 +266,7 @@ class Loop:
                 self.core.abort_all()
             self.core.drain()
             self._resumed.clear()
+            self._paused_at, self._told = time.monotonic(), False
             self._paused_by = threading.current_thread()
 
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from functools import partial
 from typing import Any
 
@@ -296,7 +297,8 @@ def test_what_engines_and_handles_show(dtype: str, kind: str) -> None:
         engine.update_weights()
         engine.pause()
         engine.sleep()
-        assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, asleep, paused)"
+        shown = rf"RolloutEngine\(LlamaForCausalLM, {kind}, cpu, weight version 1, asleep, paused \d+ s ago by thread MainThread\)"
+        assert re.fullmatch(shown, repr(engine))
     assert repr(engine) == f"RolloutEngine(LlamaForCausalLM, {kind}, cpu, weight version 1, closed)"
 
 

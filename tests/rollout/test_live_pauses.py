@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from contextlib import suppress
@@ -210,3 +212,25 @@ def test_a_pause_that_waits_for_another_that_ends_at_that_moment(monkeypatch: py
             assert engine.is_paused
             engine.resume()
             over.set()
+
+
+def test_who_waits_for_long_says_who_has_paused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: whoever has paused may be gone, and all others would wait in silence."""
+    monkeypatch.setattr(live, "_LONG_PAUSE", 0.0)
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        pausing = threading.Thread(target=engine.pause, name="the harness")
+        pausing.start()
+        pausing.join(timeout=60)
+        with caplog.at_level(logging.WARNING, "stoker"):
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    handle.result(timeout=0)
+        (record,) = caplog.records
+        words = r"paused \d+ s ago by thread the harness, which has ended"
+        assert re.fullmatch(rf"requests wait for resume\(\): the engine was {words}", record.getMessage())
+        assert re.search(words, repr(engine))
+        engine.resume()
+        assert handle.result().completions and "paused" not in repr(engine)
