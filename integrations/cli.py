@@ -10,7 +10,8 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
@@ -44,10 +45,9 @@ _PROGRAMS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Wrong flags raise ``SystemExit(2)``, as argparse does."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         try:
-            return _run(arguments)
+            return _run(sys.argv[1:] if arguments is None else list(arguments), alone=arguments is None)
         except StokerError as error:
             print(f"stoker: {error}", file=sys.stderr)
             return 1
@@ -67,13 +67,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], *, alone: bool) -> int:
+    """alone: nothing else runs in this process."""
     parser = _parser()
     if arguments and arguments[0] in _PROGRAMS:
-        return _run_program(*arguments)
+        return _run_program(*arguments, alone=alone)
     args = parser.parse_args(arguments)
-    args.config = config_of(args)
+    with _ends_at_once(alone):
+        args.config = config_of(args)  # which imports torch
     return int(args.run(args))
+
+
+@contextmanager
+def _ends_at_once(alone: bool) -> Iterator[None]:
+    """Ctrl-C within ends the process: for imports that take seconds, with nothing begun that would have to be put in order.
+
+    An exception might come up in a callback of theirs, or in C, and be lost.
+    """
+
+    def end(*_: object) -> None:
+        os.write(2, b"stoker: interrupted\n")
+        os._exit(130)
+
+    # Else it is ignored, as that of a command in the background is, or not this command's to handle.
+    if not alone or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_program(command: str, *flags: str) -> int:
+def _run_program(command: str, *flags: str, alone: bool) -> int:
     """Run a program of the package under its own name and flags; returns its exit code."""
     default, programs = _PROGRAMS[command]
     name, flags = (flags[0], flags[1:]) if flags and not flags[0].startswith("-") else (default, flags)
@@ -126,7 +150,9 @@ def _run_program(command: str, *flags: str) -> int:
         return 2
     before, sys.argv = sys.argv, [f"stoker {command} {name}", *flags]
     try:
-        return int(importlib.import_module(programs[name]).main() or 0)
+        with _ends_at_once(alone):
+            program = importlib.import_module(programs[name])
+        return int(program.main() or 0)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise CommandError(

@@ -355,3 +355,26 @@ def test_the_input_is_not_overwritten(folder: str, files: tuple[str, str]) -> No
     with pytest.raises(SystemExit) as exit_:
         main(["generate", folder, files[0], files[0], "--overwrite"])
     assert exit_.value.code == 2 and Path(files[0]).read_bytes() == before
+
+
+def test_ctrl_c_while_packages_are_imported_is_not_lost() -> None:
+    """There Python may be in a callback, or in C, that lets no exception through."""
+    code = """
+import signal, sys
+
+class Callback:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            Callback()
+
+from stoker.integrations.cli import main
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["info"]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130 and done.stderr == "stoker: interrupted\n" and not done.stdout
