@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -121,15 +122,10 @@ class ResumableWriter:
         self.done = 0
         self.failed = 0
         self._end = 0
-        try:
-            self._is_new = not path.exists()
-            # Unbuffered: a line is with the system once it is written, whatever happens to this process.
-            where, mode = (os.dup(1), "wb") if path == STANDARD_OUTPUT else (path, "ab")
-            self._file = open(where, mode, buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise CommandError(f"cannot write {path}: {error}") from error
-        self._keeps_lines = path.is_file() and path != STANDARD_OUTPUT  # as a pipe or device does not
-        self._be_alone()
+        self._open()
+        if not self._is_there():
+            self._file.close()
+            self._open()
         self._leftover = overwrite and self._keeps_lines
         if self._keeps_lines and not overwrite:
             try:
@@ -137,6 +133,27 @@ class ResumableWriter:
             except BaseException:
                 self._file.close()
                 raise
+
+    def _open(self) -> None:
+        path = self.path
+        try:
+            self._is_new = not path.exists()
+            # Unbuffered: a line is with the system once it is written, whatever happens to this process.
+            where, mode = (os.dup(1), "wb") if path == STANDARD_OUTPUT else (path, "ab")
+            self._file = open(where, mode, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error}") from error
+        regular = stat.S_ISREG(os.fstat(self._file.fileno()).st_mode)
+        self._keeps_lines = regular and path != STANDARD_OUTPUT  # as a pipe or device does not
+        self._be_alone()
+
+    def _is_there(self) -> bool:
+        """Or another run, which failed before it had written anything, has taken the file away since it was opened."""
+        if not self._keeps_lines:
+            return True
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        return False
 
     def _be_alone(self) -> None:
         """A run taken for dead may still be alive, and the lines of two would mix."""
@@ -160,7 +177,7 @@ class ResumableWriter:
                 mine = inputs[number - 1].fields if number <= len(inputs) else None
                 try:
                     found = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):
                     found = None
                 if mine is None or not isinstance(found, dict) or not _same({k: found.get(k) for k in mine}, mine):
                     raise CommandError(
@@ -210,6 +227,9 @@ class ResumableWriter:
     ) -> None:
         if kind is None:
             self._drop_leftover()
-        self._file.close()
+        if fcntl is None:  # Windows takes no open file away
+            self._file.close()
         if kind is not None and self._is_new and not self.done and self._keeps_lines:
-            self.path.resolve().unlink()  # a link to it is the user's own
+            # While it is locked, or it could be another run's by then. A link to it is the user's own.
+            self.path.resolve().unlink(missing_ok=True)
+        self._file.close()

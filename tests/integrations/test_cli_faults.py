@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
@@ -378,3 +379,19 @@ sys.exit(main())
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130 and done.stderr == "stoker: interrupted\n" and not done.stdout
+
+
+def test_an_output_that_a_failing_run_takes_away_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run that has opened it before, or its lines would go to a file that no folder has."""
+    path, lines = tmp_path / "out", [Line(1, {"i": 0}, [3])]
+    failing, flock = ResumableWriter(path, lines), fcntl.flock
+
+    def fails_meanwhile(file: Any, how: int) -> None:
+        monkeypatch.undo()
+        failing.__exit__(CommandError, CommandError("no such folder"), None)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", fails_meanwhile)
+    with ResumableWriter(path, lines) as writer:
+        writer.write({"i": 0})
+    assert read(path) == [{"i": 0}]
