@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from contextlib import suppress
@@ -193,15 +194,25 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
     settings = fields.pop("chat_template_kwargs", {})
     if not isinstance(settings, dict):
         raise InvalidRequestError(f"chat_template_kwargs={shown(settings)}: give an object")
-    for name in ("add_generation_prompt", "continue_final_message", "tools"):
-        if name in settings:  # would lose to the field
+    for name in settings:
+        if name in ("add_generation_prompt", "continue_final_message", "tools"):  # would lose to the field
             raise InvalidRequestError(f"chat_template_kwargs has {name}: give it as a field of the request")
+        if name in _of_no_template(engine):
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {shown(name)}, which is no variable of a template: leave it out"
+            )
     go_on = _flag(fields, "continue_final_message")
     begin = _flag(fields, "add_generation_prompt", default=not go_on)
     settings = {**settings, "add_generation_prompt": begin, "continue_final_message": go_on}
     if tools:
         settings["tools"] = tools
     return read_chat("messages", [_message(at, m) for at, m in enumerate(messages)], engine.processor, **settings)
+
+
+def _of_no_template(engine: RolloutEngine) -> set[str]:
+    """What the functions that apply templates take for themselves: they would cut prompts, also those of others meanwhile."""
+    applying = (getattr(reader, "apply_chat_template", None) for reader in (engine.processor, engine.tokenizer))
+    return {name for apply in applying if apply for name in inspect.signature(apply).parameters} - {"documents"}
 
 
 def _message(at: int, message: Any) -> dict[str, Any]:

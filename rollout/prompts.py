@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.utils.chat_template_utils import _get_template_variables
 
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
@@ -19,6 +20,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any] 
 Prompts = Sequence[Prompt] | Tensor | NDArray[Any]  # the latter two with a row each
 
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
+_SETTINGS = ("add_generation_prompt", "continue_final_message", "tools", "documents")  # of templates of every kind
 
 
 Read = tuple[list[int], ImageInputs | None]  # token ids, and what a prompt has besides
@@ -101,12 +103,22 @@ def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **se
     # Of some processors the tokenizer has no template.
     whole = of_images or (processor is not own and not getattr(own, "chat_template", None))
     read = processor if whole else own
-    options = {"add_generation_prompt": True, **({"return_tensors": "pt"} if whole else {}), **settings}
     try:
+        if whole:
+            settings = {
+                name: value for name, value in settings.items() if name in _SETTINGS or name in _variables(read)
+            }
+        options = {"add_generation_prompt": True, **({"return_tensors": "pt"} if whole else {}), **settings}
         made = read.apply_chat_template(list(chat), tokenize=True, return_dict=True, **options)
     except Exception as error:  # no template, or one that refuses this chat: templates raise errors of many kinds
         raise InvalidRequestError(f"{name}: {error}") from error
     return made if whole else made["input_ids"]
+
+
+def _variables(processor: Any) -> Collection[str]:
+    """Of its chat template. It would take all others for its own settings: of images, say, to be read from files here."""
+    template = processor.chat_template
+    return _get_template_variables(template.get("default") if isinstance(template, dict) else template)  # type: ignore[no-any-return]
 
 
 def tokenizer_of(tokenizer: Any) -> Any:

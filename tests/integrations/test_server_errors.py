@@ -86,7 +86,13 @@ def test_bad_requests(server: Server, client: Any, body: Any, status: int, messa
             {"messages": CHAT, "chat_template_kwargs": {"add_generation_prompt": False}},
             "chat_template_kwargs has add_generation_prompt: give it as a field",
         ),
-        ({"messages": CHAT, "chat_template_kwargs": {"padding": "\ud800"}}, "\\ud800 is not a valid"),
+        *(
+            (
+                {"messages": CHAT, "chat_template_kwargs": {name: True}},
+                f"chat_template_kwargs has '{name}', which is no",
+            )
+            for name in ("truncation", "padding", "max_length", "tokenizer_kwargs", "chat_template", "return_tensors")
+        ),
         ({"messages": CHAT, "prompt": "a"}, "'prompt' is no field"),
         ({"messages": CHAT, "parallel_tool_calls": False}, "parallel_tool_calls=False: the server does not do that"),
         (
