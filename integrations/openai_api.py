@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from stoker.integrations.image_urls import as_data
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
@@ -206,7 +207,9 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
     settings = {**settings, "add_generation_prompt": begin, "continue_final_message": go_on}
     if tools:
         settings["tools"] = tools
-    return read_chat("messages", [_message(at, m) for at, m in enumerate(messages)], engine.processor, **settings)
+    reads_images = engine.processor is not engine.tokenizer
+    chat = [_message(at, message, reads_images) for at, message in enumerate(messages)]
+    return read_chat("messages", chat, engine.processor, **settings)
 
 
 def _of_no_template(engine: RolloutEngine) -> set[str]:
@@ -215,7 +218,7 @@ def _of_no_template(engine: RolloutEngine) -> set[str]:
     return {name for apply in applying if apply for name in inspect.signature(apply).parameters} - {"documents"}
 
 
-def _message(at: int, message: Any) -> dict[str, Any]:
+def _message(at: int, message: Any, reads_images: bool) -> dict[str, Any]:
     """As chat templates take it: text as text, images as transformers names them, arguments of tools as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{at}] is {shown(message)}: give an object with role and content")
@@ -224,7 +227,7 @@ def _message(at: int, message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         if not isinstance(content, list):
             raise InvalidRequestError(f"messages[{at}] has content {shown(content)}: give text, or a list of parts")
-        parts = [_part(at, part) for part in content]
+        parts = [_part(at, part, reads_images) for part in content]
         text_alone = all(part["type"] == "text" for part in parts)
         found["content"] = "\n".join(part["text"] for part in parts) if text_alone else parts
     if isinstance(calls := found.get("tool_calls"), list):
@@ -232,11 +235,13 @@ def _message(at: int, message: Any) -> dict[str, Any]:
     return found
 
 
-def _part(at: int, part: Any) -> dict[str, Any]:
+def _part(at: int, part: Any, reads_images: bool) -> dict[str, Any]:
     match part:
         case {"type": "text", "text": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)}}:
+            if url.startswith(("http://", "https://")) and reads_images:
+                url = as_data(f"messages[{at}]", url)
             # And no other, which would be a file of this machine.
             if url.startswith(("data:image/", "http://", "https://")):
                 return {"type": "image", "url": url}
