@@ -41,6 +41,7 @@ from stoker.kernels.errors import (
     StokerError,
     UnsupportedModelError,
     WeightsMismatchError,
+    WeightTransferError,
 )
 from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
@@ -51,6 +52,7 @@ _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
     (InvalidRequestError, 400),
     (UnsupportedModelError, 400),
     (WeightsMismatchError, 400),
+    (WeightTransferError, 400),  # of a file or folder, which the request names
     (EngineStateError, 503),
     (StokerError, 500),
 )
@@ -266,7 +268,8 @@ class Server:
                 self._resume()
 
     def _update_weights(self, path: str = "", version: int | None = None) -> None:
-        if not path or not os.path.exists(path):  # which says no to what can be no path, too
+        # Which say no to what can be no path, too, and to a pipe, to which nobody may ever write.
+        if not os.path.isfile(path) and not os.path.isdir(path):
             raise InvalidRequestError(f"path={shown(path)}: give a safetensors file or a folder that is there")
         self._engine.update_weights(path, version=version)
 

@@ -34,7 +34,12 @@ def not_rewritten(path: str) -> Iterator[None]:
 
 
 def _stamps(path: str) -> dict[str, _Stamp]:
-    names = [name for name in os.listdir(path) if name.endswith(_OF_WEIGHTS)] if os.path.isdir(path) else [""]
+    try:
+        names = [name for name in os.listdir(path) if name.endswith(_OF_WEIGHTS)] if os.path.isdir(path) else [""]
+    except OSError as error:
+        raise WeightTransferError(
+            f"{path} cannot be read: {error}. Give a folder that this process may read. {OLD_STAYS}"
+        ) from error
     found: dict[str, _Stamp] = {}
     for name in names:
         try:

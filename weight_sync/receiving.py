@@ -73,7 +73,9 @@ def _from_file(path: str, staging: Staging) -> None:
                 staging.expect(spec)
                 staging.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
     except (OSError, SafetensorError) as error:
-        raise WeightTransferError(f"{path} cannot be read: {error}. {OLD_STAYS}") from error
+        raise WeightTransferError(
+            f"{path} cannot be read: {error}. Give a safetensors file that is whole, and that this process may read. {OLD_STAYS}"
+        ) from error
 
 
 def _from_transfer(transfer: WeightTransfer, staging: Staging) -> None:

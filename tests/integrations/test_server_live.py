@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -206,7 +207,7 @@ def test_control_is_not_served_unless_asked_for(server: Server) -> None:
             urllib.request.urlopen(request, timeout=60)
 
 
-def test_a_trainer_elsewhere(tmp_path: Path) -> None:
+def test_a_trainer_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the requests, has new weights and adapters read from files, and gives the memory back and takes it."""
     model = text_model()
     other = text_model()
@@ -219,6 +220,19 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
     adapted = peft.get_peft_model(text_model(), lora())
     shake(adapted)
     adapted.save_pretrained(tmp_path / "adapter")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "junk").write_bytes(b"{" * 99)
+    (tmp_path / "empty").mkdir()
+    for folder in ("bare", "closed"):
+        text_model().config.save_pretrained(tmp_path / folder)
+    listdir = os.listdir
+
+    def listed(path: Any = ".") -> list[str]:
+        if path == str(tmp_path / "closed"):  # root would be let in
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", listed)
     with (
         text_engine(model) as engine,
         serve(engine, port=0, control=True) as server,
@@ -259,6 +273,11 @@ def test_a_trainer_elsewhere(tmp_path: Path) -> None:
             ("/update_weights", {"path": str(tmp_path / "nowhere")}, "give a safetensors file"),
             ("/update_weights", {}, "give a safetensors file"),
             ("/update_weights", {"path": "x" * 10000}, "give a safetensors file"),
+            ("/update_weights", {"path": str(tmp_path / "pipe")}, "give a safetensors file"),  # nobody writes to it
+            ("/update_weights", {"path": str(tmp_path / "junk")}, "cannot be read: Error while deserializing header"),
+            ("/update_weights", {"path": str(tmp_path / "empty")}, "cannot be loaded: no config.json in it"),
+            ("/update_weights", {"path": str(tmp_path / "bare")}, "cannot be loaded: Error no file named"),
+            ("/update_weights", {"path": str(tmp_path / "closed")}, "cannot be read: [Errno 13]"),
             ("/update_weights", {"path": str(tmp_path / "new"), "version": 3}, "version=3"),
             ("/pause", {"mode": "later"}, "mode='later'"),
             ("/pause", {"mood": "keep"}, "give an object with mode (str)"),
