@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 _MOST_SAMPLES = 16384  # a request that asks for more would have the memory of all
+_MOST_CHARACTERS = 128  # of text, for each token there may be: the longest tokens of large vocabularies have so many
 
 
 class UnknownModelError(InvalidRequestError):
@@ -81,8 +82,8 @@ def read_call(body: Any, engine: RolloutEngine, model: str, adapter: AdapterChoi
         raise InvalidRequestError(f"stream_options={shown(options)}: there is include_usage")
     usage, ids = _flag(options, "include_usage"), _flag(fields, "return_token_ids")
     params, logprobs = _sampling(fields, chat)
-    prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields)
-    if params.n > 1 and params.n * len(prompts) > _MOST_SAMPLES:
+    prompts = [_chat(fields, engine, tools)] if chat else _prompts(fields, engine.max_model_len)
+    if params.n * len(prompts) > _MOST_SAMPLES:
         of = f" of {len(prompts)} prompts" if len(prompts) > 1 else ""
         raise InvalidRequestError(
             f"n={params.n}{of}: the server makes at most {_MOST_SAMPLES} completions in a request"
@@ -175,13 +176,25 @@ def _of_schema(name: str, schema: dict[str, Any]) -> str:
         raise InvalidRequestError(f"{name}: {error}") from error
 
 
-def _prompts(fields: dict[str, Any]) -> list[Any]:
+def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:
     given = fields.pop("prompt", None)
     prompts = [given] if given != [] and _is_text_or_ids(given) else given
     # No chats, which the engine would take too: the paths of their images are files of this machine.
     if not isinstance(prompts, list) or not prompts or not all(_is_text_or_ids(p) for p in prompts):
         raise InvalidRequestError(f"prompt={shown(given)}: give text, a list of token ids, or a list of such")
+    for row, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            _check_length(f"prompt {row}", len(prompt), max_model_len)
     return prompts
+
+
+def _check_length(name: str, characters: int, max_model_len: int) -> None:
+    """Before a tokenizer takes its time over what cannot fit, and some hundred bytes of memory for each character."""
+    if characters > _MOST_CHARACTERS * max_model_len:
+        raise InvalidRequestError(
+            f"{name} has {characters} characters, more than {_MOST_CHARACTERS} for each of the {max_model_len} tokens of "
+            "max_model_len: shorten it or raise EngineConfig.max_model_len"
+        )
 
 
 def _is_text_or_ids(prompt: Any) -> bool:
@@ -209,6 +222,7 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
         settings["tools"] = tools
     reads_images = engine.processor is not engine.tokenizer
     chat = [_message(at, message, reads_images) for at, message in enumerate(messages)]
+    _check_length("messages", sum(map(_characters, chat)), engine.max_model_len)
     return read_chat("messages", chat, engine.processor, **settings)
 
 
@@ -216,6 +230,11 @@ def _of_no_template(engine: RolloutEngine) -> set[str]:
     """What the functions that apply templates take for themselves: they would cut prompts, also those of others meanwhile."""
     applying = (getattr(reader, "apply_chat_template", None) for reader in (engine.processor, engine.tokenizer))
     return {name for apply in applying if apply for name in inspect.signature(apply).parameters} - {"documents"}
+
+
+def _characters(message: dict[str, Any]) -> int:
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _message(at: int, message: Any, reads_images: bool) -> dict[str, Any]:

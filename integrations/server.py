@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from stoker.integrations.async_steps import AsyncSteps
+from stoker.integrations.http_requests import TooLongError, gone, most_bytes, parsed, read_body, unless
 from stoker.integrations.openai_answers import Stream, answer
 from stoker.integrations.openai_api import Call, UnknownModelError, read_call
 from stoker.kernels.errors import (
@@ -49,6 +50,7 @@ from stoker.rollout.messages import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
     (UnknownModelError, 404),
+    (TooLongError, 413),
     (InvalidRequestError, 400),
     (UnsupportedModelError, 400),
     (WeightsMismatchError, 400),
@@ -242,7 +244,7 @@ class Server:
     async def _change(self, request: Request, *, change: Callable[..., Any], fields: dict[str, type]) -> Response:
         if request.query_params:  # as other servers take them; dropped, another change would be made than was asked for
             raise InvalidRequestError(f"{shown(str(request.url.query))} is in the URL: give it in the body, as JSON")
-        body = _read(await request.body() or b"{}")
+        body = parsed(await self._body(request) or bytearray(b"{}"))
         given = {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else None
         if given is None or any(type(value) is not fields.get(name) for name, value in given.items()):
             takes = ", ".join(f"{name} ({kind.__name__})" for name, kind in fields.items())
@@ -282,16 +284,19 @@ class Server:
         self._engine.unload_adapter(lora_name)
 
     async def _generate(self, request: Request, *, chat: bool) -> Response:
-        body = _read(await request.body())
+        body = parsed(await self._body(request))
         call, handles = await asyncio.to_thread(self._start, body, chat)
         created = int(time.time())
         if call.stream:
             events = self._events(call, handles, created)
             return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        outputs = await _unless_gone(request, self._results(handles))
-        if outputs is None:
-            return await _to_nobody(request)
-        return JSONResponse(answer(call, outputs, self._engine.tokenizer, created))
+        outputs = await unless(gone(request), self._results(handles))
+        # In a thread: tokens are decoded one by one, and all other clients would wait.
+        return await asyncio.to_thread(lambda: JSONResponse(answer(call, outputs, self._engine.tokenizer, created)))
+
+    async def _body(self, request: Request) -> bytearray:
+        most = most_bytes(self._engine.max_model_len, images=self._engine.processor is not self._engine.tokenizer)
+        return await read_body(request, most)
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
         """In a thread: templates and tokenizers take their time, and so does an engine that is being changed."""
@@ -364,13 +369,6 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _read(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is no JSON: {error}") from error
-
-
 async def _to_nobody(_: Request, error: Exception | None = None) -> Response:
     """Where the client has gone, perhaps in the middle of its request."""
     return Response(status_code=499)
@@ -385,19 +383,3 @@ def _as_json(status: int, message: str) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
     message = message.encode(errors="backslashreplace").decode()  # may quote half a character, which no answer can hold
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What ``work`` gives; None where the client goes first, which cancels it."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return tasks[0].result() if tasks[0].done() else None
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -3,21 +3,103 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
+import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from server_setup import post
+from server_setup import a_client, a_server, an_engine, post  # noqa: F401 - fixtures
 
-from stoker.integrations import image_urls
+from stoker.integrations import http_requests, image_urls
+from stoker.integrations import server as server_module
 from stoker.integrations.server import Server, serve
 from stoker.rollout import EngineConfig, RolloutEngine
+
+MOST = 2000
+
+
+def address(server: Server) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def ask(server: Server, body: Any, **headers: str) -> tuple[int, str]:
+    """body: in chunks, of unannounced length, where it is a list."""
+    with closing(http.client.HTTPConnection(*address(server), timeout=60)) as connection:
+        connection.request("POST", "/v1/completions", body, headers)
+        answer = connection.getresponse()
+        return answer.status, json.load(answer).get("error", {}).get("message")
+
+
+def test_a_body_may_be_so_long(server: Server, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announced or not, and whatever is in it; to its last byte it is taken, beyond that not even parsed."""
+    monkeypatch.setattr(server_module, "most_bytes", lambda *_, **__: MOST)
+    longest = b'{"prompt": "a"}'.ljust(MOST)
+    for headers in ({}, {"connection": "close"}):
+        for body in (longest, [longest[:500], longest[500:]]):
+            assert ask(server, body, **headers)[0] == 200
+        for body in (longest + b" ", b"{" * 10**6, [b"{" * 1000, b"{" * 1001], [longest] * 500):
+            status, message = ask(server, body, **headers)
+            assert status == 413 and "the body has more than 2000 bytes" in message
+    assert client.completions.create(model="policy", prompt="a", max_tokens=1).choices
+
+
+def test_who_asks_before_sending_is_told_before(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "most_bytes", lambda *_, **__: MOST)
+    for length, line in ((MOST, b"HTTP/1.1 100 "), (MOST + 1, b"HTTP/1.1 413 ")):
+        with socket.create_connection(address(server), timeout=60) as connection:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n"
+            )
+            connection.sendall(head.encode())
+            assert connection.recv(100).startswith(line)
+
+
+def test_a_body_has_room_for_the_longest_prompt() -> None:
+    assert http_requests.most_bytes(4096, images=False) == 32 * 2**20
+    assert http_requests.most_bytes(10**7, images=False) == 64 * 10**7
+    assert http_requests.most_bytes(4096, images=True) == 96 * 2**20
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenised(server: Server) -> None:
+    """Which takes a hundred times its memory."""
+    text, words = "a" * (128 * 256 + 1), "characters, more than 128 for each of the 256 tokens of max_model_len"
+    status, body = post(server, "/v1/completions", {"prompt": ["a", text]})
+    assert status == 400 and f"prompt 1 has 32769 {words}" in body["error"]["message"]
+    for content in (text, [{"type": "text", "text": "a"}, {"type": "text", "text": text}]):
+        status, body = post(server, "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+        assert status == 400 and "messages has 327" in body["error"]["message"] and words in body["error"]["message"]
+    status, body = post(server, "/v1/completions", {"prompt": text[1:]})
+    assert status == 400 and "prompt 0 has 32768 tokens" in body["error"]["message"]
+
+
+def test_so_many_prompts(server: Server) -> None:
+    """Each costs some kilobytes of memory, and its request some bytes."""
+    status, body = post(server, "/v1/completions", {"prompt": ["a"] * 16385})
+    assert status == 400 and "n=1 of 16385 prompts: the server makes at most 16384" in body["error"]["message"]
+
+
+def test_answers_are_made_beside_the_loop_that_others_wait_for(
+    server: Server, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand tokens with their likeliest alternatives one takes seconds."""
+    made, answer = [], server_module.answer
+
+    def noting(*args: Any) -> Any:
+        made.append(threading.current_thread())
+        return answer(*args)
+
+    monkeypatch.setattr(server_module, "answer", noting)
+    assert client.completions.create(model="policy", prompt="a", max_tokens=1).choices
+    assert len(made) == 1 and made[0] is not server._thread
+
 
 # -- images from elsewhere -----------------------------------------------------------------------------------------------
 

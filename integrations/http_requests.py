@@ -1,0 +1,72 @@
+"""HTTP requests, while they come in and while they are waited for: how long they may be, and what ends them first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from stoker.kernels.errors import InvalidRequestError
+
+_A_TOKEN = 64  # bytes, of text in JSON or of an id
+_LEAST = 32 * 2**20  # bytes, whatever the model: of many prompts
+_IMAGES = 64 * 2**20  # bytes besides
+_T = TypeVar("_T")
+
+
+class TooLongError(InvalidRequestError):
+    """A body of more bytes than a request needs."""
+
+
+def most_bytes(max_model_len: int, images: bool) -> int:
+    """Of a body. More takes memory, and its JSON seconds in which nobody else is answered, whatever thread it is parsed in."""
+    return max(_LEAST, _A_TOKEN * max_model_len) + images * _IMAGES
+
+
+async def read_body(request: Request, most: int) -> bytearray:
+    """Raises ``TooLongError`` where there are more than ``most`` bytes, which are not kept."""
+    body, announced = bytearray(), request.headers.get("content-length", "")
+    fits = not announced.isdecimal() or int(announced) <= most
+    if fits or "expect" not in request.headers:  # who asks before it sends is answered before
+        async for part in request.stream():  # to its end: most clients see no answer before they have sent all
+            fits = fits and len(body) + len(part) <= most
+            if fits:
+                body += part
+            else:
+                body.clear()
+    if not fits:
+        raise TooLongError(
+            f"the body has more than {most} bytes, the most the server takes: send several requests with fewer prompts, "
+            "or smaller images"
+        )
+    return body
+
+
+def parsed(body: bytearray) -> Any:
+    """Its JSON."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is no JSON: {error}") from error
+
+
+async def unless(end: Coroutine[Any, Any, NoReturn], work: Awaitable[_T]) -> _T:
+    """What ``work`` gives; or what ``end`` raises, where that comes first and cancels it."""
+    wanted, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        await asyncio.wait((wanted, ending), return_when=asyncio.FIRST_COMPLETED)
+        return wanted.result() if wanted.done() else ending.result()
+    finally:
+        for one in (wanted, ending):
+            if not one.cancel() and not one.cancelled():
+                one.exception()  # that of the other is nobody's, and asyncio would log it
+
+
+async def gone(request: Request) -> NoReturn:
+    """Raise ``ClientDisconnect`` once the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
