@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from stoker.integrations.trl_checks import check_trainer
 from stoker.integrations.trl_cost import RolloutCost
 from stoker.integrations.trl_images import with_images
+from stoker.integrations.trl_prepared import as_prepared
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
@@ -102,6 +103,7 @@ class _EngineBackend:
         self._cost = RolloutCost()
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
+        config = as_prepared(trainer, self._model, config)
         self.engine = RolloutEngine(self._model, config=config, tokenizer=tokenizer_of(trainer))
 
     def seam(self) -> list[tuple[Any, str, Any]]:

@@ -180,11 +180,17 @@ class ModelBinding:
 
     def _made_anew(self) -> tuple[WeightSource, ModelShell]:
         """A source of the model as it is now, which nothing was pulled from, and a shell over it."""
-        self.source.check()
+        if not is_sharded(self.model):  # then these parameters are not its any more
+            self.source.check()
         source = self._source_now() if self._needs_new_source() else self.source
+        (dtype, device), before = (source.dtype, source.device), (self.source.dtype, self.source.device)
+        if (dtype, device) != before:
+            raise WeightsMovedError(
+                f"the model is {dtype} on {device} now; the engine was built for {before[0]} on {before[1]}, and keeps to these "
+                "where EngineConfig(dtype=..., device=...) names them. Move the model back, or build a new engine on it"
+            )
         shell = self._shells.make(source, self.shell.max_model_len)
-        same_kind = (source.dtype, source.device) == (self.source.dtype, self.source.device)
-        if not same_kind or self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
+        if self._as_kept(shell.layer_shapes()) != self.shapes or shell.vocab != self.shell.vocab:
             raise UnsupportedModelError("the model has another shape than the engine was built for: build a new engine")
         return source, shell
 

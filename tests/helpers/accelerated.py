@@ -302,3 +302,35 @@ def offloaded(rank: int) -> None:
         engine = AcceleratedEngine(accelerator, model)
     with engine:
         assert worst_difference(whole(model), engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+
+
+def trl_in_bfloat16(rank: int, how: str, folder: str) -> dict[str, Any]:
+    """A trainer whose model, prepared, is in another dtype than before: DeepSpeed's in bfloat16, parameters of FSDP in float32."""
+    from stoker.integrations.trl import attach, detach
+
+    launched()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "bf16": True}
+    if how.startswith("zero"):
+        deepspeed_on_a_cpu()
+        deepspeed = zero.settings(int(how[-1]), torch.bfloat16) | AUTO
+        with mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True):
+            trainer = build("grpo", folder, model=make_model(), use_cpu=False, deepspeed=deepspeed, **settings)
+    else:
+        trainer = build("grpo", folder, model=make_model().bfloat16(), ddp_backend="gloo", **settings)
+        shard(trainer.accelerator.state)
+        trainer.accelerator.state.fsdp_plugin.set_mixed_precision("bf16")
+        trainer.is_fsdp_enabled = True
+    engine = attach(trainer)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    expected = {name: tensor.bfloat16() for name, tensor in whole(trainer.model_wrapped).state_dict().items()}
+    held = engine._binding.shell.tensors()
+    before = make_model().bfloat16().state_dict()
+    found = {
+        "dtypes": ({p.dtype for p in trainer.model.parameters()}, engine._binding.source.dtype),
+        "same": all(torch.equal(held[name], tensor) for name, tensor in expected.items()),
+        "trained": any(not torch.equal(before[name], tensor) for name, tensor in expected.items()),
+        "verified": engine.verify_weights().ok,
+    }
+    detach(trainer)
+    return found

@@ -30,6 +30,7 @@ from stoker.rollout.shells import ShellMaker
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
+from stoker.integrations import trl as integration
 from stoker.integrations.trl import attach, detach
 
 KINDS = ("grpo", "rloo")
@@ -44,6 +45,24 @@ def condition(trainer: Any) -> tuple[Any, ...]:
     """What attaching changes: attributes, callbacks, and whether weights own their memory."""
     memory = [(p.untyped_storage().nbytes(), p.untyped_storage().resizable()) for p in trainer.model.parameters()]
     return dict(vars(trainer)), list(trainer.callback_handler.callbacks), memory
+
+
+def test_a_model_that_is_on_the_host_until_training_begins(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP and DeepSpeed have it on a GPU, which then take it there: the engine is there from the start."""
+    trainer, found = make_trainer("grpo"), []
+
+    def build(model: Any, *, config: EngineConfig, tokenizer: Any) -> Any:
+        found.append(config.device)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(integration, "RolloutEngine", build)
+    monkeypatch.setattr(type(trainer.accelerator), "device", torch.device("cuda:1"))
+    for config in (None, EngineConfig(device="cpu")):
+        attach(trainer, config=config)
+        detach(trainer)
+    assert found == [torch.device("cuda:1"), torch.device("cpu")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import accelerated
 import pytest
 import ranks
+import torch
 from trl_setup import LOGPROB_TOLERANCE
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -36,3 +37,9 @@ def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind:
         accelerated.assert_trained(found, "mirror" if how == "fsdp2" else "aliased")
     # Halves of the same groups, or prompts of each rank's own.
     assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
+
+
+def test_parameters_that_fsdp_makes_fp32_leave_the_engine_in_the_dtype_of_the_forward(tmp_path: Path) -> None:
+    for found in ranks.run(accelerated.trl_in_bfloat16, 2, "fsdp2", str(tmp_path)):
+        assert found["dtypes"] == ({torch.float32}, torch.bfloat16)
+        assert found["same"] and found["trained"] and found["verified"]

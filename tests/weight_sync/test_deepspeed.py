@@ -44,3 +44,11 @@ def test_grpo(stage: int, source: str, tmp_path: Path):
     pytest.importorskip("trl", reason="TRL is not installed")
     for found in ranks.run(accelerated.trl, 2, f"zero {stage}", str(tmp_path)):
         accelerated.assert_trained(found, source)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_grpo_on_a_model_that_deepspeed_casts(stage: int, tmp_path: Path):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    for found in ranks.run(accelerated.trl_in_bfloat16, 2, f"zero {stage}", str(tmp_path)):
+        assert found["dtypes"] == ({torch.bfloat16}, torch.bfloat16)
+        assert found["same"] and found["trained"] and found["verified"]

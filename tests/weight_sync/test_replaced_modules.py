@@ -295,6 +295,27 @@ def test_a_setting_of_a_sharded_model_is_followed_by_each_rank_for_itself(tmp_pa
         torch.distributed.destroy_process_group()
 
 
+def test_a_model_that_is_sharded_in_another_dtype(tmp_path: Path) -> None:
+    """As mixed precision has it. The engine keeps the one that it was told."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for dtype in ("auto", "bfloat16"):
+            model: Any = make_model("llama").bfloat16()
+            with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
+                fully_shard(model.float(), mesh=init_device_mesh("cpu", (1,)))
+                if dtype == "auto":
+                    with pytest.raises(
+                        WeightsMovedError,
+                        match="is torch.float32 on cpu now; the engine was built for torch.bfloat16 on",
+                    ):
+                        engine.update_weights()
+                else:
+                    assert engine.update_weights() == 1 and engine.verify_weights().ok
+                    assert engine.generate_batch([[1]])[0].completions[0].weight_versions[0] == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_settings_of_training_alone_are_of_no_interest() -> None:
     """A shell is not made anew at each of them."""
     model: Any = make_model("llama")

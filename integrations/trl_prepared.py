@@ -1,0 +1,38 @@
+"""Where, and in what dtype, a trainer is going to have its model: FSDP and DeepSpeed take it when training begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stoker.rollout import EngineConfig
+from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.shards import is_sharded
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def as_prepared(trainer: Any, model: nn.Module, config: EngineConfig) -> EngineConfig:
+    """The config with what it leaves on "auto" said, where the model as it is now does not say it.
+
+    Under FSDP and DeepSpeed transformers' Trainer leaves a model on the host until it trains. DeepSpeed then casts it;
+    accelerate's FSDP makes its parameters fp32 under mixed precision, while the forward goes on in the dtype they had.
+    """
+    if is_sharded(model) or getattr(unwrap(model), "quantization_method", None) is not None:
+        return config
+    parameters = [t for _, t, _ in named_tensors(model) if isinstance(t, nn.Parameter)]
+    device = trainer.accelerator.device
+    if config.device == "auto" and all(p.device.type != device.type for p in parameters):
+        config = replace(config, device=device)
+    own = {p.dtype for p in parameters}
+    state = trainer.accelerator.state
+    if config.dtype == "auto" and getattr(state, "deepspeed_plugin", None) is not None:
+        settings = state.deepspeed_plugin.deepspeed_config
+        cast = [dtype for name, dtype in _DTYPES.items() if settings.get(name, {}).get("enabled") is True]
+        return replace(config, dtype=cast[0]) if cast else config
+    if config.dtype == "auto" and getattr(state, "fsdp_plugin", None) is not None and len(own) == 1:
+        return replace(config, dtype=own.pop())
+    return config
