@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
 from stoker.weight_sync.source import WeightSource
+
+# What is known of adapters, each by their names.
+_BY_NAME = ("_others", "_copies", "packed", "weights", "_layout", "_numbers")
 
 
 class AdapterSources:
@@ -118,6 +123,15 @@ class AdapterSources:
         if (first := next(self._gathered(), None)) is not None:
             first.refuse(error)
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """For what comes before these: of a base that is whole on each rank, nobody else would be told that it failed."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
+
     @property
     def complete(self) -> bool:
         return self._in_step and all(copies.complete for copies in self._gathered())
@@ -142,6 +156,10 @@ class AdapterSources:
         is sharded, it is called on all ranks together.
         """
         checked, wrong = 0, list[str]()
+        for name, other in self._others.items():  # first, as other ranks wait for it
+            if other.copies is not None:
+                compared, different = other.copies.mismatches((name,))
+                checked, wrong = checked + compared, wrong + [f"{name}: {tensor}" for tensor in different]
         live = {n: a for n, a in live_adapters(unwrap(self._model), source.adapters).items() if n in self.weights}
         for name, held in live.items():
             mine = used.get(name, self.weights[name])
@@ -225,15 +243,23 @@ class AdapterSources:
         agree(*ranks, alike=(name,))
         if isinstance(new, AdapterOfModel) and new.copies is not None:
             new.copies.pull((name,))
-        self.unload(name)
-        if isinstance(new, AdapterOfModel):
-            self._others[name] = new
-        else:
-            if packed is not None:
-                self.packed[name], adapter = packed, packed.adapter
-            self._copies[name] = adapter
-        self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
-        self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
+        before = {of_names: vars(self)[of_names] for of_names in _BY_NAME}
+        vars(self).update({of_names: copy.copy(known) for of_names, known in before.items()})
+        try:
+            with telling(*ranks):
+                self.unload(name)
+                if isinstance(new, AdapterOfModel):
+                    self._others[name] = new
+                else:
+                    if packed is not None:
+                        self.packed[name], adapter = packed, packed.adapter
+                    self._copies[name] = adapter
+                self._layout = self._numbers = None  # with another adapter among them they say nothing of the others
+                self.look(shell, source, announced=not sampled)  # whether anything moved is for the next look to say
+            agree(*ranks)  # or one that had no memory for that would be alone in loading it once more
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def _read(
         self, name: str, given: Any, shell: ModelShell, source: WeightSource
@@ -257,8 +283,8 @@ class AdapterSources:
 
     def unload(self, name: str) -> None:
         """Forget it, which is no change of the others."""
-        for known in (self._others, self._copies, self.packed, self.weights, self._layout, self._numbers):
-            if known is not None:
+        for of_names in _BY_NAME:
+            if (known := vars(self)[of_names]) is not None:
                 known.pop(name, None)
 
 

@@ -135,13 +135,10 @@ class ModelBinding:
             elif not moved:
                 self._look_at_adapters(same=same)
                 self._remember()
-        written = (self.source if anew is None else anew[0]).pull(self.adapters.gathered)
-        if anew and anew[0] is not self.source:
-            try:
+        with self.adapters.telling():
+            written = (self.source if anew is None else anew[0]).pull(self.adapters.gathered)
+            if anew and anew[0] is not self.source:
                 self._succeed(*anew, ranks_of(self.model, self._device))
-            except Exception as error:
-                self.adapters.refuse(error)
-                raise
         written += self.adapters.pull()
         self._changed = False
         return written

@@ -14,12 +14,13 @@ def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWe
     """in_slots: adapters, as these hold them. Ranks of a sharded trainer do so together."""
     binding.in_order()
     source, shell = binding.source, binding.shell
-    checked, other = source.mismatches(binding.adapters.gathered)
+    with binding.adapters.telling():
+        checked, other = source.mismatches(binding.adapters.gathered)
+    more, of_adapters = binding.adapters.mismatches(in_slots, source)
     trainer, used = source.names(), shell.tensors()
     wrong = _lying_elsewhere(binding)
     if binding.rounded is not None:
         wrong.update(binding.rounded.mismatches())
-    more, of_adapters = binding.adapters.mismatches(in_slots, source)
     return WeightReport(
         source=source.kind,
         version=version,

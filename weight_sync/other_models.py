@@ -90,12 +90,8 @@ class AdapterOfModel:
         return adapter
 
     def mismatches(self, used: AdapterWeights, device: torch.device) -> tuple[int, list[str]]:
-        """As ``mismatches`` of adapters, with copies of what is in parts. Of a sharded model on all ranks together."""
-        checked, wrong = 0, list[str]()
-        if self.copies is not None:
-            checked, wrong = self.copies.mismatches((self._name,))
-        compared, different = mismatches(self._model, self.read(), used, self._copied(), device)
-        return checked + compared, wrong + different
+        """As ``mismatches`` of adapters, but for ``copies`` of what is in parts."""
+        return mismatches(self._model, self.read(), used, self._copied(), device)
 
     def _copied(self) -> Mapping[str, Tensor]:
         return {} if self.copies is None else self.copies.tensors()

@@ -32,6 +32,7 @@ from stoker.rollout import (
     updates,
 )
 from stoker.weight_sync import comparing, gather, mirror, mirrored
+from stoker.weight_sync.aliased import AliasedSource
 from stoker.weight_sync.mirror import Mirror
 
 
@@ -322,48 +323,47 @@ def interrupts(rank: int) -> None:
         assert rollouts.engine.weight_version == 1
 
 
-def other_adapters(rank: int) -> None:
-    """Ranks that load adapters in another order, or of which one unloads some alone: no parts of two come together."""
-    model, sources = (
-        by_fsdp2(adapted("qwen3", {})),
-        {n: by_fsdp2(adapted("qwen3", {}, seed=s)) for n, s in (("a", 7), ("b", 8))},
-    )
+def a_whole_base(rank: int) -> None:
+    """A base that is whole on each rank and cannot be taken on one, while the others go on to another model's adapter."""
+    model, theirs = adapted("qwen3", {}), by_fsdp2(adapted("qwen3", {}, seed=7))
+    weight = model.get_parameter("base_model.model.model.norm.weight").detach()
     fails = rank == dist.get_world_size() - 1
-    differ = "or other adapters, as after one of them alone loaded or unloaded one"
+    with RolloutEngine(model, config=replace(CONFIG, check_finite_weights=True)) as engine:
+        assert isinstance(engine._binding.source, AliasedSource)
+        engine.load_adapter("theirs", theirs)
+        kept = weight.clone()
+        if fails:
+            weight.fill_(torch.nan)
+        told(rank, engine.update_weights, "norm.weight holds NaN")
+        weight.copy_(kept)
+        assert engine.update_weights() == 1
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(AliasedSource, "mismatches", out_of_memory(AliasedSource.mismatches, 0))
+            told(rank, engine.verify_weights, "none left")
+        assert engine.verify_weights().ok
 
-    def refused(call: Callable[[], Any]) -> None:
-        told(rank, call, differ, differ)
 
+def after_an_adapter_came(rank: int) -> None:
+    """A rank that has no memory to take what all have gathered: none has that adapter, or all the one before of its name."""
+    model, theirs = by_fsdp2(adapted("qwen3", {})), by_fsdp2(adapted("qwen3", {}, seed=7))
+    other = by_fsdp2(adapted("qwen3", {}, seed=8))
+    fails = rank == dist.get_world_size() - 1
     with RolloutEngine(model, config=CONFIG) as engine:
 
-        def logprobs() -> list[list[float]]:
-            return [
-                engine.generate_batch([PROMPT], GREEDY, adapter=n)[0].completions[0].logprobs for n in engine.adapters
-            ]
+        def logprobs() -> list[float]:
+            return engine.generate_batch([PROMPT], GREEDY, adapter="theirs")[0].completions[0].logprobs
 
-        for name in sorted(sources, reverse=fails):
-            refused(lambda name=name: engine.load_adapter(name, sources[name]))  # type: ignore[misc]
-        assert engine.adapters == ("default",)
-        for name, source in sources.items():
-            engine.load_adapter(name, source)
+        engine.load_adapter("theirs", theirs)
         before = logprobs()
-        if fails:
-            engine.unload_adapter("a")
-        refused(engine.update_weights)
-        refused(engine.verify_weights)
-        if not fails:
-            engine.unload_adapter("a")
+        for name in ("theirs", "other"):
+            with pytest.MonkeyPatch.context() as patch:
+                if fails:
+                    look = adapter_sources.AdapterSources.look
+                    patch.setattr(adapter_sources.AdapterSources, "look", out_of_memory(look, 1))
+                told(rank, lambda name=name: engine.load_adapter(name, other), "none left")  # type: ignore[misc]
+            assert engine.adapters == ("default", "theirs") and logprobs() == pytest.approx(before, abs=1e-4)
         assert engine.update_weights() == 1 and engine.verify_weights().ok
-        assert logprobs() == [before[0], before[2]]
-
-
-def other_settings(rank: int) -> None:
-    """Ranks whose engines would send other bytes, or as many at another time, build none."""
-    model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
-    differ = "or other settings"
-    for settings in ({"dtype": "bfloat16"}, {"gather_memory": "64KiB"}, {"quantization": "fp8"}):
-        with noted(str(settings)):
-            config = replace(CONFIG, **settings) if fails else CONFIG
-            told(rank, lambda config=config: RolloutEngine(model, config=config), differ, differ)  # type: ignore[misc]
-    with RolloutEngine(model, config=replace(CONFIG, dtype=torch.float32 if fails else "float32")) as engine:
-        assert_matches(engine, small())
+        for name in ("theirs", "other"):
+            engine.load_adapter(name, other)
+        assert logprobs() != pytest.approx(before, abs=1e-2) and engine.verify_weights().ok

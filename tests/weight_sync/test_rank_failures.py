@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import rank_differences
 import rank_failures
 import ranks
 
@@ -58,9 +59,17 @@ def test_an_interrupt():
     ranks.run(rank_failures.interrupts, 2, timeout=20)
 
 
+def test_a_base_that_is_whole_on_each_rank():
+    ranks.run(rank_failures.a_whole_base, 2, timeout=20)
+
+
+def test_an_adapter_that_all_have_gathered():
+    ranks.run(rank_failures.after_an_adapter_came, 2, timeout=20)
+
+
 def test_adapters_that_not_all_ranks_have():
-    ranks.run(rank_failures.other_adapters, 2, timeout=20)
+    ranks.run(rank_differences.other_adapters, 2, timeout=20)
 
 
 def test_settings_that_not_all_ranks_have():
-    ranks.run(rank_failures.other_settings, 2, timeout=20)
+    ranks.run(rank_differences.other_settings, 2, timeout=20)

@@ -1,0 +1,64 @@
+"""What each rank does in the tests of ranks that do other things than each other: importable by name, as the processes have to import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_failures import told
+from ranks import noted
+from sharded import CONFIG, PROMPT, assert_matches, by_fsdp2, train
+from sharded_adapters import GREEDY, adapted
+from sharded_faults import sgd, small
+
+from stoker.rollout import RolloutEngine
+
+
+def other_adapters(rank: int) -> None:
+    """Ranks that load adapters in another order, or of which one unloads some alone: no parts of two come together."""
+    model, sources = (
+        by_fsdp2(adapted("qwen3", {})),
+        {n: by_fsdp2(adapted("qwen3", {}, seed=s)) for n, s in (("a", 7), ("b", 8))},
+    )
+    fails = rank == dist.get_world_size() - 1
+    differ = "or other adapters, as after one of them alone loaded or unloaded one"
+
+    def refused(call: Callable[[], Any]) -> None:
+        told(rank, call, differ, differ)
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+
+        def logprobs() -> list[list[float]]:
+            return [
+                engine.generate_batch([PROMPT], GREEDY, adapter=n)[0].completions[0].logprobs for n in engine.adapters
+            ]
+
+        for name in sorted(sources, reverse=fails):
+            refused(lambda name=name: engine.load_adapter(name, sources[name]))  # type: ignore[misc]
+        assert engine.adapters == ("default",)
+        for name, source in sources.items():
+            engine.load_adapter(name, source)
+        before = logprobs()
+        if fails:
+            engine.unload_adapter("a")
+        refused(engine.update_weights)
+        refused(engine.verify_weights)
+        if not fails:
+            engine.unload_adapter("a")
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+        assert logprobs() == [before[0], before[2]]
+
+
+def other_settings(rank: int) -> None:
+    """Ranks whose engines would send other bytes, or as many at another time, build none."""
+    model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
+    differ = "or other settings"
+    for settings in ({"dtype": "bfloat16"}, {"gather_memory": "64KiB"}, {"quantization": "fp8"}):
+        with noted(str(settings)):
+            config = replace(CONFIG, **settings) if fails else CONFIG
+            told(rank, lambda config=config: RolloutEngine(model, config=config), differ, differ)  # type: ignore[misc]
+    with RolloutEngine(model, config=replace(CONFIG, dtype=torch.float32 if fails else "float32")) as engine:
+        assert_matches(engine, small())
