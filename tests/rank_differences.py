@@ -62,3 +62,27 @@ def other_settings(rank: int) -> None:
             told(rank, lambda config=config: RolloutEngine(model, config=config), differ, differ)  # type: ignore[misc]
     with RolloutEngine(model, config=replace(CONFIG, dtype=torch.float32 if fails else "float32")) as engine:
         assert_matches(engine, small())
+
+
+def other_engines(rank: int) -> None:
+    """Ranks that update engines over models of the same shape in other orders: no parts of two come together."""
+    twins, models = [small(), small()], [by_fsdp2(small()), by_fsdp2(small())]
+    whole, theirs = adapted("qwen3", {}), [by_fsdp2(adapted("qwen3", {}, seed=s)) for s in (7, 8)]
+    fails = rank == dist.get_world_size() - 1
+    differ = "update or verify several engines in other orders"
+    engines = [RolloutEngine(model, config=CONFIG) for model in models]
+    of_base = [RolloutEngine(whole, config=CONFIG) for _ in theirs]
+    for engine, source in zip(of_base, theirs, strict=True):
+        engine.load_adapter("theirs", source)
+    for one in (twins[1], models[1]):
+        train(one, sgd(one), 1)
+    for pair in (engines, of_base):
+        for engine in reversed(pair) if fails else pair:
+            told(rank, engine.verify_weights, differ, differ)
+            told(rank, engine.update_weights, differ, differ)
+    for engine in (*engines, *of_base):
+        assert engine.update_weights() == 1 and engine.verify_weights().ok
+    for engine, twin in zip(engines, twins, strict=True):
+        assert_matches(engine, twin)
+    for engine in (*engines, *of_base):
+        engine.close()

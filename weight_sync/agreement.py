@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import count
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -25,6 +27,8 @@ ALONE: Ranks = ({}, torch.device("cpu"))
 
 _AGREEING = "agreeing on what to gather"
 _KNOWN = "_is_known_to_all_ranks"  # of an error
+# How many things ranks have begun to gather, by the group that is first among theirs.
+_BEGUN: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _E = TypeVar("_E", bound=Exception)
 
 
@@ -89,10 +93,18 @@ def agree(
             WeightsMismatchError(
                 "the ranks hold parts of other tensors each, as after one of them alone changed its model: change it on "
                 "all of them, and build a new engine; or other adapters, as after one of them alone loaded or unloaded one: do "
-                "so on all of them, in one order; or other settings (dtype, quantization, gather_memory): give all the same"
+                "so on all of them, in one order; or other settings (dtype, quantization, gather_memory): give all the same; or they "
+                "update or verify several engines in other orders"
             )
         )
     return has_news
+
+
+def number_of(parts: Parts) -> int | None:
+    """Of what ranks begin to gather, the same on all that have just agreed to do so, and of nothing else of the same parts; None
+    where nobody else has any."""
+    first = next(iter(parts), None)
+    return None if first is None else next(_BEGUN.setdefault(first, count()))
 
 
 def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
@@ -144,8 +156,8 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
         f"rank {dist.get_rank()} lost touch while {doing} with ranks {others} over {dist.get_backend(group)}: {first_line(error)}. "
         + (f"Nothing was heard in {GRACE_S:g} s of {silent}. " if silent else "")
         + (f"In the whole world these are {missing}. " if missing and ranks != [*range(len(ranks))] else "")
-        + "One of them has failed, or did not call update_weights, verify_weights or load_adapter when the others did: every "
-        "rank has to. This group of processes stays broken: start them again"
+        + "One of them has failed, has closed its engine or unloaded an adapter alone, or did not call update_weights, "
+        "verify_weights or load_adapter when the others did: every rank has to. This group of processes stays broken: start them again"
     )
     return _known_to_all(broken)
 

@@ -18,7 +18,7 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.host_memory import StableBuffers
-from stoker.weight_sync.agreement import agree, parts_of, refuse, telling, unite
+from stoker.weight_sync.agreement import agree, number_of, parts_of, refuse, telling, unite
 from stoker.weight_sync.checksum import unfit
 from stoker.weight_sync.comparing import compare
 from stoker.weight_sync.gather import MEMORY_BYTES, prepare
@@ -86,6 +86,7 @@ class MirroredSource:
         self._seen: dict[tuple[str, ...], int] = {}
         self._expected: set[tuple[str, ...]] = set()  # to change, as they did before
         self._from_elsewhere = False
+        self._number: int | None = None  # as of ``number_of``: of several alike, ranks may not gather one each
 
     @property
     def module(self) -> nn.Module:
@@ -194,7 +195,7 @@ class MirroredSource:
 
     def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
         assert self.mirror is not None
-        return compare(self._read, self.mirror, self._parts, self._gather_bytes, alike)
+        return compare(self._read, self.mirror, self._parts, self._gather_bytes, (*alike, f"{self._number}"))
 
     @property
     def resident(self) -> bool:
@@ -243,7 +244,9 @@ class MirroredSource:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
+        alike = (*alike, f"{self._number}")
         has_news = agree(parts, self.device, found.refusal, has_news=bool(changed), alike=alike)
+        self._number = number_of(parts) if self._number is None else self._number
         self._packed, self._parts = held.states, parts
         written = 0
         if has_news:

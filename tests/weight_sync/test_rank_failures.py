@@ -73,3 +73,7 @@ def test_adapters_that_not_all_ranks_have():
 
 def test_settings_that_not_all_ranks_have():
     ranks.run(rank_differences.other_settings, 2, timeout=20)
+
+
+def test_engines_in_other_orders():
+    ranks.run(rank_differences.other_engines, 2, timeout=20)
