@@ -89,9 +89,10 @@ def test_delta_gates(heads: int, scale: float, dtype: torch.dtype) -> None:
     decay = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double())
     beta = scale * b.double().sigmoid()
     for ops in (REFERENCE, TRITON):
-        found = ops.delta_gates(apart(a), apart(b), a_log, dt_bias, scale)
-        assert_close(found[0], decay, torch.float32)
-        assert_close(found[1], beta, dtype)
+        for given in ((apart(a), b), (a, apart(b))):
+            found = ops.delta_gates(*given, a_log, dt_bias, scale)
+            assert_close(found[0], decay, torch.float32)
+            assert_close(found[1], beta, dtype)
 
 
 def test_a_token_s_bits_depend_on_no_other() -> None:
