@@ -16,6 +16,7 @@ from typing import Self
 
 from stoker.kernels.errors import EngineStateError
 from stoker.rollout import RolloutChunk, RolloutEngine, RolloutHandle, RolloutOutput
+from stoker.rollout.handles import abort
 
 _log = logging.getLogger("stoker")
 _WAIT_S = 0.05  # for a completion, before handles that came meanwhile are waited for too
@@ -35,7 +36,7 @@ class AsyncSteps:
         self._streams: set[asyncio.Event] = set()
         self._arrived = asyncio.Event()
         self._stepper = ThreadPoolExecutor(1, "stoker-steps")
-        self._ended = False
+        self._aborts = self._ended = False
         self.failure: Exception | None = None  # of the last step that failed
 
     async def __aenter__(self) -> Self:
@@ -84,9 +85,9 @@ class AsyncSteps:
             await asyncio.sleep(_PAUSED_S)
 
     def abort(self) -> None:
-        """End all that is waited for, with the tokens it has."""
-        for handle in list(self._followed):
-            handle.abort()
+        """End all that is waited for, now and from now on, with the tokens it has."""
+        self._aborts = True
+        abort(self._followed)
 
     def close(self) -> None:
         """The same, and end the thread. For where ``run`` could not."""
@@ -125,7 +126,7 @@ class AsyncSteps:
             raise EngineStateError("these AsyncSteps have ended, and nobody steps the engine for them: make new ones")
 
     def _follow(self, handle: RolloutHandle) -> asyncio.Event:
-        if self._ended:
+        if self._aborts:
             handle.abort()
         self._refuse_where_ended()
         event = asyncio.Event()

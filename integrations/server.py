@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -58,7 +58,9 @@ _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
     (EngineStateError, 503),
     (StokerError, 500),
 )
-_GRACE_S = 5  # for answers that are being sent when the server is closed
+_GRACE_S = 5  # for answers that are being sent when the server is closed, and for what a request changes then
+_CLOSED = "the server is being closed, and what was asked for may not be done"
+_T = TypeVar("_T")
 
 
 def serve(
@@ -114,7 +116,9 @@ class Server:
         self._name = name
         self._api_key = api_key
         self._steps = AsyncSteps(engine)
-        self._closing = False
+        self._closing, self._ends = False, asyncio.Event()
+        # They wait for their turn where the engine is being changed.
+        self._starts = ThreadPoolExecutor(thread_name_prefix="stoker-requests")
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
         self._has_paused = False  # a request has, and none has resumed; for that thread alone
@@ -151,20 +155,23 @@ class Server:
             yield
         self._last_change = self._control.submit(self._end_pause)
         self._control.shutdown(wait=False)
+        self._starts.shutdown(wait=False)
 
     def close(self) -> None:
-        """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort". A pause that was
-        asked for over HTTP ends: nobody could ask for its end.
+        """Stop. Requests under way are answered with the tokens they have, and ``finish_reason`` "abort", all else with the status
+        503. A pause that was asked for over HTTP ends: nobody could ask for its end.
         """
         if self._closing:
             return
         self._closing = True
+        end = time.monotonic() + _GRACE_S
         assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._ends.set)
         self._loop.call_soon_threadsafe(self._steps.abort)
         self._server.should_exit = True
         self._thread.join()
-        if self._last_change is not None:
-            wait([self._last_change], _GRACE_S)  # a change that takes longer ends by itself, and this after it
+        if self._last_change is not None:  # a change that takes longer ends by itself, and this after it
+            wait([self._last_change], max(0.0, end - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +215,7 @@ class Server:
             if key is not None and not hmac.compare_digest(given, key):
                 return _error(401, "the API key is missing or another: send it as 'Authorization: Bearer KEY'")
             if self._closing:
-                return _error(503, "the server is being closed")
+                return _error(503, _CLOSED)
             return await endpoint(request)
 
         return guarded
@@ -251,7 +258,7 @@ class Server:
             raise InvalidRequestError(f"the body is {shown(body)}: give an object with {takes}")
         try:
             change = partial(change, **given)
-            await asyncio.get_running_loop().run_in_executor(self._control, change)
+            await self._unless_closed(asyncio.get_running_loop().run_in_executor(self._control, change))
         except EngineStateError as error:  # of something that is under way, not of the server
             return _error(409, str(error))
         return await self._health(request)
@@ -285,7 +292,8 @@ class Server:
 
     async def _generate(self, request: Request, *, chat: bool) -> Response:
         body = parsed(await self._body(request))
-        call, handles = await asyncio.to_thread(self._start, body, chat)
+        start = asyncio.get_running_loop().run_in_executor(self._starts, self._start, body, chat)
+        call, handles = await self._unless_closed(start)
         created = int(time.time())
         if call.stream:
             events = self._events(call, handles, created)
@@ -296,7 +304,14 @@ class Server:
 
     async def _body(self, request: Request) -> bytearray:
         most = most_bytes(self._engine.max_model_len, images=self._engine.processor is not self._engine.tokenizer)
-        return await read_body(request, most)
+        return await self._unless_closed(read_body(request, most))
+
+    async def _unless_closed(self, work: Awaitable[_T]) -> _T:
+        async def closed() -> NoReturn:
+            await self._ends.wait()
+            raise HTTPException(503, _CLOSED)
+
+        return await unless(closed(), work)
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
         """In a thread: templates and tokenizers take their time, and so does an engine that is being changed."""
