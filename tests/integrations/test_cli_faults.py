@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ import ranks
 from cli_setup import killed_after, make_files, make_folder, read, write
 from trl_setup import make_model
 
+from stoker.integrations import jsonl
 from stoker.integrations.cli import main
-from stoker.integrations.jsonl import CommandError, Line, ResumableWriter
+from stoker.integrations.jsonl import STANDARD_OUTPUT, CommandError, Line, ResumableWriter
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +176,41 @@ def test_a_line_with_nan_is_known_again(tmp_path: Path) -> None:
         ResumableWriter(path, lines)
 
 
+def test_a_full_disk_takes_nothing_from_the_file_that_standard_output_goes_to(tmp_path: Path) -> None:
+    log, before, text = tmp_path / "log", os.dup(1), b"of the user\n" * 20
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open(log, "wb") as taken:
+        os.dup2(taken.fileno(), 1)
+        try:
+            os.write(1, text)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(text) + 30, hard))
+            with pytest.raises(CommandError, match="cannot write"), ResumableWriter(STANDARD_OUTPUT, []) as writer:
+                for number in range(9):
+                    writer.write({"number": number})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            os.dup2(before, 1)
+            os.close(before)
+    assert log.read_bytes().startswith(text + b'{"number": 0}\n')
+
+
+def test_where_there_are_no_locks_a_run_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems, on Windows, and of what keeps no lines."""
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with ResumableWriter(Path("/dev/null"), []), ResumableWriter(Path("/dev/null"), []):
+        pass
+    for number, patched in enumerate((SimpleNamespace(flock=none, LOCK_EX=2, LOCK_NB=4), None)):
+        monkeypatch.setattr(jsonl, "fcntl", patched)
+        with ResumableWriter(tmp_path / "out", [Line(1, {"i": 0}, [3])]) as writer:
+            assert writer.done == number
+            if not number:
+                writer.write({"i": 0})
+    assert read(tmp_path / "out") == [{"i": 0}]
+
+
 def test_two_runs_do_not_write_to_one_output(
     folder: str, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,6 +348,9 @@ def test_an_output_outlives_a_start_that_fails(tmp_path: Path, kept: str, capsys
     source.write_text("")  # nothing to do is no failure
     assert main(["generate", str(tmp_path / "nothing"), str(source), str(target), "--overwrite"]) == 0
     assert target.read_text() == "" and capsys.readouterr().err.endswith(f"{source} has no lines\n")
+    target.unlink()
+    assert main(["generate", str(tmp_path / "nothing"), str(source), str(target)]) == 0
+    assert target.read_text() == ""
 
 
 def test_a_link_to_an_output_that_is_not_there_yet_outlives_a_start_that_fails(tmp_path: Path) -> None:

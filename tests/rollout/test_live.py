@@ -47,6 +47,16 @@ def test_chunks_are_the_completion_in_pieces() -> None:
         assert sum(len(c.token_ids) for c in handle) == 48
 
 
+def test_chunks_that_come_while_one_is_looked_at_are_not_lost() -> None:
+    """By whoever steps the engine then; here it is the one who looks."""
+    with build() as engine:
+        handle, pieces = engine.submit(PROMPTS[0], long()), list[int]()
+        for chunk in handle:
+            pieces += chunk.token_ids
+            handle.result()
+        assert pieces == handle.result().completions[0].token_ids
+
+
 def test_a_handle_runs_until_the_last_of_its_samples_ends() -> None:
     with build() as engine:
         one, other = engine.generate_batch([PROMPTS[0]], long(n=2, logprobs=2))[0].completions
