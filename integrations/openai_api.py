@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from stoker.integrations.image_urls import as_data
+from stoker.integrations.json_schemas import pattern_of
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
@@ -150,30 +151,17 @@ def _pattern(name: str, asked: Any) -> str | None:
         case {"choice": [*choices], **others} if not others and choices and all(isinstance(c, str) for c in choices):
             return "|".join(map(re.escape, choices))
         case {"json": dict(schema), **others} if not others:
-            return _of_schema(name, schema)
+            return pattern_of(name, schema)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return _of_schema(name, schema)
+            return pattern_of(name, schema)
         case {"type": "json_object"}:
-            return _of_schema(name, {"type": "object"})
+            return pattern_of(name, {"type": "object"})
         case {"type": "text"}:
             return None
     raise InvalidRequestError(
         f"{name}={shown(asked)}: structured_outputs is a regex, a choice of strings or a json schema, and response_format a "
         "type of text, json_object or json_schema"
     )
-
-
-def _of_schema(name: str, schema: dict[str, Any]) -> str:
-    try:
-        from outlines_core.json_schema import build_regex_from_schema
-    except ModuleNotFoundError as error:
-        raise InvalidRequestError(
-            f"{name}: JSON schemas need the package outlines_core where the server runs: pip install outlines_core"
-        ) from error
-    try:
-        return str(build_regex_from_schema(json.dumps(schema)))
-    except (ValueError, TypeError) as error:  # the latter where its parser takes less than Python's: half characters
-        raise InvalidRequestError(f"{name}: {error}") from error
 
 
 def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:

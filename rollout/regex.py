@@ -23,6 +23,7 @@ from stoker.rollout.messages import shown
 
 DEAD, START = 0, 1
 MOST_STATES = 30_000  # two bytes hold a state's number
+_MOST_CHARACTERS = 10 * MOST_STATES  # which Python's parser takes seconds for
 _MOST_WORK = 10_000_000  # states that are looked at while subsets are made
 _ROUNDS = 256
 _CHARACTERS = sys.maxunicode + 1
@@ -61,6 +62,10 @@ def byte_automaton(pattern: str) -> ByteAutomaton:
 @lru_cache(maxsize=16)
 def check(pattern: str) -> _Nodes:
     """The pattern as a nondeterministic automaton. Raises as ``byte_automaton``, but for what only that finds out."""
+    if len(pattern) > _MOST_CHARACTERS:
+        raise InvalidRequestError(
+            f"regex={shown(pattern)} has {len(pattern)} characters, and at most {_MOST_CHARACTERS} are read: give a shorter one"
+        )
     parser: Any = re._parser  # type: ignore[attr-defined]
     try:
         re.compile(pattern)

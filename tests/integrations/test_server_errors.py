@@ -28,6 +28,16 @@ from stoker.integrations.server import Server, serve
 from stoker.rollout import InvalidConfigError, RolloutEngine
 
 
+def nested(levels: int) -> dict[str, Any]:
+    """A schema whose pattern has some 2 ** levels characters."""
+    return {"type": "array", "items": nested(levels - 1)} if levels else {"type": "string"}
+
+
+def tangled(ways: int) -> dict[str, Any]:
+    """One that refers to itself in so many ways, some gigabytes of pattern."""
+    return {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(ways)}}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -56,6 +66,10 @@ from stoker.rollout import InvalidConfigError, RolloutEngine
         ({"prompt": "a", "structured_outputs": {"json": 5}}, 400, "structured_outputs={'json': 5}: structured_outputs is a"),
         ({"prompt": "a", "structured_outputs": {"json": {"type": "?"}}}, 400, "structured_outputs: Unsupported type"),
         ({"prompt": "a", "structured_outputs": {"json": {"const": "\ud800"}}}, 400, "structured_outputs: Expected a valid"),
+        ({"prompt": "a", "structured_outputs": {"json": nested(30)}}, 400, "structured_outputs: the schema's pattern would have more"),
+        ({"prompt": "a", "structured_outputs": {"json": tangled(40)}}, 400, "structured_outputs: the schema's pattern would have more"),
+        ({"prompt": "a", "structured_outputs": {"json": nested(200)}}, 400, "structured_outputs: "),
+        ({"prompt": "a", "structured_outputs": {"regex": "a" * 300_001}}, 400, "has 300001 characters, and at most 300000 are read"),
         ({"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, 400, "both bind"),
         ({"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "regex="),
         ({"prompt": "a", "tempature": 1}, 400, "'tempature' is no field the server knows"),

@@ -178,6 +178,7 @@ def test_a_pattern_that_matches_nothing_accepts_nothing(pattern: str) -> None:
         ("(a|b)*a(a|b){20}", "more than 30000 states"),
         ("(?:a{1000}){1000}", "more than 30000 states"),
         (r"\w{1,400}", "more than 30000 states"),
+        ("a?" * 150_001, "has 300002 characters, and at most 300000 are read"),
         ("(a?){0,30}" * 5, None),
         ("(?:){0,4000000}a", None),
     ],
