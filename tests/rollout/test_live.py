@@ -57,6 +57,19 @@ def test_chunks_that_come_while_one_is_looked_at_are_not_lost() -> None:
         assert pieces == handle.result().completions[0].token_ids
 
 
+def test_chunks_end_where_a_request_is_aborted() -> None:
+    with build() as engine:
+        handle, pieces = engine.submit(PROMPTS[0], long()), list[int]()
+        for chunk in handle:
+            pieces += chunk.token_ids
+            handle.abort()
+        assert pieces == handle.result().completions[0].token_ids and len(pieces) < 24
+        other = engine.submit(PROMPTS[1], long())
+        other.abort()
+        assert list(other) == []
+        at_rest(engine)
+
+
 def test_a_handle_runs_until_the_last_of_its_samples_ends() -> None:
     with build() as engine:
         one, other = engine.generate_batch([PROMPTS[0]], long(n=2, logprobs=2))[0].completions

@@ -36,6 +36,23 @@ def test_pause_wait_and_pause_abort() -> None:
         at_rest(engine)
 
 
+def test_what_is_there_is_given_to_the_thread_that_has_paused_too() -> None:
+    with build() as engine:
+        ended, handle = engine.submit(PROMPTS[1], long(max_tokens=1)), engine.submit(PROMPTS[0], long())
+        ended.result()
+        chunk = next(iter(handle))
+        engine.pause()
+        assert next(iter(handle)) == chunk
+        assert engine.wait([ended]) == ([ended], []) and engine.wait([handle, ended], share=0.5) == ([ended], [handle])
+        assert len(list(ended)) == 1
+        for call in (handle.result, lambda: list(handle), lambda: engine.wait([handle])):
+            with pytest.raises(EngineStateError, match="this thread has paused the engine"):
+                call()
+        engine.resume()
+        handle.result()
+        at_rest(engine)
+
+
 def test_a_pause_in_one_thread_holds_the_others() -> None:
     with build() as engine:
         handle = engine.submit(PROMPTS[0], long(max_tokens=100))
