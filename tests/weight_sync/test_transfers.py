@@ -129,9 +129,9 @@ def test_weights_that_are_written_to_while_they_are_sent(monkeypatch: pytest.Mon
 
 def test_a_transfer_without_any_element() -> None:
     here, there = over_a_pipe()
-    for _ in range(2):
-        with sending(there, {"none": torch.empty(0, 4)}) as sent:
-            take(here, {"none": torch.empty(0, 4)})
+    for tensors in ({"none": torch.empty(0, 4)}, {}, {"none": torch.empty(0, 4)}):
+        with sending(there, tensors) as sent:
+            take(here, dict(tensors))
             sent.result()
 
 
