@@ -112,6 +112,7 @@ def _main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
+        dist.barrier()  # a rank that is through, and closes its connections, may find another one still making its own
         results.put((rank, function(rank, *arguments), None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

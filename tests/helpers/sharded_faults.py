@@ -152,6 +152,7 @@ def formed_anew(rank: int, folder: str) -> None:
         dist.destroy_process_group()
         store = dist.FileStore(f"{folder}/{turn}", 3)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+        dist.barrier()
 
 
 def refuse_on_one(rank: int) -> str:
