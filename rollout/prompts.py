@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.utils.chat_template_utils import _get_template_variables
 
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
@@ -117,6 +116,8 @@ def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **se
 
 def _variables(processor: Any) -> Collection[str]:
     """Of its chat template. It would take all others for its own settings: of images, say, to be read from files here."""
+    from transformers.utils.chat_template_utils import _get_template_variables  # private: only such a chat needs it
+
     template = processor.chat_template
     return _get_template_variables(template.get("default") if isinstance(template, dict) else template)  # type: ignore[no-any-return]
 
