@@ -66,6 +66,24 @@ class _Signal:
             self._waiting.remove(lock)
 
 
+class _Follower:
+    """A thread that waits while another one steps. As of ``_Signal``, its lock is its own."""
+
+    def __init__(self, done: Callable[[], bool]) -> None:
+        self.done = done
+        self.found = False  # what it waits for, in a turn of another thread
+        self.thread = threading.get_ident()
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wake(self) -> None:
+        with suppress(RuntimeError):  # woken already
+            self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+
 class Loop:
     """The core, and the right to touch it."""
 
@@ -83,6 +101,9 @@ class Loop:
         self._owner: int | None = None  # the thread whose turn it is
         self._wanted: set[int] = set()  # threads that wait for theirs
         self._turn_over = _Signal()
+        self._leader: int | None = None  # the thread that steps as long as it waits for something
+        self._steps = 0
+        self._followers: list[_Follower] = []  # others that wait for something meanwhile
         self._paused_by: threading.Thread | None = None  # no ident, which the next thread may have
         self._paused_at = 0.0
         self._told = False  # of the present pause
@@ -114,7 +135,10 @@ class Loop:
                     self._wanted.discard(me)
                     return self._change(change)
                 finally:
-                    self._owner = None
+                    try:
+                        self._tell()
+                    finally:
+                        self._owner = None
         finally:
             self._wanted.discard(me)
             self._turn_over.set()
@@ -144,6 +168,13 @@ class Loop:
             raise
         self._unsound = False
         return result
+
+    def _tell(self) -> None:
+        """Wake those for whom there is now what they wait for."""
+        for follower in list(self._followers):
+            if not follower.found and follower.done():
+                follower.found = True
+                follower.wake()
 
     def _refuse_inside_a_step(self, action: str) -> None:
         if self._owner == threading.get_ident():
@@ -235,8 +266,10 @@ class Loop:
     def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Step until ``done``; False where that took longer than ``timeout`` seconds.
 
-        While another thread has paused the engine this waits.
+        While another thread has paused the engine this waits. Of several threads one goes on stepping, and the others are
+        told: if each wanted its turn at every step, whoever has what it wants would hear of it many steps later.
         """
+        me = threading.get_ident()
         end = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
 
         def step() -> bool:
@@ -244,21 +277,57 @@ class Loop:
             if not self.is_paused and not done():
                 assert self.core.has_work, "a request that is waited for is nowhere"
                 self.core.step()
+                self._steps += 1
             return done()
 
-        while True:
-            self.check_not_paused()
-            if self.do("run requests", step):
-                return True
-            self._tell_of_pause()
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            if self.is_paused:  # not for good: requests may also end, by an abort or with the engine
-                self._resumed.wait(_PATIENCE if left is None else min(left, _PATIENCE))
+        try:
+            while True:
+                self.check_not_paused()
+                left = _PATIENCE if end is None else min(_PATIENCE, end - time.monotonic())
+                if self._leader not in (None, me) and left > 0:
+                    if self._follow(_Follower(done), left):
+                        return True
+                    continue
+                if self.do("run requests", step):
+                    return True
+                self._tell_of_pause()
+                left = _PATIENCE if end is None else min(_PATIENCE, end - time.monotonic())
+                if left <= 0:
+                    return False
+                if self._leader is None:
+                    self._leader = me
+                if self.is_paused:  # not for good: requests may also end, by an abort or with the engine
+                    self._resumed.wait(left)
+                self._give_way()
+        finally:
+            if self._leader == me:
+                self._leader = None  # who comes from here on leads by itself; of the others one does
+                following = next((f for f in list(self._followers) if not f.found), None)
+                if following is not None:
+                    self._leader = following.thread
+                    following.wake()
+
+    def _give_way(self) -> None:
+        """Let those have their turn first that want one now: a lock alone would let this thread have every turn."""
+        others, end = set(self._wanted), time.monotonic() + _PATIENCE
+        while others & self._wanted and (left := end - time.monotonic()) > 0:
             self._turn_over.clear()
-            if self._wanted:  # a lock alone would let this thread have every turn
-                self._turn_over.wait(_PATIENCE)
+            if others & self._wanted:
+                self._turn_over.wait(left)
+
+    def _follow(self, follower: _Follower, timeout: float) -> bool:
+        """Wait while another thread steps, ``timeout`` seconds at most; whether there is now what the follower waits for."""
+        try:
+            self._followers.append(follower)
+            steps = self._steps
+            # Who leads may have left before it could see this one, or have been interrupted before it named the next.
+            unheard = self._leader not in (None, follower.thread) and not follower.wait(timeout)
+            if unheard and steps == self._steps and not self.is_paused:
+                self._leader = follower.thread
+            return follower.found
+        finally:
+            with suppress(ValueError):  # interrupted before it was there
+                self._followers.remove(follower)
 
     def pause(self, mode: Literal["keep", "wait", "abort"]) -> None:
         def pause() -> None:

@@ -272,3 +272,55 @@ def test_a_call_that_waits_for_the_end_of_the_engine_comes_after_it(call: str) -
             time.sleep(0.2)
             engine.close()
         assert engine._kv.nbytes == 0
+
+
+def test_one_of_those_who_wait_steps_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who has what it waits for goes on at once: were each to have a turn for that, the others made a step in theirs."""
+    monkeypatch.setattr(live, "_PATIENCE", 60.0)
+    with build() as engine:
+        longest, *others = [engine.submit(p, long(max_tokens=40 - 8 * i)) for i, p in enumerate(PROMPTS)]
+        step, by, back = engine.core.step, [], threading.Event()
+
+        def stepping() -> Any:
+            by.append(threading.current_thread())
+            end = time.monotonic() + 60
+            while len(by) == 3 and len(engine._loop._followers) < 3 and time.monotonic() < end:
+                time.sleep(1e-3)  # until they all wait
+            if others[-1].done:
+                back.wait(60)
+            return step()
+
+        monkeypatch.setattr(engine.core, "step", stepping)
+        with beside(longest.result):
+            while len(by) < 3:
+                time.sleep(1e-3)
+            with beside(others[0].result), beside(others[1].result), beside(lambda: (others[2].result(), back.set())):
+                pass
+        assert len(set(by)) == 1 and threading.current_thread() not in by
+        at_rest(engine)
+
+
+def test_another_steps_where_the_one_who_stepped_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "_PATIENCE", 60.0)
+    with build() as engine:
+        short, *others = [engine.submit(p, long(max_tokens=4 + 20 * i)) for i, p in enumerate(PROMPTS)]
+        with beside(short.result), beside(others[0].result), beside(others[1].result), beside(others[2].result):
+            pass
+        assert all(len(h.result().completions[0].token_ids) == 24 + 20 * i for i, h in enumerate(others))
+        assert engine._loop._leader is None and not engine._loop._followers
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("timeout", [None, 0.05])
+def test_a_thread_that_steps_no_more_without_a_word_is_missed(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    """As after Ctrl-C in the line that names the next one."""
+    monkeypatch.setattr(live, "_PATIENCE", 0.05)
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        engine._loop._leader = -1
+        assert timeout is None or not engine.wait([handle], timeout=timeout)[0]
+        assert engine._loop._leader is None or timeout is None
+        assert len(handle.result().completions[0].token_ids) == 24
+        at_rest(engine)
