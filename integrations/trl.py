@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from stoker.integrations.trl_checks import check_trainer
@@ -86,6 +87,18 @@ def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
     handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
 
+class _Trained(nn.Module):
+    """A trainer's model, with all that it has put around it by now: what FSDP1 does with parameters is known to the wrapper alone."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._orig_mod: Any
+        self.look(trainer)
+
+    def look(self, trainer: Any) -> None:
+        self._orig_mod = trainer.model
+
+
 class _EngineBackend:
     """An engine over a trainer's live model; a subclass for each way in which trainers ask for completions."""
 
@@ -103,8 +116,9 @@ class _EngineBackend:
         self._cost = RolloutCost()
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
-        config = as_prepared(trainer, self._model, config)
-        self.engine = RolloutEngine(self._model, config=config, tokenizer=tokenizer_of(trainer))
+        self._trained = _Trained(trainer)
+        config = as_prepared(trainer, self._trained, config)
+        self.engine = RolloutEngine(self._trained, config=config, tokenizer=tokenizer_of(trainer))
 
     def seam(self) -> list[tuple[Any, str, Any]]:
         """Owner, attribute and value of everything that is set on the trainer while the engine is attached."""
@@ -138,6 +152,7 @@ class _EngineBackend:
                 "the trainer now trains another model object than the one the engine was attached to: call "
                 "detach(trainer) and attach(trainer) again"
             )
+        self._trained.look(self._trainer)
         with self._cost.timed():
             wake_weights(self.engine)
         self.engine.update_weights()

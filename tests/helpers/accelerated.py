@@ -12,7 +12,7 @@ import zero
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
@@ -38,11 +38,13 @@ def by_fsdp2() -> Accelerator:
     return accelerator
 
 
-def shard(state: Any) -> None:
-    """Have accelerate shard by FSDP2, which by itself it does on accelerators only."""
+def shard(state: Any, version: int = 2) -> None:
+    """Have accelerate shard by FSDP, which by itself it does on accelerators only."""
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Qwen3DecoderLayer"]
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
     )
 
 
@@ -79,6 +81,10 @@ def whole(model: Any) -> Any:
         twin.add_adapter("ref", lora())
     if any(isinstance(p, DTensor) for p in model.parameters()):
         twin.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+    elif isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            named = {n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in model.named_parameters()}
+            twin.load_state_dict(named)
     elif isinstance(model, DistributedDataParallel):
         twin.load_state_dict(model.module.state_dict())
     else:
@@ -201,9 +207,10 @@ def trl(
         trainer = build(kind, folder, use_cpu=False, deepspeed=zero.settings(int(how[-1])) | AUTO, **settings)
     else:
         trainer = build(kind, folder, ddp_backend="gloo", **settings)
-    if how == "fsdp2":
-        shard(trainer.accelerator.state)
+    if how.startswith("fsdp"):
+        shard(trainer.accelerator.state, int(how[-1]))
         trainer.is_fsdp_enabled = True
+        Accelerator.device = torch.device("cpu")  # of which FSDP1 knows no index
     engine = attach(trainer)
     sample, backward = engine.generate_batch, trainer.accelerator.backward
     asleep: list[bool] = []

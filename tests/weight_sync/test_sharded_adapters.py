@@ -41,7 +41,14 @@ def test_zero3():
 
 @pytest.mark.parametrize(
     ("how", "by_config", "beta"),
-    [("fsdp2", False, 0.0), ("zero 3", False, 0.0), ("ddp", False, 0.0), ("fsdp2", True, 0.1), ("fsdp2", False, 0.1)],
+    [
+        ("fsdp2", False, 0.0),
+        ("zero 3", False, 0.0),
+        ("ddp", False, 0.0),
+        ("fsdp1", False, 0.0),
+        ("fsdp2", True, 0.1),
+        ("fsdp2", False, 0.1),
+    ],
 )
 def test_grpo(tmp_path: Path, how: str, by_config: bool, beta: float):
     """A trainer that takes the adapter in parts after ``attach``, or that leaves it whole.
