@@ -28,7 +28,7 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels.ops import Ops
+from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.recurrent_chunks import CHUNK, MOST_WALKED
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -77,6 +77,17 @@ def test_a_gated_convolution_has_the_same_bits_in_any_pieces_and_among_any_other
 def test_other_layers(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     for lengths in ([1, 1], [4, 0, 9]):
         check(TRITON, name, lengths, dtype, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("options", [{}, {"gated": True, "activation": None}, {"gated": True}], ids=str)
+def test_a_convolution_rounds_where_the_reference_does(options: dict[str, Any], dtype: torch.dtype) -> None:
+    by_token, given, make_state = CASES["causal_conv"](60, dtype, **options)
+    if "before" in by_token:
+        by_token["before"] = by_token["before"].contiguous()  # which need not lie as the others do
+    rows, state = make_rows([40, 20]), make_state(4)
+    mine, theirs = (run(ops, "causal_conv", by_token, given, state.clone(), rows) for ops in (TRITON, REFERENCE))
+    assert (mine == theirs).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)

@@ -213,14 +213,27 @@ def test_a_sigmoid_of_the_chosen_ranks_by_what_it_is_of(ops: Ops) -> None:
 
 @all_ops
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_an_expert_of_a_group_that_is_left_out_weighs_nothing(tokens: int, ops: Ops) -> None:
+@pytest.mark.parametrize("per_token", [3, 6])
+def test_an_expert_of_a_group_that_is_left_out_weighs_nothing(per_token: int, tokens: int, ops: Ops) -> None:
     """It may be taken where experts of the other groups have a score of zero: all of these rank the same."""
     x, weight = (torch.zeros(n, 48, device=DEVICE) for n in (tokens, 6))
     x[:, 0], weight[:, 0] = 1.0, torch.tensor([-2.0, -300.0, 0.0, -300.0, -1.0, -300.0])
-    choice = Choice(per_token=3, score="softmax", groups=3, kept_groups=2, **IN_GROUPS)
+    choice = Choice(per_token=per_token, score="softmax", groups=3, kept_groups=2, **IN_GROUPS)
     expected = weight[:, 0].double().softmax(0) * torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE)
     routing = ops.route(x, weight, None, None, None, choice)
     assert_close(by_expert(routing, 6).float(), expected.expand(tokens, -1), torch.float32)
+
+
+@all_ops
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_no_sigmoid_chooses_from_a_group_that_is_left_out(tokens: int, ops: Ops) -> None:
+    """Whatever the corrections are."""
+    x, weight = torch.randn(tokens, 48, device=DEVICE), torch.zeros(4, 48, device=DEVICE)
+    correction = torch.tensor([-1.0, -2.0, -3.0, -4.0], device=DEVICE)
+    choice = Choice(per_token=2, score="sigmoid", groups=2, kept_groups=1, **IN_GROUPS)
+    routing = ops.route(x, weight, None, correction, None, choice)
+    assert torch.equal(routing.ids.sort(dim=1).values, torch.tensor([0, 1], device=DEVICE).expand(tokens, -1))
+    assert routing.weights.eq(0.5).all()
 
 
 @kernels
