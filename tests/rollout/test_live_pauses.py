@@ -91,7 +91,7 @@ def test_who_waits_in_a_pause_hears_of_its_end_and_of_its_own_time_out(monkeypat
             while len(engine._loop._resumed._waiting) < 2:
                 time.sleep(1e-3)
             engine.resume()
-        assert results[0].completions[0].finish_reason == "length"
+        assert results[0].completions[0].finish_reason == "length" and not engine._loop._resumed._waiting
 
 
 def test_a_pause_by_a_thread_that_is_over_is_no_other_threads() -> None:
