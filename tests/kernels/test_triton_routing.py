@@ -73,6 +73,8 @@ CASES = [
     (5, 8, 48, False, True, False, AFMOE),
     (70, 24, 80, False, True, False, AFMOE),
     (6, 24, 80, False, True, False, ERNIE),
+    (20, 6, 48, True, False, False, replace(GPT_OSS, per_token=3)),  # no power of two
+    (70, 5, 48, False, False, False, replace(LLAMA4, per_token=3, normalise=True)),
 ]
 
 
@@ -200,6 +202,8 @@ def test_sums_of_half_precision_rank_the_same_where_they_are_rounded(tokens: int
             assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(2, 3)}
         elif ops is not REFERENCE:  # which takes any
             assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(0, 3)}
+        ids = ops.route(x, weight, None, correction.float(), None, choice).ids  # sums that are fp32 in any case
+        assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(2, 3)}
 
 
 @all_ops
@@ -222,6 +226,18 @@ def test_an_expert_of_a_group_that_is_left_out_weighs_nothing(per_token: int, to
     expected = weight[:, 0].double().softmax(0) * torch.tensor([0, 0, 1, 0, 1, 0], device=DEVICE)
     routing = ops.route(x, weight, None, None, None, choice)
     assert_close(by_expert(routing, 6).float(), expected.expand(tokens, -1), torch.float32)
+
+
+@all_ops
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_a_router_and_its_input_may_lie_in_any_way(tokens: int, ops: Ops) -> None:
+    """Columns first, or as parts of something wider."""
+    arguments = make_router(tokens, 24, 48, True, True, False, DEEPSEEK_V3, torch.float32)
+    wanted = ops.route(**arguments)
+    for change in (lambda t: t.t().contiguous().t(), lambda t: torch.cat((t, t), 1)[:, : t.shape[1]]):
+        found = ops.route(**arguments | {name: change(arguments[name]) for name in ("x", "weight")})
+        assert torch.equal(found.ids, wanted.ids)
+        assert_close(found.weights, wanted.weights.double(), torch.float32)
 
 
 @all_ops
