@@ -117,8 +117,8 @@ class Server:
         self._api_key = api_key
         self._steps = AsyncSteps(engine)
         self._closing, self._ends = False, asyncio.Event()
-        # They wait for their turn where the engine is being changed.
-        self._starts = ThreadPoolExecutor(thread_name_prefix="stoker-requests")
+        # Most of the time they wait: for their turn where the engine is being changed, or for the host of an image.
+        self._starts = ThreadPoolExecutor(64, "stoker-requests")
         # One thread, so that a pause, an update and a resume run in the order they came in.
         self._control = ThreadPoolExecutor(1, "stoker-control")
         self._has_paused = False  # a request has, and none has resumed; for that thread alone

@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,20 @@ def test_an_image_that_cannot_be_fetched(images: Server, monkeypatch: pytest.Mon
     for url in ("http://", "http://127.0.0.1:x/", "http://a b/"):
         status, message = see(images, url)
         assert status == 400 and "that cannot be fetched" in message
+
+
+def test_hosts_that_do_not_answer_yet_keep_others_waiting_for_nothing(images: Server) -> None:
+    url = {"type": "image_url", "image_url": {"url": ""}}
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as stack:
+        silent.settimeout(60)
+        url["image_url"]["url"] = f"http://127.0.0.1:{silent.getsockname()[1]}/"  # type: ignore[index]
+        body = json.dumps({"messages": [{"role": "user", "content": [url]}]}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(address(images), timeout=60)).sendall(head.encode() + body)
+            stack.enter_context(silent.accept()[0])
+        status, _ = post(images, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert status == 200
 
 
 def test_a_host_of_images_that_never_answers_keeps_nobody_waiting(
