@@ -109,8 +109,8 @@ class RequestMaker:
             if (value := getattr(params, which) or 0) > self.vocab:
                 raise InvalidRequestError(f"{name}: {which}={value} and the vocabulary has {self.vocab} tokens")
         for which in ("stop_token_ids", "suppress_token_ids", "logit_bias"):
-            given = getattr(params, which)
-            if any(not 0 <= t < self.vocab for t in (dict(given) if which == "logit_bias" else given)):
+            given = dict(params.logit_bias) if which == "logit_bias" else getattr(params, which)
+            if given and not 0 <= min(given) <= max(given) < self.vocab:
                 raise InvalidRequestError(f"{name}: {which} has an id outside 0 to {self.vocab - 1}")
         if len(set(params.suppress_token_ids)) == self.vocab:
             raise InvalidRequestError(
