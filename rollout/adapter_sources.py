@@ -38,7 +38,8 @@ _BY_NAME = ("_others", "_copies", "packed", "weights", "_layout", "_numbers")
 class AdapterSources:
     """Knows adapters by name, and notices when they change.
 
-    ``weights`` are all there are, as they were when last looked at; ``active`` those that the model ran then, in order.
+    ``weights`` are all there are, as they were when last looked at; ``active`` those that the model ran then, in order, or
+    None where its layers ran different ones.
     ``packed``: of those that were copied, the ones that do not lie on the engine's device. gathering: options of
     ``MirroredSource`` for what other models hold in parts.
     """
@@ -46,7 +47,7 @@ class AdapterSources:
     def __init__(self, model: nn.Module, *, deterministic: bool, gathering: Mapping[str, Any]) -> None:
         self._model, self._deterministic, self._gathering = model, deterministic, gathering
         self.weights: dict[str, AdapterWeights] = {}
-        self.active: tuple[str, ...] = ()
+        self.active: tuple[str, ...] | None = ()
         self.packed: dict[str, Packed] = {}
         self._others: dict[str, AdapterOfModel] = {}
         self._in_step = True  # with the base: no pull of theirs has failed since
@@ -72,7 +73,7 @@ class AdapterSources:
         cannot run them.
         """
         before, moved = self._layout, False
-        found = self._changing() if same else self._find(source.adapters)
+        found = self._changing() if same else self._find(source.adapters, announced)
         if self._others or not same:
             found |= {name: other.read() for name, other in self._others.items()}
             moved = self._take(shell, found)
@@ -184,13 +185,18 @@ class AdapterSources:
         """All but those that were copied."""
         return {name: adapter for name, adapter in self.weights.items() if name not in self._copies}
 
-    def _find(self, whole: Mapping[str, Tensor]) -> dict[str, AdapterWeights]:
+    def _find(self, whole: Mapping[str, Tensor], announced: bool) -> dict[str, AdapterWeights]:
         """The live model's, and what several of them come to that were active at once. whole: as of ``live_adapters``."""
         check_adapters(self._model)
         model = unwrap(self._model)
         adapters = live_adapters(model, whole)
-        self.active = active_adapters(model)
-        if len(self.active) > 1:
+        try:
+            self.active = active_adapters(model)
+        except UnsupportedModelError:
+            if announced:
+                raise
+            self.active = None  # another thread may be about to switch them: whoever asks for the live one is refused
+        if self.active and len(self.active) > 1:
             self._sums["+".join(self.active)] = self.active
         sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
         adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}

@@ -253,7 +253,8 @@ class ModelBinding:
 
     def _remember(self) -> None:
         """What the model is like, where that is known to be what the shell is bound to."""
-        if self._seen is None and not is_sharded(self.model):  # shards come and go with every forward pass
+        # Shards come and go with every forward pass, and layers that run different adapters are about to be others.
+        if self._seen is None and not is_sharded(self.model) and self.adapters.active is not None:
             self._seen = Tree(self.model), Switches(self.model)
 
     def _look_at_adapters(self, *, announced: bool = True, same: bool = False) -> None:
@@ -270,8 +271,8 @@ class ModelBinding:
     def active_adapter(self) -> str | None:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
         seen = self._seen is not None and self._seen[0].looks_same() and self._seen[1].same()
-        active = self.adapters.active if seen else active_adapters(unwrap(self.model))
-        return "+".join(active) or None
+        active = self.adapters.active if seen else None
+        return "+".join(active_adapters(unwrap(self.model)) if active is None else active) or None
 
     @property
     def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,10 +161,11 @@ def test_an_adapter_is_read_live_and_never_merged(make: Make, monkeypatch: pytes
         assert output.completions[0].logprobs == pytest.approx(plain, abs=LOGPROB_TOLERANCE)
 
 
-def test_a_forward_without_the_adapter_changes_no_rollout(make: Make) -> None:
+@pytest.mark.parametrize("off", ["all of it", "a part"])  # the rest follows at once
+def test_a_forward_without_the_adapter_changes_no_rollout(make: Make, off: str) -> None:
     """One of a reference policy, say, in the trainer's thread: completions that begin meanwhile are the policy's all the same."""
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    trainer = make(count_a, peft_config=config, learning_rate=0.0)
+    trainer = make(count_a, peft_config=config, learning_rate=0.0, max_inflight_tasks=8 if off == "all of it" else 1)
     engine = trainer.rollout_worker.attach(trainer)
     samples = record(trainer.rollout_worker)
     submit, compute_loss, begun = engine.submit, trainer.compute_loss, []
@@ -174,10 +176,13 @@ def test_a_forward_without_the_adapter_changes_no_rollout(make: Make) -> None:
         return handle
 
     def with_a_reference(*given: Any, **options: Any) -> Any:
-        with trainer.model.disable_adapter():
+        layer = next(module for module in trainer.model.modules() if hasattr(module, "lora_A"))
+        layer.enable_adapters(off == "all of it")
+        with trainer.model.disable_adapter() if off == "all of it" else nullcontext():
             before, end = len(begun), time.monotonic() + 60
-            while len(begun) == before and time.monotonic() < end:
+            while threads() and len(begun) == before and time.monotonic() < end:
                 time.sleep(1e-3)
+        layer.enable_adapters(True)
         return compute_loss(*given, **options)
 
     engine.submit, trainer.compute_loss = noted, with_a_reference

@@ -332,9 +332,10 @@ def test_an_adapter_over_the_copy_that_another_has_saved() -> None:
 
 
 def test_layers_that_run_different_adapters_are_refused() -> None:
+    """Where the live one is asked for, or an update takes it: by name they are there, whatever a thread is switching on or off."""
     model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine:
-        before = tokens(engine)
+        before, by_name = tokens(engine), [tokens(engine, adapter=name) for name in ("default", "other", None)]
         layer = model.base_model.model.model.layers[1].self_attn.q_proj
         layer.set_adapter("other")
         with pytest.raises(UnsupportedModelError, match=r"q_proj runs the adapters .*set_adapter on the model"):
@@ -345,7 +346,13 @@ def test_layers_that_run_different_adapters_are_refused() -> None:
             UnsupportedModelError, match=r"q_proj runs the adapters \[\], and other layers \['default'\]"
         ):
             tokens(engine)
+        assert [tokens(engine, adapter=name) for name in ("default", "other", None)] == by_name
+        with pytest.raises(UnsupportedModelError, match="and other layers"):
+            tokens(engine)
+        with pytest.raises(UnsupportedModelError, match="and other layers"):
+            engine.update_weights()
         layer.enable_adapters(True)
+        engine.update_weights()
         assert tokens(engine) == before
 
 
