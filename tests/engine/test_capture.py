@@ -89,6 +89,20 @@ def test_steps_after_images_are_replayed(kind: str) -> None:
             torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_steps_with_one_token_of_an_image_are_not_replayed(kind: str) -> None:
+    """They look like decode steps, and have embeddings or positions of their own."""
+    model, prompt = vision.make_model(kind), vision.make_prompt(kind, (4, (1, 2), 2, (1, 2), 3))
+    greedy = SamplingParams(temperature=0, max_tokens=60, suppress_token_ids=[vision.IMAGE, vision.VIDEO])
+    with build(model, runtime=Counting, max_num_seqs=3, max_num_batched_tokens=3) as engine:
+        others = [engine.submit(ids, greedy) for ids in ([5, 6], [7])]
+        engine.wait(others, share=0)
+        (c,) = engine.generate_batch([prompt], replace(greedy, max_tokens=6))[0].completions
+        assert not any(handle.done for handle in others), "beside which one token of the prompt goes in a step"
+    expected = vision.logprobs(model, prompt, c.token_ids)
+    torch.testing.assert_close(torch.tensor(c.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
 def test_a_step_is_captured_anew_for_twice_as_many_stop_ids_and_not_for_each_one_more() -> None:
     seen = []
     with build(runtime=Counting) as engine:
