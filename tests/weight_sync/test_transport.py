@@ -187,6 +187,9 @@ def test_what_are_no_weights(tmp_path: Path) -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (3, InvalidRequestError, "weights=int: give None, named tensors"),
         ([torch.ones(2)], InvalidRequestError, "give None, named tensors"),
+        ([3], InvalidRequestError, "weights=int: give None, named tensors"),
+        (["ab"], InvalidRequestError, "give None, named tensors"),
+        ([("lm_head.weight", torch.ones(1), 5)], InvalidRequestError, "weights=tuple: give None, named tensors"),
         ({"lm_head.weight": [1.0]}, InvalidRequestError, "give None, named tensors"),
         (tmp_path / "text.safetensors", WeightTransferError, "cannot be read.*keeps"),
         (tmp_path / "nowhere.safetensors", WeightTransferError, "cannot be read.*keeps"),
