@@ -175,6 +175,14 @@ def test_no_piece_of_a_stop_string_is_sent(engine: RolloutEngine, client: Any) -
     assert events[-1].choices[0].finish_reason == "stop" and events[-1].choices[0].stop_reason == "789"
 
 
+def test_text_goes_on_over_a_stop_string_before_min_tokens(client: Any) -> None:
+    asked = {"model": "policy", "prompt": "abc", "max_tokens": 30, "stop": ["3"]}
+    body = {"structured_outputs": {"regex": "12345678901234567890"}, "min_tokens": 5}
+    events = list(client.completions.create(**asked, stream=True, extra_body=body))
+    assert "".join(event.choices[0].text for event in events[:-1]) == "123456789012"
+    assert events[-1].choices[0].text == "" and events[-1].choices[0].stop_reason == "3"
+
+
 @pytest.mark.parametrize(
     ("outputs", "texts"), [({"regex": "(yes|no)!"}, {"yes!", "no!"}), ({"choice": ["a.b", "c|d"]}, {"a.b", "c|d"})]
 )

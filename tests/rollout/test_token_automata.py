@@ -19,6 +19,7 @@ from stoker.kernels.errors import InvalidRequestError
 from stoker.kernels.reference.constraints import FIRST, HEADER, MAY_END, REFUSED
 from stoker.rollout import constraints
 from stoker.rollout.constraints import ConstraintMaker
+from stoker.rollout.token_texts import TokenTexts
 
 PADDING = 5  # ids of a model that its tokenizer knows nothing of
 
@@ -226,6 +227,17 @@ def test_patterns_together_keep_within_a_bound(monkeypatch: pytest.MonkeyPatch) 
             make("[a-z]{3}")
         held.append(held)  # as requests of a group do, which go where garbage is collected
         del held
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_tokens_that_are_bytes_are_those_bytes(kind: str) -> None:
+    """Though two of them in a row are decoded together, and to nothing they are where that is no character."""
+    made = tokenizer(kind)
+    texts = TokenTexts(made, len(made))
+    for byte in (0x0A, 0x30, 0x41, 0x7F, 0x80, 0xA1, 0xAD, 0xE2, 0xFF):
+        token = made.convert_tokens_to_ids(f"<0x{byte:02X}>")
+        for found in (texts.first, texts.later):
+            assert found.data[found.start[token] :][: found.length[token]].tolist() == [byte]
 
 
 def test_a_tokenizer_whose_tokens_make_other_text_together_is_refused() -> None:
