@@ -88,7 +88,7 @@ def test_who_waits_in_a_pause_hears_of_its_end_and_of_its_own_time_out(monkeypat
 
         with beside(ask) as results, beside(handle.result):
             assert timed_out.wait(60)
-            while len(engine._loop._resumed._waiting) < 2:
+            while len(engine._loop._resumed._waiting) + len(engine._loop._followers) < 2:  # one for both
                 time.sleep(1e-3)
             engine.resume()
         assert results[0].completions[0].finish_reason == "length" and not engine._loop._resumed._waiting
