@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from vision import (
     Prompt,
+    greedy_logprobs,
     logprobs,
     make_model,
     make_prompt,
@@ -50,12 +51,18 @@ def mixed(kind: str) -> list[Prompt | list[int]]:
     return [first, TEXT, *others, [3, 4]]
 
 
-def check(model: PreTrainedModel, prompts: list[Any], batch: RolloutBatch, temperature: float = 1.0) -> None:
+def check(
+    model: PreTrainedModel, prompts: list[Any], batch: RolloutBatch, temperature: float = 1.0, greedy: int | None = None
+) -> None:
+    """greedy: the completions are to be those that ``generate`` gives, of at most so many tokens."""
     batch.raise_for_errors()
     for prompt, output in zip(prompts, batch, strict=True):
         assert output.prompt_token_ids == token_ids(prompt)
         for completion in output.completions:
-            expected = logprobs(model, prompt, completion.token_ids, temperature)
+            if greedy is None:
+                expected = logprobs(model, prompt, completion.token_ids, temperature)
+            else:
+                expected = greedy_logprobs(model, prompt, completion.token_ids, greedy)
             torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, **EXACT)
 
 

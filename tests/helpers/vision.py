@@ -296,25 +296,11 @@ def token_ids(prompt: Mapping[str, torch.Tensor] | list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def greedy(
-    model: PreTrainedModel, prompt: Prompt | list[int], max_new_tokens: int, guess: list[int] | None = None
-) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: Prompt | list[int], max_new_tokens: int) -> list[int]:
     """As ``oracle.greedy``."""
-    if (
-        guess is not None
-        and all(token in TEXT for token in guess)
-        and is_greedy(model, guess, max_new_tokens, lambda: _logits(model, prompt, guess))
-    ):
-        return guess
     inputs = _inputs(model, prompt, [])
     out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
     return out[0, inputs["input_ids"].shape[1] :].tolist()
-
-
-def greedy_each(
-    model: PreTrainedModel, prompts: list[Any], max_new_tokens: int, guesses: list[list[int]]
-) -> list[list[int]]:
-    return [greedy(model, p, max_new_tokens, guess) for p, guess in zip(prompts, guesses, strict=True)]
 
 
 @torch.no_grad()
@@ -322,7 +308,23 @@ def logprobs(
     model: PreTrainedModel, prompt: Prompt | list[int], completion: list[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probability of each completion token under ``logits / temperature``, float64 [len(completion)]."""
-    scaled = (_logits(model, prompt, completion).double() / temperature).log_softmax(-1)
+    return _logprobs(_logits(model, prompt, completion), completion, temperature)
+
+
+@torch.no_grad()
+def greedy_logprobs(
+    model: PreTrainedModel, prompt: Prompt | list[int], completion: list[int], max_new_tokens: int
+) -> torch.Tensor:
+    """As ``logprobs``, of a completion that has to be what ``generate`` gives: mostly the same forward can tell."""
+    found = _logits(model, prompt, completion)
+    is_text = all(token in TEXT for token in completion)
+    if not (is_text and is_greedy(model, completion, max_new_tokens, lambda: found)):
+        assert completion == greedy(model, prompt, max_new_tokens)
+    return _logprobs(found, completion, 1.0)
+
+
+def _logprobs(found: torch.Tensor, completion: list[int], temperature: float) -> torch.Tensor:
+    scaled = (found.double() / temperature).log_softmax(-1)
     return scaled.gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 

@@ -30,7 +30,6 @@ from vision import (
     VIDEO,
     extended,
     greedy,
-    greedy_each,
     logprobs,
     make_model,
     make_prompt,
@@ -65,8 +64,7 @@ def test_greedy_tokens_and_logprobs(kind: str) -> None:
     model, prompts = model_of(kind), mixed(kind)
     with engine_of(model) as engine:
         batch = engine.generate_batch(prompts, GREEDY)
-        check(model, prompts, batch)
-        assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
+        check(model, prompts, batch, greedy=10)
         at_rest(engine)
 
 
@@ -107,8 +105,7 @@ def test_preempted(kind: str) -> None:
     with engine_of(model, kv_cache_memory=memory, max_num_batched_tokens=16, max_model_len=64) as engine:
         batch = engine.generate_batch(prompts, params)
         assert engine.stats().num_preemptions > 0
-        check(model, prompts, batch)
-        assert tokens(batch) == greedy_each(model, prompts, 24, tokens(batch))
+        check(model, prompts, batch, greedy=24)
         at_rest(engine)
 
 
@@ -119,8 +116,7 @@ def test_an_image_of_one_token_among_larger_ones(kind: str) -> None:
     prompts = [make_prompt(kind, (5, size, 6)) for size in ((1, 1), (2, 3), (1, 1))]
     with engine_of(model) as engine:
         batch = engine.generate_batch(prompts, GREEDY)
-        check(model, prompts, batch)
-        assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
+        check(model, prompts, batch, greedy=10)
 
 
 def test_placeholders_of_other_kinds_are_what_they_are_without_neighbours() -> None:
@@ -274,8 +270,7 @@ def test_the_same_text_with_another_image_is_another_prompt(kind: str) -> None:
                 batch = RolloutBatch([engine.generate_batch([prompt], GREEDY)[0] for prompt in prompts])
                 again, length = batch[2].cached_tokens, len(token_ids(prompts[2]))
                 assert again >= (length - 1) // BLOCK * BLOCK, "an equal image in other memory is the same image"
-            check(model, prompts, batch)
-            assert tokens(batch) == greedy_each(model, prompts, 10, tokens(batch))
+            check(model, prompts, batch, greedy=10)
             assert batch[1].cached_tokens <= 9, "keys and values of another image"
 
 
@@ -299,8 +294,7 @@ def test_a_next_turn_begins_with_what_the_last_one_computed(kind: str) -> None:
         said = tokens(first)[0]
         turn = extended(prompt, [*said, 40, 41, 42])
         second = engine.generate_batch([turn], GREEDY)
-        check(model, [turn], second)
-        assert tokens(second) == greedy_each(model, [turn], 10, tokens(second))
+        check(model, [turn], second, greedy=10)
         assert second[0].cached_tokens >= (len(token_ids(prompt)) - 1) // BLOCK * BLOCK
         more = make_prompt(kind, (*layout, (2, 2), 5))
         third = engine.generate_batch([more], GREEDY)
@@ -316,8 +310,7 @@ def test_the_shape_of_an_image_is_a_part_of_it(kind: str) -> None:
     with engine_of(model) as engine:
         for prompt in (upright, lying):
             batch = engine.generate_batch([prompt], GREEDY)
-            check(model, [prompt], batch)
-            assert tokens(batch) == greedy_each(model, [prompt], 10, tokens(batch))
+            check(model, [prompt], batch, greedy=10)
         batch = engine.generate_batch([upright, lying], GREEDY)
         check(model, [upright, lying], batch)
 
