@@ -6,6 +6,8 @@ Models are as small as their configurations let them be by names that most of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -77,11 +79,24 @@ def small(kind: str) -> PreTrainedModel | None:
     return None
 
 
+@contextmanager
+def taken_over(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[RolloutEngine, tuple[int, int]]]:
+    """An engine; how many layers are fused, and how many mixtures of experts are on its operations with their routers."""
+    mixtures: list[int] = []
+    with monkeypatch.context() as patch:
+        take_over = fused_layers.take_over_mixtures
+        patch.setattr(fused_layers, "take_over_mixtures", lambda *args: mixtures.append(take_over(*args)))
+        with RolloutEngine(model, config=CONFIG) as engine:
+            yield engine, (engine.stats().fused_layers, sum(mixtures))
+
+
 @torch.no_grad()
-def error(model: PreTrainedModel) -> tuple[float, bool]:
+def error(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool, tuple[int, int]]:
     """The largest difference of a log-probability that the engine gives, sampled or scored, from the model's own; whether
-    all layers are fused."""
-    with RolloutEngine(model, config=CONFIG) as engine:
+    all layers are fused; and what is taken over."""
+    with taken_over(model, monkeypatch) as (engine, taken):
         batch = engine.generate_batch(PROMPTS, SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
         sequences = [output.prompt_token_ids + output.completions[0].token_ids for output in batch]
         scores, stats = engine.score(sequences), engine.stats()
@@ -92,17 +107,7 @@ def error(model: PreTrainedModel) -> tuple[float, bool]:
         sampled = torch.tensor(output.completions[0].logprobs)
         worst = max(worst, (score.logprobs - expected).abs().max().item())
         worst = max(worst, (sampled - expected[-len(sampled) :]).abs().max().item())
-    return worst, stats.fused_layers == stats.num_layers
-
-
-def taken_over(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """How many layers are fused, and how many mixtures of experts are on the engine's operations with their routers."""
-    mixtures: list[int] = []
-    with monkeypatch.context() as patch:
-        take_over = fused_layers.take_over_mixtures
-        patch.setattr(fused_layers, "take_over_mixtures", lambda *args: mixtures.append(take_over(*args)))
-        with RolloutEngine(model, config=CONFIG) as engine:
-            return engine.stats().fused_layers, sum(mixtures)
+    return worst, stats.fused_layers == stats.num_layers, taken
 
 
 def test_every_architecture_is_right_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +117,7 @@ def test_every_architecture_is_right_or_refused(monkeypatch: pytest.MonkeyPatch)
         if (model := small(kind)) is None:
             continue
         try:
-            off, fused = error(model)
+            off, fused, of_fp32 = error(model, monkeypatch)
         except UnsupportedModelError:
             found["refused"].append(kind)
         except Exception as unknown:
@@ -120,8 +125,9 @@ def test_every_architecture_is_right_or_refused(monkeypatch: pytest.MonkeyPatch)
         else:
             found["right" if off <= 1e-4 else "wrong"].append(kind if off <= 1e-4 else f"{kind}: {off}")
             found["fused"] += [kind] * fused
-            of_fp32 = taken_over(model, monkeypatch)
-            if (of_bf16 := taken_over(model.bfloat16(), monkeypatch)) != of_fp32:
+            with taken_over(model.bfloat16(), monkeypatch) as (_, of_bf16):
+                pass
+            if of_bf16 != of_fp32:
                 found["wrong"].append(f"{kind}: {of_fp32} taken over in fp32, {of_bf16} in bf16")
     assert not found["wrong"]
     assert len(found["right"]) >= 60 and len(found["fused"]) >= 50, found
