@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import PenaltyState
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.ops import REFERENCE
-from stoker.rollout import SamplingParams
+from stoker.rollout import RolloutBatch, SamplingParams
 
 
 @pytest.mark.parametrize(("family", "heads", "value_dim"), [("llama", 4, 16), ("deepseek_v3", 4, 12)])
@@ -76,20 +77,25 @@ def test_states_leave_keys_and_values_half_of_the_memory(
     assert ("max_num_seqs is" in caplog.text) == (most < 64)
 
 
+@cache
+def one_step_at_a_time(family: str) -> tuple[RolloutBatch, int]:
+    """What 25 requests give, and the memory in which some of them are preempted."""
+    with build(family, runtime=CpuRuntime) as plain:
+        expected = plain.generate_batch(prompts(25), params(25))
+        few = 20 if plain.core.scheduler.tables.windowed else 40  # blocks
+        return expected, few * plain.stats().kv_block_bytes + plain.stats().recurrent_state_bytes
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "qwen3_moe", "deepseek_v3", "qwen3_5", "falcon_h1"]
 )
 @pytest.mark.parametrize("memory", ["4MiB", None])
 def test_launched_ahead_and_replayed_gives_what_one_step_at_a_time_gives(family: str, memory: str | None) -> None:
-    several = (prompts(25), params(25))
-    with build(family, runtime=CpuRuntime) as plain:
-        expected = plain.generate_batch(*several)
-        few = 20 if plain.core.scheduler.tables.windowed else 40  # blocks, so that requests are preempted
-        tight = few * plain.stats().kv_block_bytes + plain.stats().recurrent_state_bytes
+    expected, tight = one_step_at_a_time(family)
     with build(family, kv_cache_memory=memory or tight, max_num_batched_tokens=24) as engine:
         assert isinstance(engine.core.runner, GraphStep)
         for _ in range(2):
-            close(engine.generate_batch(*several), expected)
+            close(engine.generate_batch(prompts(25), params(25)), expected)
             engine.core.scheduler.check()
             assert not engine.core.has_work
         assert (engine.stats().num_preemptions > 0) == (memory is None)

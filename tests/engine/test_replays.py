@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import hybrids
@@ -17,6 +18,7 @@ from emulated_engine import GRAPHED, on_cuda, unasked
 from families import make_model
 from peft import get_peft_model
 from pretend_device import build, params, prompts
+from transformers import PreTrainedModel
 from windowed import poisoned
 
 from stoker.engine.device import CpuRuntime
@@ -47,6 +49,35 @@ def grow(engine: RolloutEngine) -> None:
     engine.update_weights()
 
 
+def model_of(family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """And the settings of its engine: weights in fp8 are rounded anew after the update, in place."""
+    name = family.removesuffix(", fp8")
+    make = hybrids.make_model if name in STATES else make_model
+    return make(name), {} if name == family else {"quantization": "fp8"}
+
+
+def turns(engine: RolloutEngine) -> Iterator[list[Any]]:
+    for turn in range(4):
+        penalised = {} if turn == 3 else {"repetition_penalty": 1.0, "presence_penalty": 0.0}
+        given = prompts(9 + turn % 2), [replace(p, **penalised) for p in params(9 + turn % 2)]
+        yield sampled(engine.generate_batch(*given))
+        if turn == 0:
+            grow(engine)
+        elif turn == 1:
+            engine.sleep()
+            engine.wake_up()
+
+
+@cache
+def eagerly(family: str) -> tuple[list[Any], int]:
+    """What eager steps give at every turn, and the memory in which not all requests fit at once."""
+    model, settings = model_of(family)
+    with build(model, runtime=CpuRuntime, **settings) as engine:
+        states = engine._kv.state_bytes(engine._kv.shapes, engine._kv.state_layout)
+        blocks = 18 if engine.core.scheduler.tables.windowed else 40
+        return list(turns(engine)), states + blocks * engine.stats().kv_block_bytes
+
+
 @pytest.mark.parametrize(
     ("family", "tight"),
     [
@@ -56,29 +87,9 @@ def grow(engine: RolloutEngine) -> None:
 )
 def test_replays_give_what_eager_steps_do(family: str, tight: bool) -> None:
     """For other rows, after an update in place, a sleep that leaves NaN, and beside rows with penalties."""
-    make = hybrids.make_model if family in STATES else make_model
-    room: dict[str, Any] = {}
-    if tight:
-        with build(make(family)) as probe:
-            states = probe._kv.state_bytes(probe._kv.shapes, probe._kv.state_layout)
-            room["kv_cache_memory"] = states + (18 if family in WINDOWED else 40) * probe.stats().kv_block_bytes
-    if family in IN_FP8:  # rounded anew after the update, in place
-        family, room = family.removesuffix(", fp8"), {"quantization": "fp8"}
-
-    def turns(engine: RolloutEngine) -> Iterator[list[Any]]:
-        for turn in range(4):
-            penalised = {} if turn == 3 else {"repetition_penalty": 1.0, "presence_penalty": 0.0}
-            given = prompts(9 + turn % 2), [replace(p, **penalised) for p in params(9 + turn % 2)]
-            yield sampled(engine.generate_batch(*given))
-            if turn == 0:
-                grow(engine)
-            elif turn == 1:
-                engine.sleep()
-                engine.wake_up()
-
-    with build(make(family), runtime=CpuRuntime, **room) as engine:
-        expected = list(turns(engine))
-    with on_cuda(make(family), **room) as (engine, device):
+    expected, few = eagerly(family)
+    model, settings = model_of(family)
+    with on_cuda(model, **settings | ({"kv_cache_memory": few} if tight else {})) as (engine, device):
         graphs: dict[Any, Any] = {}
         for turn, found in enumerate(turns(engine)):
             assert found == expected[turn]
@@ -87,9 +98,10 @@ def test_replays_give_what_eager_steps_do(family: str, tight: bool) -> None:
             kept, graphs = graphs, graphs_of(engine)
             assert kept.items() <= graphs.items(), "captured again"
         assert not unasked(device)
-        assert engine.core.scheduler.tables.windowed == (family in WINDOWED)
+        windowed = family.removesuffix(", fp8") in WINDOWED
+        assert engine.core.scheduler.tables.windowed == windowed
         # Windows give blocks up as they go, and take none that others wait for.
-        assert not tight or family in WINDOWED or engine.stats().num_preemptions
+        assert not tight or windowed or engine.stats().num_preemptions
 
 
 def test_replays_count_tokens_where_penalties_look_for_them() -> None:
