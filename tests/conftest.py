@@ -17,6 +17,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
+# Imports make no garbage and tests little: to look for it every 700 objects takes a twentieth of the time.
+gc.set_threshold(100_000)
+
 HAS_CUDA = torch.cuda.is_available()
 _MOST_ERROR = 10_000  # characters of one test, in the file of outcomes
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
@@ -80,6 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """No collection of garbage goes through all that the modules of the tests import, of which nothing ever is."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _settled() -> None:
+    """Nor through what files before have left: trainers and benchmarks collect it several times in each of their tests."""
     gc.collect()
     gc.freeze()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,19 +63,11 @@ def count_a(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("a")) for text in completions]
 
 
-@functools.cache
-def settle() -> None:
-    """Every ``train`` ends in a garbage collection: let it not walk through all that was imported, each time."""
-    gc.collect()
-    gc.freeze()
-
-
 def build(kind: str, output_dir: str, *, model: Any = None, more: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A trainer of a kind. more: arguments of its constructor, on top of those every kind needs; settings: of its config."""
     from datasets import Dataset
 
     trainer_class, config_class = _classes(kind)
-    settle()
     arguments: dict[str, Any] = {
         "output_dir": output_dir,
         "per_device_train_batch_size": 8,
