@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trl_setup import EOS, PROMPTS, MakeTrainer, make_model, trainers
+from trl_setup import EOS, PROMPTS, MakeTrainer, make_model, make_tokenizer, trainers
 
-from stoker.rollout import InvalidRequestError
+from stoker.rollout import InvalidConfigError, InvalidRequestError
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -60,10 +60,11 @@ def test_what_the_trainer_says_wins_over_the_models_generation_config(
 ) -> None:
     """Two kinds have no setting for a repetition penalty; that of the model is then what they generate with."""
     fields = {"repetition_penalty": 1.3, "min_p": 0.2, "temperature": 0.5, "top_k": 3, "max_length": 4}
+    fields["num_return_sequences"] = 2
     trainer = make_trainer(kind, model=with_generation_config(**fields), temperature=0.9)
     params = sampling_params(trainer)
     assert (params.repetition_penalty, params.min_p) == (penalty, 0.2)
-    assert (params.temperature, params.top_k, params.max_tokens) == (0.9, 0, 8)
+    assert (params.temperature, params.top_k, params.max_tokens, params.n) == (0.9, 0, 8, 1)
 
 
 def test_what_generate_does_not_read_of_a_models_generation_config_is_without_effect(make_trainer: MakeTrainer) -> None:
@@ -74,8 +75,37 @@ def test_what_generate_does_not_read_of_a_models_generation_config_is_without_ef
     assert (params.presence_penalty, params.max_tokens) == (0.0, 8)
 
 
-def test_a_model_whose_generation_config_cannot_be_followed_is_refused(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(model=with_generation_config(no_repeat_ngram_size=2))
-    with pytest.raises(InvalidRequestError, match="generation config sets no_repeat_ngram_size=2.*: unset it"):
+@pytest.mark.parametrize(("name", "value"), [("no_repeat_ngram_size", 2), ("bad_words_ids", [[3], [5, 6]])])
+def test_a_model_whose_generation_config_cannot_be_followed_is_refused(
+    make_trainer: MakeTrainer, name: str, value: Any
+) -> None:
+    trainer = make_trainer(model=with_generation_config(**{name: value}))
+    with pytest.raises(InvalidRequestError, match=f"generation config sets {name}=.*: unset it"):
+        attach(trainer)
+    assert not trainer.use_vllm
+
+
+def test_ids_that_a_trainer_does_not_have_end_nothing(make_trainer: MakeTrainer) -> None:
+    """Of a tokenizer or a generation config without one TRL keeps None."""
+    trainer = make_trainer()
+    trainer.eos_token_ids = [EOS, None]
+    assert sampling_params(trainer).stop_token_ids == (EOS,)
+
+
+def test_completions_without_a_bound_are_refused(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.max_completion_length = None
+    with pytest.raises(InvalidConfigError, match="max_completion_length is None, so completions have no bound: set it"):
+        attach(trainer)
+    assert not trainer.use_vllm
+
+
+def test_a_pattern_of_tokens_that_are_not_to_be_sampled_is_refused(make_trainer: MakeTrainer) -> None:
+    tokenizer = make_tokenizer()
+    (a,) = tokenizer("a").input_ids
+    settings = {"vllm_structured_outputs_regex": "a+"}
+    attach(make_trainer(**settings))
+    trainer = make_trainer(model=with_generation_config(suppress_tokens=[a]), **settings)
+    with pytest.raises(InvalidRequestError, match="regex='a\\+'"):
         attach(trainer)
     assert not trainer.use_vllm
