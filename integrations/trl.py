@@ -92,7 +92,7 @@ class _Trained(nn.Module):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
-        self._orig_mod: Any
+        self._orig_mod: Any  # what torch.compile calls the module it wraps, which is looked for there
         self.look(trainer)
 
     def look(self, trainer: Any) -> None:
