@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from stoker.benchmarks import ceilings, command, gate
 from stoker.benchmarks.gate import GateError
+from stoker.benchmarks.peers import PAGE_SIZE
 from stoker.benchmarks.workloads import LLAMA_1B, TOY, ModelSpec, dtype_of
 from stoker.integrations.trl import attach
 from stoker.rollout import EngineConfig
@@ -160,7 +161,7 @@ def build_trainer(scenario: Scenario, way: str, device: str, folder: str) -> Tim
     if way == "continuous, sized":
         # By default it takes a share of all memory, and on a CPU most of its time is then spent on that.
         pages = -(-scenario.max_len // 32) * scenario.rows
-        sized = {"page_size": 32, "num_blocks": pages, "max_batch_tokens": 2 * scenario.rows}
+        sized = {PAGE_SIZE: 32, "num_blocks": pages, "max_batch_tokens": 2 * scenario.rows}
         settings["transformers_continuous_batching_config"] = sized
     config = GRPOConfig(
         output_dir=folder,

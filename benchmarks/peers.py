@@ -23,6 +23,7 @@ from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingPa
 _PAGE = 16  # tokens
 # Transformers 5.17 has blocks for pages, and never changes the attention by itself.
 _HAS_PAGES = "page_size" in ContinuousBatchingConfig.__dataclass_fields__
+PAGE_SIZE = "page_size" if _HAS_PAGES else "block_size"
 _MOST_KV_BYTES = 16 * 2**30  # so that all engines of a run fit on one device
 
 
@@ -198,7 +199,8 @@ class GenerateBatchTuned(Peer):
         self.model = spec.build(device, dtype)
         page_bytes = _PAGE * ceilings.kv_token_bytes(spec.config, dtype)
         self.settings = {
-            **({"page_size": _PAGE, "auto_switch_to_flash": False} if _HAS_PAGES else {"block_size": _PAGE}),
+            PAGE_SIZE: _PAGE,
+            **({"auto_switch_to_flash": False} if _HAS_PAGES else {}),
             "num_blocks": kv_budget(spec, workload, dtype) // page_bytes,
             "max_batch_tokens": 1024 if device == "cuda" else max(128, 2 * workload.slots),
             "max_requests_per_batch": workload.slots,

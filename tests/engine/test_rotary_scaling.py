@@ -62,6 +62,13 @@ def check(engine: RolloutEngine, model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_sequence_of_the_trainers_changes_no_rollout(kind: str, family: str, dtype: str) -> None:
     """Before the engine is built, and after; float64 has a copy of the weights."""
+    alone = make(kind, family)
+    try:
+        run_long(alone)
+        oracle.logprobs(alone, [5, 3, 2], [1])  # a short one in between
+        run_long(alone)
+    except UnboundLocalError:  # layers of several kinds under longrope, in 5.17
+        pytest.skip("this transformers cannot run two such sequences, without an engine either")
     model = make(kind, family)
     run_long(model)
     with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
