@@ -44,17 +44,12 @@ class WeightUpdates:
 
     def update(self, weights: NewWeights | None, version: int | None, check: Callable[..., None]) -> None:
         """As ``RolloutEngine.update_weights``. check: raises where the engine's state forbids it, ``idle`` or not."""
-        version = as_int(version)
-        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
-            raise InvalidRequestError(f"version={shown(version)} is not an integer")
-        if version is not None and version >= 2**63:  # of what is still above the present one
-            raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")
         start = time.perf_counter()
         # Where ranks do this together, one that an interrupt takes out of the middle would be out of step with the others.
         with self._loop.gate("update its weights"), uninterrupted():
             with self._binding.together() if weights is None else nullcontext():
                 check(idle=True)
-                self._check_above(version)
+                version = self._read_version(version)
             if weights is None:
                 self._put_in_service(None, version)
             elif self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
@@ -66,6 +61,18 @@ class WeightUpdates:
                 self._check_above(version)
                 self._put_in_service(staged, version)
         self.last_seconds = time.perf_counter() - start
+
+    def _read_version(self, version: Any) -> int | None:
+        """As an integer that weights may have now. Raises ``InvalidRequestError``."""
+        version = as_int(version)
+        if version is None:
+            return None
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise InvalidRequestError(f"version={shown(version)} is not an integer")
+        if version >= 2**63:  # of what is still above the present one
+            raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")
+        self._check_above(version)
+        return version
 
     def _check_above(self, version: int | None) -> None:
         if version is not None and version <= self.version:

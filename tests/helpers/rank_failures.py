@@ -309,7 +309,7 @@ def interrupts(rank: int) -> None:
     interrupted(mirrored, "read", lambda: RolloutEngine(model, config=CONFIG).close())
     interrupted(shells, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
     with RolloutEngine(model, config=CONFIG) as engine:
-        interrupted(updates.WeightUpdates, "_check_above", engine.update_weights)
+        interrupted(updates.WeightUpdates, "_read_version", engine.update_weights)
         assert engine.weight_version == 1
         interrupted(comparing, "checksums", engine.verify_weights)
         interrupted(adapter_sources, "read_adapter", lambda: engine.load_adapter("theirs", theirs))

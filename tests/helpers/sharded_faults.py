@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
 from stoker.rollout import (
     EngineStateError,
+    InvalidRequestError,
     RolloutEngine,
     UnsupportedModelError,
     WeightsMismatchError,
@@ -208,7 +210,8 @@ def changed_on_one(rank: int) -> list[str]:
 
 
 def not_ready_on_one(rank: int) -> list[str]:
-    """One rank is busy, asleep, or has its adapter off in one layer: all refuse at once, and nobody waits for it."""
+    """One rank is busy, asleep, has its adapter off in one layer, or is given a version that cannot be: all refuse at once, and
+    nobody waits for it."""
     from sharded_adapters import adapted
 
     model = by_fsdp2(adapted("qwen3", {}))
@@ -218,7 +221,9 @@ def not_ready_on_one(rank: int) -> list[str]:
 
         def refused(*calls: Any) -> None:
             for call in calls or (engine.update_weights, engine.verify_weights):
-                with pytest.raises((EngineStateError, UnsupportedModelError, WeightsMismatchError)) as caught:
+                with pytest.raises(
+                    (EngineStateError, InvalidRequestError, UnsupportedModelError, WeightsMismatchError)
+                ) as caught:
                     call()
                 told.append(str(caught.value))
 
@@ -234,6 +239,8 @@ def not_ready_on_one(rank: int) -> list[str]:
         refused(engine.update_weights)
         if rank == 1:
             layer.enable_adapters(True)
+        for version in (0, 0.5, 2**63):
+            refused(partial(engine.update_weights, version=version if rank == 1 else None))
         assert engine.update_weights() == 1 and engine.verify_weights().ok
     return told
 
