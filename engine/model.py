@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.attention import PAGED, PROBED, attending_by, check_masks, route_text
 from stoker.engine.cache.kv_cache import LayerShape
-from stoker.engine.layers.experts import EXPERTS
+from stoker.engine.layers.experts import EXPERTS, knows_interface
 from stoker.engine.layers.quantised import is_packed, take_over_quantised
 from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.settings import Settings, is_setting
@@ -343,8 +343,7 @@ def check_supported(model: nn.Module) -> None:
 
 def check_experts(model: nn.Module, dtype: torch.dtype) -> None:
     """Raise ``UnsupportedModelError`` where torch has no product of experts in the dtype that the engine computes in."""
-    through_interface = (hasattr(type(module), "_apply_gate") for module in model.modules())
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16) and any(through_interface):
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) and any(map(knows_interface, model.modules())):
         raise UnsupportedModelError(
             f"{type(model).__name__} has experts, and torch has no grouped matmul for them in {dtype}: set "
             "EngineConfig(dtype='float32')"

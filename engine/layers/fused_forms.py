@@ -22,7 +22,7 @@ from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.engine.layers.fused_mixers import mixers_of
 from stoker.engine.layers.layer_structure import Branch, Structure, norm_of
 from stoker.engine.layers.linears import Linears, matrix_of
-from stoker.engine.layers.probe import TOLERANCE, Recorder, clipping_within_reach, on_noise
+from stoker.engine.layers.probe import FAR, POSITIONS, TOLERANCE, Recorder, clipping_within_reach, on_noise
 from stoker.engine.layers.rotary import Rotary
 from stoker.engine.model import ModelShell
 from stoker.engine.step_context import PackedPositions
@@ -77,6 +77,24 @@ class Maker:
             post_norm=post_norm,
         )
 
+    def shared_mlp(self, path: str, block: nn.Module, branch: Branch) -> Mlp | Mixing | None:
+        """As ``mlp``, of a mixture of experts; None where its module does something else."""
+        module = block.get_submodule(branch.path)
+        with on_noise(module, None):
+            known = _computes(module, branch, Maker(self.shell, REFERENCE, {}).mlp(path, block, branch))
+        return self.mlp(path, block, branch) if known else None
+
+
+def _computes(module: nn.Module, branch: Branch, part: Mlp | Mixing) -> bool:
+    """Whether an MLP on noise is that of a branch, for numbers that a bound between its linears would show on."""
+    generator, width = torch.Generator().manual_seed(0), matrix_of(part.linears[0].linears[0]).shape[1]
+    x = FAR * torch.randn(POSITIONS.numel(), width, generator=generator, device="cpu", dtype=torch.float32)
+    try:
+        expected, actual = module(x[None])[0], branch.own_scale * part(x)
+        return bool((expected - actual).abs().max() <= TOLERANCE[torch.float32] * expected.abs().max())
+    except Exception:  # of any kind: it is the model's own code
+        return False
+
 
 class FusedForms:
     """Of the layers of one shell."""
@@ -92,7 +110,10 @@ class FusedForms:
                 if kind not in known:
                     with on_noise(layer, rotary.module), run_on(layer.modules(), REFERENCE):
                         trial = _Trial(Maker(shell, REFERENCE, {}), rotary, shared, path, layer, structure)
-                        known[kind] = next((n for n, form in enumerate(trial.forms()) if trial.agrees(form)), None)
+                        forms = enumerate(trial.forms())
+                        known[kind] = next(
+                            (n for n, form in forms if trial.agrees(form) and trial.agrees_far(form)), None
+                        )
                 self._numbers.append(known[kind])
 
     def found(self, maker: Maker) -> Iterator[FusedDecoderLayer | None]:
@@ -186,6 +207,14 @@ class _Trial:
         # One rounding may give a token other experts: of layers with an MLP of their own, most tokens have to agree.
         error = errors.max() if form.complete else errors.median()
         return bool(error <= self._tolerance)
+
+    def agrees_far(self, form: FusedDecoderLayer) -> bool:
+        """Whether MLPs do so of numbers beyond any bound."""
+        return all(
+            _computes(self._layer.get_submodule(branch.path), branch, part)
+            for branch, part in zip(self._structure.branches, form.branches, strict=True)
+            if isinstance(part, Mlp | Mixing) and branch.is_mlp
+        )
 
     def forms(self) -> Iterator[FusedDecoderLayer]:
         """What the layer may be, in an order that its tensors do not change."""

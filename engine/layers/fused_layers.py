@@ -69,7 +69,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
             rotary = Rotary(shell)
         if rotary is not None:
             forms = FusedForms(shell, rotary, [(path, layer, structure) for path, _, _, layer, structure in candidates])
-        take_over_mixtures(shell.module, ops, shell.lora, maker.mlp)
+        take_over_mixtures(shell.module, ops, shell.lora, maker.shared_mlp)
         found = [] if forms is None else list(zip(candidates, forms.found(maker), strict=True))
         done = {replacement.index for _, replacement in found if replacement is not None}
         # A layer that stays as it is takes keys of one that does, too: a fused layer hands out none.

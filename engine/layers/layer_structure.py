@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.layers.probe import TOLERANCE, has_tensors
+from stoker.engine.layers.probe import FAR, TOLERANCE, has_tensors
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Activation, Norm, rms_norm
 
 # Names of the norms before attention, after it, before the MLP and after it.
@@ -111,12 +111,18 @@ class Branch:
     act: Activation | None = None  # of an MLP with a gate
     plain_act: Callable[[Tensor], Tensor] | None = None  # of one without; it may be the layer's own module
     scale: float = 1.0  # of what it adds
+    own_scale: float = 1.0  # the part of that which is its module's doing
     in_scale: float = 1.0  # of its input, after the norm
     gate_scale: float = 1.0  # of an MLP's gate, before the activation
     gates_per_layer: bool = False  # what the gate is of is not projected, but the layer's own input
     router: str | None = None  # of experts, which reads what the block does, before any norm
     norm: str | None = None  # of its own, in place of the block's
     post_norm: str | None = None  # of its own, before what other branches add
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether linears and an activation are all there is to its module."""
+        return (self.act is not None or self.plain_act is not None) and not self.gates_per_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +236,8 @@ def head_dim_of(attention: Any) -> int | None:
 def mlp_of(layer: nn.Module, name: str) -> Branch:
     module = layer.get_submodule(name)
     own = Branch(name, scale=_multiplier(layer, "residual"))
-    scaled = replace(own, scale=own.scale * _multiplier(module, "down"), gate_scale=_multiplier(module, "gate"))
+    down = _multiplier(module, "down")
+    scaled = replace(own, scale=own.scale * down, own_scale=down, gate_scale=_multiplier(module, "gate"))
     act = _activation_of(module, ACTIVATIONS)
     gated = None if act is None else _through_linears(module, replace(scaled, act=act), _GATED)
     if gated is not None:
@@ -291,7 +298,7 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
     act = next(filter(callable, acts), F.silu if hasattr(mlp, "w1") else None)  # LFM2's calls that
     if act is None or has_tensors(act):
         return None
-    x = torch.linspace(-6, 6, 64)
+    x = torch.cat((torch.linspace(-6, 6, 64), torch.tensor([-FAR, FAR])))  # beyond any bound, too
     expected: Any = act(x)
     return next((name for name, f in known.items() if torch.allclose(f(x), expected, rtol=1e-5, atol=1e-5)), None)
 

@@ -105,7 +105,8 @@ def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Cal
     """Replace the forward of the blocks whose numbers are found again. Returns how many were. Of a pair no forward is: the
     fused layer asks ``mixture_of`` its experts.
 
-    shared: makes what to run for the MLP of all tokens, of the block's path, the block and the branch in it.
+    shared: makes what to run for the MLP of all tokens, of the block's path, the block and the branch in it; None where the branch
+    is not all of it.
     """
     count = 0
     likely: Way | None = None
@@ -120,6 +121,8 @@ def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Cal
             continue
         likely = way
         run = None if parts.shared is None else shared(path, block, parts.shared)
+        if parts.shared is not None and run is None:
+            continue
         mixture = Mixture(block, parts, way, run, ops, lora)
         if _agrees(mixture):
             if isinstance(block, Pair):

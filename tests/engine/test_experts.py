@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ from fused import CONFIG, Trained, assert_like_hugging_face
 from launches import Launches, named
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from stoker.engine.layers import experts as interface
 from stoker.engine.layers import fused_branches, routing
@@ -45,6 +48,23 @@ def test_an_activation_that_is_not_known_stays_with_transformers(act: nn.Module)
     expected = module(x, ids, weights)
     module.config._experts_implementation = interface.EXPERTS
     assert torch.allclose(module(x, ids, weights), expected, atol=1e-5)
+
+
+def test_experts_that_do_not_know_the_interface_run_their_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Step 3.7's, which have all that those have that do."""
+
+    class Plain(Qwen3MoeExperts):
+        forward = inspect.unwrap(Qwen3MoeExperts.forward)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            del self.has_gate
+
+    monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeExperts", Plain)
+    model = make_model("qwen3_moe")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine.stats().fused_layers == 3
+        assert_like_hugging_face(engine, model)
 
 
 def test_the_trainer_s_experts_stay_as_they_were() -> None:

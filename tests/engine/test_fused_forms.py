@@ -55,6 +55,36 @@ def test_weights_that_hide_what_a_layer_does(family: str, dtype: torch.dtype) ->
             assert form_of(engine) == form_of(other)
 
 
+def _bound(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As Step 3.7's, whose bounds are no matter to what is random."""
+    return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=16.0) * self.up_proj(x).clamp(-16.0, 16.0))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "bounded"),
+    [
+        ("llama", {"hidden_act": "gelu_10"}, None),
+        ("starcoder2", {"hidden_act": "relu6"}, None),
+        ("qwen3_moe", {"hidden_act": "gelu_10"}, None),  # of experts
+        ("llama4", {"hidden_act": "gelu_10"}, None),  # that all tokens run through
+        ("llama", {}, "mlp"),
+        ("glm4_moe", {}, "mlp.shared_experts"),
+    ],
+)
+def test_bounds_that_no_number_is_beyond_yet(
+    family: str, fields: dict[str, Any], bounded: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(family, **fields)
+    if bounded is not None:
+        monkeypatch.setattr(type(model.model.layers[1].get_submodule(bounded)), "forward", _bound)
+    with RolloutEngine(model, config=CONFIG) as engine, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and any(part in name for part in ("gate_proj", "gate_up_proj", "up_proj", "c_fc")):
+                parameter *= 12
+        engine.update_weights()
+        assert_like_hugging_face(engine, model)
+
+
 @pytest.mark.parametrize("said_by", ["the older setting", "the newer one", "the one for all", "nobody"])
 def test_layers_are_compared_in_full_precision(monkeypatch: pytest.MonkeyPatch, said_by: str) -> None:
     """A product of TF32, which a trainer may have asked for, is off by a hundred times what a layer in fp32 may be off by."""
