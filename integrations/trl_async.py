@@ -20,13 +20,17 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from inspect import signature
+from itertools import count
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
 
 from stoker.integrations.async_steps import AsyncSteps
+from stoker.integrations.leavable_threads import LeavableThreads
 from stoker.integrations.trl import remove_callback
 from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
@@ -101,6 +105,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._heartbeat = SimpleNamespace(value=0.0)
         self._failures: queue.Queue[tuple[str, str, str]] = queue.Queue(maxsize=1)
         self._failed = threading.Event()
+        self._runs = count()
         self._trainer: Any = None
         self._callback: TrainerCallback | None = None
         self._gave_budget = False
@@ -300,13 +305,18 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
 class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
     """TRL's own loop, with the engine in place of its server."""
 
-    def __init__(self, engine: RolloutEngine, params: SamplingParams, policy: str | None, **options: Any) -> None:
-        """policy: the adapter that is trained, by name; None for a model without."""
+    def __init__(
+        self, engine: RolloutEngine, params: SamplingParams, seed: str, policy: str | None, **options: Any
+    ) -> None:
+        """seed: of all that this run samples. policy: the adapter that is trained, by name; None for a model without."""
         super().__init__(**options)
         self._engine = engine
         self._params = params
+        self._seeds = Random(seed)
         self._policy = policy
         self._steps = AsyncSteps(engine)
+        self._tool_pool = LeavableThreads("stoker-user-functions")
+        self._loop.set_default_executor(self._tool_pool)  # which reward functions run in
 
     def run(self) -> None:
         try:
@@ -337,12 +347,15 @@ class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             raise first from first.__cause__
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        # Not what the model would run now: the trainer's thread may have the adapter off, for a reference's forward.
-        output = await self._steps.result(self._engine.submit(prompt_ids, self._params, adapter=self._policy))
-        if output.error is not None:
-            raise RequestFailedError(str(output.error)) from self._steps.failure
-        (completion,) = output.completions
-        return completion.token_ids, completion.logprobs
+        while True:
+            params = replace(self._params, seed=self._seeds.getrandbits(62))
+            # Not what the model would run now: the trainer's thread may have the adapter off, for a reference's forward.
+            output = await self._steps.result(self._engine.submit(prompt_ids, params, adapter=self._policy))
+            if output.error is not None:
+                raise RequestFailedError(str(output.error)) from self._steps.failure
+            (completion,) = output.completions
+            if completion.finish_reason != "abort":  # by a pause of the user's: no completion, and nothing to train on
+                return completion.token_ids, completion.logprobs
 
 
 async def _to_its_end(loop: Awaitable[None]) -> None:
@@ -365,6 +378,8 @@ def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _Engi
     return _EngineLoop(
         engine,
         sampling_params(trainer),
+        # Neither what an earlier run drew nor, after a checkpoint, what its own run has drawn before.
+        f"{engine.config.seed}:{next(rollouts._runs)}:{trainer.state.global_step}",
         "+".join(active_adapters(unwrap(live_model(trainer)))) or None,
         model_name="",
         dataset=trainer.train_dataset,

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 from trl_async_setup import Make, async_trainers, count_a, record, saved_model, threads
-from trl_setup import logged
+from trl_setup import EOS, logged
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -48,10 +49,24 @@ def look_often(trainer: Any) -> None:
     trainer.get_train_dataloader = impatient
 
 
+def asked_of(engine: Any) -> list[tuple[list[int], Any, Any]]:
+    """Prompt, parameters and handle of every request from now on."""
+    submit, asked = engine.submit, []
+
+    def keep(prompt: list[int], params: Any, **options: Any) -> Any:
+        handle = submit(prompt, params, **options)
+        asked.append((prompt, params, handle))
+        return handle
+
+    engine.submit = keep
+    return asked
+
+
 def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) -> None:
     trainer = make(count_a, save_strategy="steps", save_steps=2, max_steps=2)
-    trainer.rollout_worker.attach(trainer)
+    asked = asked_of(trainer.rollout_worker.attach(trainer))
     trainer.train()
+    first = len(asked)
     trainer.train()  # a second run starts from the first prompt
     assert len(trainer.state.log_history) > 1 and not threads()
     trainer.rollout_worker.detach()
@@ -60,12 +75,36 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) 
     state.write_text(json.dumps({"prompt_index": 7, "model_version": 9}))  # of three prompts, so the second is next
 
     resumed = make(count_a, max_steps=3)
-    engine = resumed.rollout_worker.attach(resumed)
-    submit, asked = engine.submit, []
-    engine.submit = lambda prompt, *rest, **o: (asked.append(prompt), submit(prompt, *rest, **o))[1]  # type: ignore[method-assign]
+    later = asked_of(resumed.rollout_worker.attach(resumed))
     resumed.train(resume_from_checkpoint=str(state.parent))
-    assert asked[0] == resumed.processing_class("hg")["input_ids"]
+    assert later[0][0] == resumed.processing_class("hg")["input_ids"]
     assert resumed.state.global_step == 3 and resumed.model_version == 11
+    assert asked[first][0] == resumed.processing_class("abc")["input_ids"]
+    seeds = [params.seed for _, params, _ in asked + later]  # nothing is drawn twice, in whichever run
+    assert None not in seeds and len(set(seeds)) == len(seeds)
+
+
+def test_a_completion_that_was_aborted_is_sampled_anew(make: Make) -> None:
+    aborted: list[Any] = []
+
+    class Aborts(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            under_way, end = [], time.monotonic() + 30
+            while not under_way and time.monotonic() < end:
+                under_way = [h for _, _, h in list(asked) if not h.done and 0 < h._requests[0].num_output < 40]
+            engine.pause("abort")
+            aborted.extend(h for h in under_way if h.result().completions[0].finish_reason == "abort")
+            engine.resume()
+
+    trainer = make(count_a, max_completion_length=60, queue_maxsize=1000, max_staleness=100)
+    trainer.add_callback(Aborts())
+    engine = trainer.rollout_worker.attach(trainer)
+    asked, samples = asked_of(engine), record(trainer.rollout_worker)
+    trainer.train()
+    assert aborted and len(samples) >= 24
+    for sample in samples:
+        completion = sample.input_ids[sample.completion_mask == 1]
+        assert completion[-1] == EOS or len(completion) == 60
 
 
 def test_a_reward_function_that_raises_ends_training_with_its_error(make: Make) -> None:
@@ -227,10 +266,16 @@ def test_a_future_that_was_cancelled_ends_training_at_once(make: Make, where: st
     assert not threads() and not engine.core.has_work
 
 
+def waited_for_at_exit() -> set[threading.Thread]:
+    """Threads whose end a process waits for. Those of a ``ThreadPoolExecutor`` are, even as daemons."""
+    return {t for t in threading.enumerate() if not t.daemon or t in _threads_queues}
+
+
+@pytest.mark.parametrize("where", ["tool", "reward"])
 def test_a_run_whose_tool_hangs_and_the_one_after_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    """What a run has come to is not lost for a tool whose answer nobody wants any more."""
+    """What a run has come to is not lost for a function whose answer nobody wants any more, nor does its process stay for it."""
     hangs, goes_on = threading.Event(), threading.Event()
 
     def look_up(key: str) -> str:
@@ -239,23 +284,34 @@ def test_a_run_whose_tool_hangs_and_the_one_after_it(
         Args:
             key: what to look up.
         """
-        if trainer.state.global_step:
-            hangs.set()
-            goes_on.wait(60)
+        hang()
         return "gggg"
 
     class UntilItHangs(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             hangs.wait(60)
 
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        if where == "reward":
+            hang()
+        return count_a(completions)
+
+    def hang() -> None:
+        if trainer.state.global_step:
+            hangs.set()
+            goes_on.wait(60)
+
+    waited_for = waited_for_at_exit()
     monkeypatch.setattr(trl_async, "_STOP_S", 0.2)
-    rollouts = AsyncRollouts(count_a, tools=[look_up], config=EngineConfig(kv_cache_memory="4MiB"))
-    trainer = make(count_a, rollouts, max_steps=1, max_tool_calling_iterations=1)
+    tools = [look_up] if where == "tool" else None
+    rollouts = AsyncRollouts(reward, tools=tools, config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = make(reward, rollouts, max_steps=1, max_tool_calling_iterations=1)
     trainer.add_callback(UntilItHangs())
     rollouts.attach(trainer)
     with caplog.at_level(logging.WARNING, "stoker"):
         trainer.train()
     assert trainer.state.global_step == 1 and "has not returned within 0 s of the end of training" in caplog.text
+    assert waited_for_at_exit() == waited_for
     with pytest.raises(EngineStateError, match="has not returned within 0 s"):
         trainer.train()
     with pytest.raises(EngineStateError, match="has not returned within 0 s"):
