@@ -87,6 +87,10 @@ def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
     handler.callbacks = [other for other in handler.callbacks if other is not callback]
 
 
+def _was_aborted(batch: RolloutBatch) -> bool:
+    return any(c.finish_reason == "abort" for output in batch for c in output.completions)
+
+
 class _Trained(nn.Module):
     """A trainer's model, with all that it has put around it by now: what FSDP1 does with parameters is known to the wrapper alone."""
 
@@ -187,6 +191,8 @@ class _EngineBackend:
                 self._wake_up()
                 self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
                 batch = self.engine.generate_batch(given, params)
+                while _was_aborted(batch):  # by a pause of another thread's: these are no completions to train on
+                    batch = self.engine.generate_batch(given, params)
             batch.raise_for_errors()
             self._cost.count(sum(len(c.token_ids) for output in batch for c in output.completions))
         return batch

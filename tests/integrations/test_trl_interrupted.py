@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from live_setup import beside, held, same
 from transformers import TrainerCallback
-from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, ask, logged, plain_logprobs, trainers
+from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, ask, logged, plain_logprobs, recorded, trainers
 
-from stoker.rollout import SamplingParams
+from stoker.rollout import EngineConfig, SamplingParams
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -31,6 +33,31 @@ def check_parity(trainer: Any) -> None:
     (completion,), (logprobs,) = ask(trainer, [prompt])
     expected = plain_logprobs(trainer.model.eval(), prompt, completion)
     torch.testing.assert_close(logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "online_dpo"])
+def test_a_rollout_that_was_aborted_is_made_anew(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As any thread may do, or a request to a server on the engine. What was cut off would be trained on as truncated."""
+    trainer = make_trainer(kind)
+    engine = attach(trainer, config=EngineConfig(decode_window=1))
+    backend, prompts = trainer.vllm_generation, [[3, 4], [5]]
+    torch.manual_seed(0)
+    expected = backend.sample(prompts, None, n=2)
+    torch.manual_seed(0)
+    made = recorded(engine, monkeypatch)
+    begun = engine._loop._steps
+    with (
+        held(engine, lambda: engine._loop._steps == begun + 1) as go_on,
+        beside(lambda: backend.sample(prompts, None, n=2)) as found,
+    ):
+        while engine._loop._steps == begun:
+            time.sleep(1e-3)
+        engine.pause("abort")
+        go_on.set()
+        engine.resume()
+    assert len(made) == 2 and same(found[0], expected)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
