@@ -59,11 +59,13 @@ class AsyncSteps:
                     await self._arrived.wait()
                 await self._step()
         finally:
-            self.close()
-            with suppress(RuntimeError):  # of a loop that is closed, which nobody waits in
-                for events in self._followed.values():
-                    for event in events:
-                        event.set()
+            try:
+                self.close()
+            finally:  # where even that fails whoever waits is to see it
+                with suppress(RuntimeError):  # of a loop that is closed, which nobody waits in
+                    for events in self._followed.values():
+                        for event in events:
+                            event.set()
 
     async def _step(self) -> None:
         handles = list(self._followed)
@@ -92,8 +94,10 @@ class AsyncSteps:
     def close(self) -> None:
         """The same, and end the thread. For where ``run`` could not."""
         self._ended = True
-        self.abort()
-        self._stepper.shutdown()
+        try:
+            self.abort()
+        finally:
+            self._stepper.shutdown()
 
     async def result(self, handle: RolloutHandle) -> RolloutOutput:
         """As ``handle.result()``."""

@@ -158,9 +158,9 @@ class Loop:
 
     def _change(self, change: Callable[[], _T]) -> _T:
         self._make_sound()
-        self._in_order()
         self._unsound = True
         try:
+            self._in_order()
             result = change()
         except BaseException:
             self.core.abort_all(_ENDED)

@@ -157,3 +157,48 @@ def test_a_pause_holds_them(stream: bool) -> None:
     with build() as engine:
         asyncio.run(pause(engine))
         at_rest(engine)
+
+
+@pytest.mark.parametrize("where", ["step", "in_order"])
+def test_a_turn_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Whoever waited is told, and who comes then is served."""
+
+    async def wait(engine: RolloutEngine) -> list[RolloutOutput]:
+        async with AsyncSteps(engine) as steps:
+            handles = [engine.submit(p, long()) for p in PROMPTS[:2]]
+            with monkeypatch.context() as patch:
+                patch.setattr(*((engine.core, "step") if where == "step" else (engine._loop, "_in_order")), fail)
+                failed = await asyncio.wait_for(asyncio.gather(*map(steps.result, handles)), 30)
+            assert all("failed or was interrupted" in str(output.error) for output in failed)
+            assert "of the device" in str(steps.failure)
+            return [await asyncio.wait_for(steps.result(engine.submit(PROMPTS[0], long())), 30)]
+
+    def fail() -> None:
+        raise RuntimeError("of the device")
+
+    with build() as engine:
+        expected = engine.generate_batch(PROMPTS[:1], long())
+        assert same(asyncio.run(wait(engine)), expected)
+        at_rest(engine)
+    assert not threads()
+
+
+def test_an_engine_that_can_end_nothing_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def wait(engine: RolloutEngine) -> None:
+        async with AsyncSteps(engine) as steps:
+            handles = [engine.submit(p, long()) for p in PROMPTS[:2]]
+            for name in ("step", "abort", "abort_all"):
+                monkeypatch.setattr(engine.core, name, fail)
+            for handle in handles:
+                with pytest.raises(RuntimeError, match="of the device"):
+                    await asyncio.wait_for(steps.result(handle), 30)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the device")
+
+    engine = build()
+    with pytest.raises(RuntimeError, match="of the device"):
+        asyncio.run(wait(engine))
+    monkeypatch.undo()
+    engine.close()
+    assert not threads()
