@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.layers.experts import as_run, bias_tables, expert_tables
+from stoker.engine.layers.experts import as_run, bias_tables, expert_tables, repeats_tokens
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
@@ -109,8 +109,9 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
             )
     for path, state in states_of(link, modules).items():
         module = modules.get(path)
-        # What attends would write the adapter's keys over the base's.
-        if module is None or path in fused or any(hasattr(m, "is_causal") for m in module.modules()):
+        # What attends would write the adapter's keys over the base's, and what repeats tokens has rows that are none of theirs.
+        attends = module is not None and any(hasattr(m, "is_causal") for m in module.modules())
+        if module is None or path in fused or attends or repeats_tokens(module):
             raise UnsupportedModelError(
                 f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
                 "may name embeddings, norms before attention, MLP and head, and the head"
@@ -134,4 +135,10 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
             raise UnsupportedModelError(
                 f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
                 "another base"
+            )
+        tied = {p: m for p, m in modules.items() if getattr(m, "weight", None) is weight}
+        if odd := [p for p, m in tied.items() if p in fused or getattr(m, "bias", None) is not None]:
+            raise UnsupportedModelError(
+                f"adapter {name!r} trains tokens of {odd[0]}: the engine runs those of embeddings, and of a head without a "
+                "bias, which PEFT would leave out. Name it in modules_to_save, or leave it out of trainable_token_indices"
             )

@@ -149,6 +149,11 @@ def are_experts(module: nn.Module) -> bool:
     return all(getattr(module._parameters.get(name), "ndim", 0) == 3 for name in _projections(module))
 
 
+def repeats_tokens(module: nn.Module) -> bool:
+    """Whether it is experts which all get all tokens (Llama 4's)."""
+    return are_experts(module) and not knows_interface(module) and not hasattr(type(module), "_apply_gate")
+
+
 def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
     if not hasattr(module, _STATE):

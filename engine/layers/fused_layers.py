@@ -90,6 +90,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
         if plain.per_layer is not None:
             project = plain.per_layer.project
             shell.lora.replaced(project.paths[0], {project.paths: project.lora})
+            shell.lora.replaced(plain.per_layer.norm_path, {})
         shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
     return len(layers), all(layer.runs_on_ops for layer in layers)
 

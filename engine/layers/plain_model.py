@@ -45,8 +45,9 @@ class PerLayerInputs:
         body = shell.text
         self.embed, self.ops = body.embed_tokens_per_layer, ops
         linear, width = body.per_layer_model_projection, body.hidden_size_per_layer_input
-        paths = (next(name for name, module in shell.module.named_modules() if module is linear),)
-        self.project = Linears(ops, paths, [linear], shell.lora.group(paths), linear.weight, linear.bias)
+        paths = {module: name for name, module in shell.module.named_modules()}
+        path, self.norm_path = (paths[module] for module in (linear, body.per_layer_projection_norm))
+        self.project = Linears(ops, (path,), [linear], shell.lora.group((path,)), linear.weight, linear.bias)
         self.shape = -1, linear.out_features // width, width
         norm = norm_of(body.per_layer_projection_norm)
         assert norm is not None

@@ -21,7 +21,15 @@ from adapted import (
 )
 from families import make_model
 from interrupting import InterruptAt
-from peft import IA3Config, OFTConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    get_peft_model,
+)
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 
 from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine, SamplingParams, UnsupportedModelError
@@ -59,6 +67,24 @@ def other_method(config: Any) -> PeftModel:
             r"of type PROMPT_TUNING: the engine runs LoRA",
         ),
         (lambda: peft_model("mixtral", target_modules=[], target_parameters=EXPERTS, r=65), r"has rank 65"),
+        # What is not called as a module, or not with one row for each token.
+        (
+            lambda: peft_model("gemma4", target_modules=ONE, modules_to_save=["per_layer_projection_norm"]),
+            r"saves model\.per_layer_projection_norm, which the engine does not run",
+        ),
+        (
+            lambda: peft_model("llama4", target_modules=ONE, modules_to_save=["experts"]),
+            r"saves .*experts, which the engine does not run",
+        ),
+        (
+            lambda: peft_model(target_modules=["v_proj"], trainable_token_indices={"q_proj": [3]}),
+            r"trains tokens of .*q_proj: .*modules_to_save",
+        ),
+        # PEFT's head is one without a bias then.
+        (
+            lambda: peft_model("phi", target_modules=ONE, trainable_token_indices={"lm_head": [3]}),
+            r"trains tokens of lm_head: .*modules_to_save",
+        ),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:
@@ -70,6 +96,42 @@ def test_what_is_refused(make: Any, message: str) -> None:
         with pytest.raises(UnsupportedModelError, match=message):
             engine.load_adapter("a", (model, "default"))
         assert engine.adapters == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PromptTuningConfig(task_type="FEATURE_EXTRACTION", num_virtual_tokens=4), r"of type PROMPT_TUNING"),
+        (TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[3]), r"of type TRAINABLE_TOKENS"),
+        (AdaLoraConfig(target_modules=ONE, total_step=10), r"of type ADALORA"),
+    ],
+)
+def test_what_is_refused_on_a_part_of_the_model(config: Any, message: str) -> None:
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before, part = tokens(engine), model.model
+        model.model = get_peft_model(part, config)
+        for call in (engine.update_weights, lambda: tokens(engine), lambda: RolloutEngine(model, config=CONFIG)):
+            with pytest.raises(UnsupportedModelError, match=message):
+                call()
+        model.model = model.model.unload() if hasattr(model.model.base_model, "unload") else part
+        assert tokens(engine) == before
+
+
+def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=CONFIG) as engine:
+        model.base_model.set_adapter(["default", "other"])
+        both = tokens(engine)
+        model.base_model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "default+other")
+        with pytest.raises(
+            UnsupportedModelError, match=r"\['default', 'other'\] would go by the name 'default\+other', as"
+        ):
+            tokens(engine)
+        assert tokens(engine, adapter="default+other") == expected_tokens(model, "default+other") != both
+        model.delete_adapter("default+other")
+        model.base_model.set_adapter(["default", "other"])
+        assert tokens(engine) == tokens(engine, adapter="default+other") == both
 
 
 @pytest.mark.parametrize(
