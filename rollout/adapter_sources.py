@@ -88,6 +88,16 @@ class AdapterSources:
         if not announced:
             self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
 
+    def name_of(self, active: tuple[str, ...]) -> str | None:
+        """What adapters go by that are active: None for none. Raises ``UnsupportedModelError`` where another goes by that."""
+        name = "+".join(active)
+        if len(active) > 1 and name in self.weights and self._sums.get(name) != active:
+            raise UnsupportedModelError(
+                f"the active adapters {list(active)} would go by the name {name!r}, as another one does: give that one another "
+                "name, or activate one adapter"
+            )
+        return name or None
+
     def take_changed(self) -> bool:
         """Whether there was a change that nobody announced, since this was asked last."""
         changed, self._changed = self._changed, False
@@ -196,14 +206,16 @@ class AdapterSources:
             if announced:
                 raise
             self.active = None  # another thread may be about to switch them: whoever asks for the live one is refused
+        sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names)}
         if self.active and len(self.active) > 1:
-            self._sums["+".join(self.active)] = self.active
-        sums = {n: names for n, names in self._sums.items() if adapters.keys() >= set(names) and n not in adapters}
+            sums.setdefault("+".join(self.active), self.active)
+        sums = {name: names for name, names in sums.items() if name not in adapters}
         adapters |= {name: sum_of(names, adapters) for name, names in sums.items()}
         for name in filter(self.is_loaded, adapters):
             raise UnsupportedModelError(
                 f"adapter {name!r} is on the model, and was loaded too: unload_adapter({name!r})"
             )
+        self._sums = sums
         return adapters
 
     def _take(self, shell: ModelShell, found: dict[str, AdapterWeights]) -> bool:

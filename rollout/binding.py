@@ -272,7 +272,7 @@ class ModelBinding:
         """What the trainer would run now: the name of its adapter, or several names with "+" between; None for the base."""
         seen = self._seen is not None and self._seen[0].looks_same() and self._seen[1].same()
         active = self.adapters.active if seen else None
-        return "+".join(active_adapters(unwrap(self.model)) if active is None else active) or None
+        return self.adapters.name_of(active_adapters(unwrap(self.model)) if active is None else active)
 
     @property
     def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:

@@ -24,7 +24,6 @@ from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.naming import (
     beside,
-    inside,
     is_of_peft,
     named_tensors,
     tensors_of,
@@ -49,6 +48,8 @@ _REFUSED = (
     ("velora_config", "train plain LoRA"),
     ("megatron_config", "train the layers of transformers"),
 )
+# These change the base's weights too, which a file of the adapter alone does not have, nor another base.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def _wrapped(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -86,12 +87,18 @@ def check_config(config: Any) -> None:
             raise UnsupportedModelError(f"the adapter uses {option}, which the engine does not run: {remedy}")
 
 
+def changes_base(config: Any) -> bool:
+    """Whether an adapter's initialisation took from the base's weights what it adds."""
+    init = getattr(config, "init_lora_weights", None)
+    return isinstance(init, str) and init.lower().startswith(_OTHER_BASE)
+
+
 def check_adapters(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` for what PEFT did to the model that the engine does not run.
 
     model: with all its wrappers.
     """
-    _check_configs(model)
+    _check_configs(_with_configs(model))
     for name, module, kind in _wrapped(model):
         if kind == "other":
             raise UnsupportedModelError(f"{name} is a {type(module).__name__} of PEFT: the engine runs LoRA, merge it")
@@ -127,6 +134,10 @@ def _copy(value: object) -> object:
     """Of what a module says; a variant has to be the same object."""
     if isinstance(value, dict):
         return {name: _copy(inner) for name, inner in value.items()}
+    if isinstance(
+        value, Tensor
+    ):  # a scale that is written to in place, as where adapters are swapped under torch.compile
+        return value.item()
     return list(value) if isinstance(value, list) else value
 
 
@@ -137,7 +148,7 @@ class Switches:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._configs = _with_configs(model)
         wrapped = [(module, kind) for _, module, kind in _wrapped(model)]
         of_kinds = (
             (_SWITCHES, [module for module, kind in wrapped if kind in ("tokens", "saved")]),
@@ -160,24 +171,28 @@ class Switches:
 
     def looks_same(self) -> bool:
         """Whether, at a glance, no adapter is merged. Raises as ``check_adapters`` does for configs."""
-        _check_configs(self._model)
+        _check_configs(self._configs)
         return not any(self._merged)
 
     def same(self) -> bool:
         """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
-        _check_configs(self._model)
+        _check_configs(self._configs)
         try:
             return all(list(map(read, where)) == state for read, where, state in self._seen)
         except KeyError:  # what a module said, its class says now
             return False
 
 
-def _check_configs(model: nn.Module) -> None:
-    wrapper: nn.Module | None = model
-    while wrapper is not None:  # prompts and prefixes are known to PEFT's own wrapper alone
-        for config in getattr(wrapper, "peft_config", {}).values():
+def _with_configs(model: nn.Module) -> list[Any]:
+    """What in a model has PEFT's configs: its wrapper, which alone knows of prompts and prefixes, or a part that it was put on."""
+    of_class = {kind: hasattr(kind, "peft_config") for kind in set(map(type, model.modules()))}
+    return [module for module in model.modules() if of_class[type(module)] or "peft_config" in vars(module)]
+
+
+def _check_configs(modules: Sequence[Any]) -> None:
+    for module in modules:
+        for config in module.peft_config.values():
             check_config(config)
-        wrapper = inside(wrapper)
 
 
 def _parameters(layer: Any) -> Iterator[nn.Parameter]:

@@ -25,6 +25,7 @@ from adapted import (
 )
 from families import make_model
 from peft import get_peft_model
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file
 
 from stoker.kernels.ops import REFERENCE
@@ -232,13 +233,20 @@ def test_an_optimizer_step_is_seen() -> None:
         assert tokens(engine) == expected_tokens(model.eval()) != before
 
 
-def test_a_scale_set_by_hand_is_seen() -> None:
+@pytest.mark.parametrize("scales", ["floats", "tensors"])
+@pytest.mark.parametrize("tell", [True, False])
+def test_a_scale_set_by_hand_is_seen(scales: str, tell: bool) -> None:
+    """Tensors, as for adapters that are swapped under ``torch.compile``, are written to in place."""
     model = peft_model()
+    if scales == "tensors":
+        prepare_model_for_compiled_hotswap(model)
     with RolloutEngine(model, config=CONFIG) as engine:
         before = tokens(engine)
         for module in model.modules():
-            if hasattr(module, "set_scale"):
-                module.set_scale("default", 5.0)
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(5.0)
+        if tell:
+            engine.update_weights()
         assert tokens(engine) == expected_tokens(model) != before
 
 
