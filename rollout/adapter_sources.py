@@ -288,6 +288,8 @@ class AdapterSources:
         dims = {n: tensor.dim() for n, tensor in source.tensors().items()}
         parameters = {n: dim for n, dim in dims.items() if dim == 3 or (dim == 2 and not n.endswith(".weight"))}
         new = read_adapter(name, given, parameters, source.device, self._gathering)
+        if isinstance(new, AdapterOfModel):
+            new.check_base(self._model)
         adapter = new.read() if isinstance(new, AdapterOfModel) else new
         live = live_adapters(unwrap(self._model), source.adapters)
         if name in live or (name in self.weights and not self.is_loaded(name)):  # or several that were active at once

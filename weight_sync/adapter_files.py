@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
-from stoker.weight_sync.adapters import by_expert, check_config
+from stoker.weight_sync.adapters import by_expert, changes_base, check_config
 from stoker.weight_sync.other_models import AdapterOfModel
 
 _PART = re.compile(
@@ -27,12 +27,11 @@ _PART = re.compile(
 _TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(\.[^.]+)?")
 _COPY = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")  # in names that are not of a file, but of the model
 _BASE = re.compile(r"(?P<path>.+?)(\.base_layer)*\.(?P<leaf>weight|bias)")
-# These change the base's weights too, which a file of the adapter alone does not have.
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # What reading raises of tensors and settings of other kinds than PEFT's, as of files that were cut off or written by hand.
 _MALFORMED = (AttributeError, TypeError, ValueError, LookupError, RuntimeError, re.error)
 _DEFAULTS = {  # of what the configs that older versions saved do not have
     "bias": "none",
+    "ensure_weight_tying": False,
     "init_lora_weights": True,
     "modules_to_save": None,
     "alpha_pattern": None,
@@ -107,10 +106,9 @@ def from_state_dict(
     """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
     config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
-    init = config.init_lora_weights
-    if isinstance(init, str) and init.lower().startswith(_OTHER_BASE):
+    if changes_base(config):
         raise UnsupportedModelError(
-            f"adapter {name!r} was made by {init}, which changes the base's weights too: save it with "
+            f"adapter {name!r} was made by {config.init_lora_weights}, which changes the base's weights too: save it with "
             "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     parts: dict[str, dict[str, Tensor]] = {}
@@ -122,9 +120,11 @@ def from_state_dict(
             raise UnsupportedModelError(
                 f"adapter {name!r} has NaN or Inf in {key}: it was not trained to an end, or is damaged"
             )
+        where: dict[str, Any]
+        value: Any = copy
         if match := _PART.fullmatch(plain):
-            kind = match["kind"].removeprefix("embedding_")
-            parts.setdefault(match["path"], {})["offset" if match["leaf"] == "bias" else kind] = copy
+            kind = "offset" if match["leaf"] == "bias" else match["kind"].removeprefix("embedding_")
+            where, what = parts.setdefault(match["path"], {}), kind
         elif match := _TOKENS.fullmatch(plain):
             ids = _token_indices(match["path"], config)
             if len(ids) != len(copy):
@@ -132,17 +132,25 @@ def from_state_dict(
                     f"adapter {name!r} has {len(copy)} tokens of {match['path']}, and its config {len(ids)} "
                     "trainable_token_indices: give its own config"
                 )
-            adapter.tokens[match["path"]] = TokenRows(ids, copy)
+            where, what, value = adapter.tokens, match["path"], TokenRows(ids, copy)
         elif saved := _saved(plain, config.modules_to_save):
-            path, leaf = saved
-            adapter.saved.setdefault(path, {})[leaf] = copy
+            path, what = saved
+            where = adapter.saved.setdefault(path, {})
         elif (match := _BASE.fullmatch(plain)) and (match["leaf"] == "weight" or config.bias != "none"):
-            (adapter.bases if match["leaf"] == "weight" else adapter.biases)[match["path"]] = copy
+            where, what = adapter.bases if match["leaf"] == "weight" else adapter.biases, match["path"]
         else:
             raise UnsupportedModelError(
                 f"adapter {name!r} has {key}, which is neither LoRA of a layer nor in modules_to_save, biases or tokens "
                 "that its config names: give the tensors and the config of one adapter"
             )
+        if what in where:  # names that differ in those of adapters alone
+            raise UnsupportedModelError(
+                f"adapter {name!r} has {key}, and the same of another adapter: give the tensors and the config of one adapter, "
+                "as get_peft_model_state_dict does"
+            )
+        where[what] = value
+    if config.ensure_weight_tying:
+        _take_tied(adapter, parts)
     if not parts and not adapter.saved and not adapter.tokens:
         raise UnsupportedModelError(f"adapter {name!r} is empty: give the tensors of get_peft_model_state_dict")
     if unknown := sorted(path for path in adapter.bases if path not in parts):
@@ -153,6 +161,15 @@ def from_state_dict(
     for path, part in parts.items():
         _take(adapter, name, path, part, config, parameters)
     return adapter
+
+
+def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
+    """Of what was saved whole, what is tied to it: PEFT saves that too, and the config does not name it."""
+    weights = [state["weight"] for state in adapter.saved.values() if "weight" in state]
+    for path in adapter.bases.keys() - set(parts):
+        if (same := next((w for w in weights if torch.equal(w, adapter.bases[path])), None)) is not None:
+            adapter.saved[path] = {"weight": same}
+            del adapter.bases[path]
 
 
 def _take(

@@ -11,10 +11,18 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.adapters import active_adapters, biases_of, check_adapters, live_adapters, mismatches, sum_of
+from stoker.weight_sync.adapters import (
+    active_adapters,
+    biases_of,
+    changes_base,
+    check_adapters,
+    live_adapters,
+    mismatches,
+    sum_of,
+)
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.mirrored import MirroredSource
-from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.shards import Held, is_sharded
 
 _REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"
@@ -67,6 +75,31 @@ class AdapterOfModel:
         if is_sharded(model):
             trains_biases = any(self._biases(n) != "none" for n in self._names)
             self.copies = AdapterCopies(name, model, self._names, trains_biases, device, **options)
+
+    def check_base(self, module: nn.Module) -> None:
+        """Raise ``UnsupportedModelError`` where it is for its own base alone, whose weights it has changed. module: the engine's."""
+        of_own_base = [name for name in self._names if changes_base(self._model.peft_config.get(name))]
+        if not of_own_base:
+            return
+        wrong = self._changed_base(of_own_base, module)
+        if wrong is not None:
+            raise UnsupportedModelError(
+                f"adapter {self._name!r} was made by {self._model.peft_config[of_own_base[0]].init_lora_weights}, which "
+                f"changes the base's weights too, and {wrong} here is another: load it from a folder that "
+                "save_pretrained(path_initial_model_for_weight_conversion=...) wrote"
+            )
+
+    def _changed_base(self, names: Sequence[str], module: nn.Module) -> str | None:
+        """The first weight under the adapters of these names that is another in ``module``, or is not known to be the same."""
+        if is_sharded(self._model) or is_sharded(module):
+            return "the base, of which there are parts,"
+        found = live_adapters(unwrap(self._model), {})
+        ours, theirs = ({n: t for n, t, _ in named_tensors(unwrap(m))} for m in (module, self._model))
+        for weight in (f"{path}.weight" for name in names if name in found for path in found[name].linears):
+            own = ours.get(weight)
+            if own is None or not torch.equal(theirs[weight].to(own), own):
+                return weight
+        return None
 
     def _biases(self, name: str) -> str:
         return getattr(self._model.peft_config.get(name), "bias", "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import weakref
@@ -24,7 +25,7 @@ from adapted import (
     two_adapters,
 )
 from families import make_model
-from peft import get_peft_model_state_dict
+from peft import get_peft_model, get_peft_model_state_dict
 
 from stoker.rollout import (
     EngineStateError,
@@ -146,7 +147,7 @@ def test_load_and_unload_while_requests_run() -> None:
         ({}, {5: torch.zeros(2)}),
         ({}, {"meta": torch.zeros(2, device="meta")}),
         ({}, {"fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}),
-        ({}, {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.tensor(1.0)}),
+        ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.tensor(1.0)}),
     ],
 )
 def test_what_is_no_adapter_is_refused_in_words(settings: Any, tensors: dict[Any, Any], tmp_path: Path) -> None:
@@ -209,6 +210,10 @@ def without(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
         (lambda t, c: (without(t, "layers.0.self_attn.q_proj.lora_A"), c), r"only one of A and B for model.layers.0"),
         (lambda t, c: ({n.replace("layers.0", "layers.9"): t[n] for n in t}, c), r"layers.9.*for another base"),
         (lambda t, c: ({n: t[n][:, :-1] if "_A" in n else t[n] for n in t}, c), r"A \(4, 47\).*for another base"),
+        (
+            lambda t, c: ({f"{n.removesuffix('.weight')}.{a}.weight": t[n] for n in t for a in "xy"}, c),
+            r"lora_A\.y\.weight, and the same of another adapter",
+        ),
         (lambda t, c: (t, lora(r=8)), r"rank 4 for .* its config says 8"),
         (lambda t, c: (t, lora(use_dora=True)), r"use_dora and the magnitudes"),
         (lambda t, c: (t, lora(init_lora_weights="pissa")), r"made by pissa, which changes the base"),
@@ -235,6 +240,23 @@ def test_what_is_not_loaded(make: Any, message: str) -> None:
             engine.load_adapter("default", other)
         with pytest.raises(InvalidRequestError, match="'default' is the live model's: delete_adapter"):
             engine.unload_adapter("default")
+
+
+def test_an_adapter_that_has_changed_the_base_it_was_made_of() -> None:
+    """It is for that base: of another model it is taken over the same weights alone."""
+    first = get_peft_model(make_model("llama"), lora(init_lora_weights="pissa")).eval()
+    other = copy.deepcopy(first)
+    shake(other, seed=8)
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        before = tokens(engine)
+        with pytest.raises(
+            UnsupportedModelError, match=r"made by pissa, which changes the base.*q_proj\.weight here is"
+        ):
+            engine.load_adapter("other", other)
+        assert engine.adapters == () and tokens(engine) == before
+    with RolloutEngine(first, config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        assert tokens(engine, adapter="other") == expected_tokens(other) != tokens(engine) == expected_tokens(first)
 
 
 def test_adapters_of_two_dtypes_are_refused_by_name():

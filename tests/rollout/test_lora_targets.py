@@ -42,6 +42,7 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {"target_modules": ["embed_tokens", "q_proj"]}),
     ("qwen3", {"target_modules": ["embed_tokens", "v_proj"], "use_rslora": True}),
     ("qwen3", {"target_modules": ["embed_tokens", "v_proj"], "ensure_weight_tying": True, "r": 5}),
+    ("qwen3", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
     ("gemma3", {"target_modules": ["embed_tokens"]}),
     ("gemma3", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     ("qwen3", {"target_modules": ["lm_head", "q_proj"]}),
