@@ -150,8 +150,9 @@ class Request:
 
     def end(self, reason: str | None = None, error: StokerError | None = None) -> None:
         """Nothing more is to come, so the table of its pattern is not held any more. reason, error: if not known before."""
-        self.status = Status.FINISHED
         self.finish_reason, self.error = reason or self.finish_reason, error or self.error
+        # Last of these: other threads read results once they see it, and take no lock for that.
+        self.status = Status.FINISHED
         self.group = []  # it is in there itself, and would wait for the garbage collector
         if self.spec.constraint is not None:
             self.spec = replace(self.spec, constraint=None)

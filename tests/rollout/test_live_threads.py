@@ -15,8 +15,9 @@ from adapted import running, two_adapters
 from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge, same
 from mirrored import copies
 
+from stoker.engine.request import Request, Status
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine, live
+from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine, live, requests
 
 
 def test_threads_share_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,30 @@ def test_threads_share_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
             thread.join(timeout=120)
         assert not failures and not any(t.is_alive() for t in threads)
         at_rest(engine)
+
+
+def test_whoever_sees_that_a_request_has_ended_sees_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are read without a lock, by a thread that may look at any moment of another one's abort."""
+    seen: dict[int, set[Any]] = {}
+
+    class Watched(Request):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if getattr(self, "status", None) is Status.FINISHED:
+                seen.setdefault(self.id, set()).add((self.finish_reason, self.error))
+
+    monkeypatch.setattr(requests, "Request", Watched)
+    with build() as engine:
+        handles = [engine.submit(PROMPTS[0], long(max_tokens=count)) for count in (3, 60, 60)]
+        handles[1].abort()
+        handles[0].result()
+        monkeypatch.setattr(engine.core, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            handles[2].result()
+        outputs = [handle.result() for handle in handles]
+        assert [o.completions[0].finish_reason for o in outputs] == ["length", "abort", "abort"] and outputs[2].error
+        ends = [(h._requests[0].id, o) for h, o in zip(handles, outputs, strict=True)]
+        assert seen == {id: {(o.completions[0].finish_reason, o.error)} for id, o in ends}
 
 
 class SlowToWake:
