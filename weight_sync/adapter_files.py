@@ -182,13 +182,15 @@ def _take(
     if config.use_dora != ("magnitude_vector" in part):
         raise UnsupportedModelError(f"adapter {name!r}: use_dora and the magnitudes of {path} do not agree")
     parameter = _targeted_parameter(path, len(around), config, parameters)
-    rank = int(_pattern(config.rank_pattern, parameter or path, config.r))
+    weight = f"{path}.weight"
+    target = parameter or (weight if _is_named(weight, config.target_parameters or ()) else path)
+    rank = int(_pattern(config.rank_pattern, target, config.r))
     found = part["A"].shape[0]
     if found % rank if parameter else found != rank:
         raise UnsupportedModelError(
             f"adapter {name!r} has rank {found} for {path}, and its config says {rank}: give its own config"
         )
-    alpha = _pattern(config.alpha_pattern, parameter or path, config.lora_alpha)
+    alpha = _pattern(config.alpha_pattern, target, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
     weights = LoraWeights(part["A"], part["B"], float(scale))
     if parameter:

@@ -84,11 +84,22 @@ VARIETIES: list[tuple[str, dict[str, Any]]] = [
             "alpha_pattern": {"gate_up_proj": 40},
         },
     ),
-    ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"]}),
+    (
+        "qwen3_moe",
+        {"target_modules": ["o_proj"], "target_parameters": ["mlp.gate.weight"], "alpha_pattern": {"gate.weight": 40}},
+    ),
     ("olmoe", {"target_modules": "all-linear"}),
     ("gpt_oss", {"target_modules": ["q_proj"], "bias": "all"}),
     ("mistral", {"target_modules": ["q_proj", "embed_tokens"], "init_lora_weights": "mica"}),
-    ("llama", {"target_modules": ["v_proj"], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}),
+    (
+        "llama",
+        {
+            "target_modules": ["v_proj"],
+            "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"],
+            "rank_pattern": {"q_proj.weight": 3},
+            "alpha_pattern": {"q_proj": 40, "up_proj.weight": 20},  # the first is over no linear here
+        },
+    ),
 ]
 
 
