@@ -134,9 +134,7 @@ def _copy(value: object) -> object:
     """Of what a module says; a variant has to be the same object."""
     if isinstance(value, dict):
         return {name: _copy(inner) for name, inner in value.items()}
-    if isinstance(
-        value, Tensor
-    ):  # a scale that is written to in place, as where adapters are swapped under torch.compile
+    if isinstance(value, Tensor):  # a scale that is written to in place, where adapters are swapped under torch.compile
         return value.item()
     return list(value) if isinstance(value, list) else value
 
