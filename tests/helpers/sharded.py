@@ -190,6 +190,18 @@ def packed(rank: int) -> None:
                     if isinstance(parameter, DTensor):
                         local = parameter.to_local()
                         local.add_(0.1 * torch.randn(local.shape, generator=torch.Generator().manual_seed(rank)))
-            twin.load_state_dict({n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in model.state_dict().items()})
+            twin.load_state_dict({n: _of_parts(n, t) for n, t in model.state_dict().items()})
             assert engine.verify_weights().mismatched
             engine.update_weights()
+
+
+def _of_parts(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of one of ``packed``, which torch 2.11 does not put together."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    if name.endswith("down_proj"):
+        return torch.cat(parts, 2)
+    return torch.cat([half for halves in zip(*(part.chunk(2, 1) for part in parts), strict=True) for half in halves], 1)
