@@ -208,6 +208,12 @@ def test_a_constraint_is_made_once_and_anew_where_the_tokenizer_has_grown(monkey
     (token,) = one.convert_tokens_to_ids(["aaa"])
     grown = make("a+", frozenset([eos]), frozenset())
     assert token in taken(grown, []) and token not in taken(first, [])
+    names = ["a" * n for n in range(4, 6 + PADDING)]
+    one.add_tokens(names)
+    known = [t for t in one.convert_tokens_to_ids(["a", "aaa", *names]) if t < make.vocab]
+    assert len(one) > make.vocab and taken(make("a+", frozenset([eos]), frozenset()), []) == set(
+        known
+    )  # the model's own
 
 
 def test_patterns_together_keep_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
