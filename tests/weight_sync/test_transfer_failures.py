@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -16,7 +17,7 @@ from sender import over_a_pipe, sending, some_tensors, take
 from torch import Tensor
 
 from stoker.kernels.errors import WeightTransferError
-from stoker.weight_sync.manifest import Manifest, TensorSpec
+from stoker.weight_sync.manifest import Manifest, TensorSpec, announce
 from stoker.weight_sync.staging import Staging
 from stoker.weight_sync.transport import send_weights
 
@@ -96,6 +97,26 @@ def test_a_transfer_that_was_given_up_before_anyone_took_it(monkeypatch: pytest.
             take(here, targets)
             sent.result(60)
         assert targets["a"].eq(value).all()
+
+
+def test_who_waits_for_the_next_transfer_passes_over_the_end_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the receiver gave up first, and the sender only while it waits again."""
+    here, there = over_a_pipe()
+    targets, waits, poll = {"a": torch.zeros(40)}, threading.Event(), here._poll
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(there.begin, announce({"a": -torch.ones(40)}, 64))
+        with monkeypatch.context() as patch:
+            patch.setattr(here, "timeout", 0.5)
+            with pytest.raises(WeightTransferError, match="no 'bucket' from the sender"):
+                take(here, targets)
+        begun.result()
+        monkeypatch.setattr(here, "_poll", lambda seconds: (seconds and waits.set(), poll(seconds))[1])
+        taken = pool.submit(take, here, targets)
+        assert waits.wait(60)
+        there.finish("late")
+        send_weights({"a": torch.ones(40)}, there)
+        taken.result()
+    assert targets["a"].eq(1).all()
 
 
 def test_a_sender_that_is_interrupted_before_it_takes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
