@@ -25,7 +25,7 @@ class LeavableThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._ended:
-            raise RuntimeError("these threads have been told to end")
+            return super().submit(fn, *args, **kwargs)  # which refuses it
         future: Future[Any] = Future()
 
         def call() -> None:
@@ -51,6 +51,7 @@ class LeavableThreads(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """wait: until all calls have returned."""
+        super().shutdown(wait=False)
         self._ended = True
         self._calls.put(None)
         if wait:

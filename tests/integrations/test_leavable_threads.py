@@ -26,7 +26,7 @@ def test_calls_run_at_the_same_time_and_threads_serve_again() -> None:
     assert threads.submit(divmod, 7, 2).result(30) == (3, 1)
     threads.shutdown()
     assert not [t for t in threading.enumerate() if t.name == "calls"]
-    with pytest.raises(RuntimeError, match="told to end"):
+    with pytest.raises(RuntimeError, match="after shutdown"):
         threads.submit(int)
 
 
