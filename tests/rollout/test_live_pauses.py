@@ -231,6 +231,41 @@ def test_a_pause_that_waits_for_another_that_ends_at_that_moment(monkeypatch: py
             over.set()
 
 
+def test_a_pause_that_waits_keeps_nobody_from_ending_one_that_came_just_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with build() as engine:
+        handle, loop, others, free = (
+            engine.submit(PROMPTS[0], long()),
+            engine._loop,
+            list[threading.Thread](),
+            list[bool](),
+        )
+        drive = loop.drive
+
+        def driving(*args: Any) -> bool:
+            found = drive(*args)
+            if not others:  # nobody has paused, as was just seen
+                others.append(threading.Thread(target=engine.pause))
+                others[0].start()
+                others[0].join(60)
+            return found
+
+        def end() -> None:
+            while not loop._resumed._waiting:
+                time.sleep(1e-3)
+            free.append(loop._gate.acquire(blocking=False))  # which resume() needs
+            if free[0]:
+                loop._gate.release()
+            loop.resume(recompute=False)
+
+        monkeypatch.setattr(loop, "drive", driving)
+        with beside(end):
+            engine.pause("wait")
+        assert free == [True] and handle.done and engine.is_paused
+        engine.resume()
+
+
 def test_who_waits_for_long_says_who_has_paused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
