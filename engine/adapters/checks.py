@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from stoker.engine.layers.experts import as_run, bias_tables, expert_tables, repeats_tokens
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 
 
 def is_linear(module: Any) -> bool:
@@ -41,6 +41,16 @@ def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dic
         if not is_linear(modules.get(path)):
             states.setdefault(path, {}).setdefault("bias", bias)
     return states
+
+
+def with_tied(tokens: Mapping[str, TokenRows], modules: Mapping[str, Any]) -> dict[str, TokenRows]:
+    """Of modules, and of every one that has an embedding's weight too: PEFT keeps these tied to it, and it not to them."""
+    found = dict(tokens)
+    for path, rows in tokens.items():
+        if isinstance(module := modules[path], nn.Embedding):
+            tied = (p for p, m in modules.items() if getattr(m, "weight", None) is module.weight)
+            found |= {p: rows for p in tied if p not in found}
+    return found
 
 
 def check_fits(
@@ -136,9 +146,9 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
                 f"adapter {name!r} trains tokens that {path}, of shape {tuple(weight.shape)}, does not have: it is for "
                 "another base"
             )
-        tied = {p: m for p, m in modules.items() if getattr(m, "weight", None) is weight}
-        if odd := [p for p, m in tied.items() if p in fused or getattr(m, "bias", None) is not None]:
+    for path in with_tied(link.tokens, modules):
+        if path in fused or getattr(modules[path], "bias", None) is not None:
             raise UnsupportedModelError(
-                f"adapter {name!r} trains tokens of {odd[0]}: the engine runs those of embeddings, and of a head without a "
+                f"adapter {name!r} trains tokens of {path}: the engine runs those of embeddings, and of a head without a "
                 "bias, which PEFT would leave out. Name it in modules_to_save, or leave it out of trainable_token_indices"
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stoker.engine.adapters.checks import is_router, states_of
+from stoker.engine.adapters.checks import is_router, states_of, with_tied
 from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, TokenRows
 
 
@@ -55,22 +55,12 @@ class Replacements:
         tokens: dict[str, TokenRows] = {}
         for link in links:
             states |= states_of(link, self._modules)
-            tokens |= self._with_tied(link.tokens)
+            tokens |= with_tied(link.tokens, self._modules)
         self._ids |= {ids: torch.tensor(ids, device=self._device) for ids, _ in tokens.values() if ids not in self._ids}
         for path, state in self._routers(slot, links).items():
             states.setdefault(path, {}).update(state)
         self._fill(self._saved, slot, states, self._after_saved)
         self._fill(self._tokens, slot, tokens, self._after_tokens)
-
-    def _with_tied(self, tokens: Mapping[str, TokenRows]) -> dict[str, TokenRows]:
-        """Of every module that has the same weight too: PEFT keeps tied ones tied."""
-        found = dict(tokens)
-        for path, rows in tokens.items():
-            weight = self._modules[path].weight
-            found |= {
-                p: rows for p, m in self._modules.items() if getattr(m, "weight", None) is weight and p not in found
-            }
-        return found
 
     def _routers(self, slot: int, links: Sequence[AdapterWeights]) -> dict[str, dict[str, Tensor]]:
         """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
