@@ -146,6 +146,17 @@ def test_kernels_are_given_tensors_of_the_device(device: EmulatedCuda) -> None:
         TRITON.rms_norm(ours, weight, 1e-6)
 
 
+def test_kernels_are_captured_in_a_form_that_was_launched_before(device: EmulatedCuda) -> None:
+    x, wide, weight = (torch.ones(size, device="cuda") for size in ((2, 16), (2, 24), (16,)))
+    TRITON.rms_norm(x, weight, 1e-6)
+    captured(lambda: TRITON.rms_norm(x[:1], weight, 1e-5))
+    for other in (wide[:, :16], x.half()):  # a stride that is no multiple of 16, another dtype
+        with pytest.raises(DeviceFault, match="_rms_norm_kernel is first launched so in a capture"):
+            captured(lambda given=other: TRITON.rms_norm(given, weight, 1e-6))
+        TRITON.rms_norm(other, weight, 1e-6)
+        captured(lambda given=other: TRITON.rms_norm(given, weight, 1e-6))
+
+
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -178,6 +189,16 @@ def test_tokens_and_scores_are_those_of_a_cpu(family: str, stable: bool) -> None
         for one, other in zip(engine.score(expected), scores, strict=True):
             torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
         assert engine.verify_weights().ok
+
+
+def test_all_that_a_step_launches_was_launched_before_it_is_captured() -> None:
+    """By the kernels that a device has, of one row and of several."""
+    with on_cuda(make_model("llama", num_hidden_layers=1), TRITON, decode_window=2) as (engine, _):
+        for count in (1, 3):
+            settings = [SamplingParams(max_tokens=3, seed=n, top_k=5 * (n % 2), ignore_eos=True) for n in range(count)]
+            engine.generate_batch([prompt[:3] for prompt in prompts(count)], settings).raise_for_errors()
+        graphs = engine.core.runner._graphs
+        assert len(graphs) == 2 and None not in graphs.values()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ is looked at:
   as it is until then.
 - A graph is a list of operations, with the memory they were given. A capture runs none of them, and no host may wait in it.
   A replay runs all on that same memory; where this was given away, or back, it fails.
+- A kernel of Triton has to have been launched before it is captured, in the form that it is then compiled in.
 
 Triton's kernels are interpreted. There is one stream: what happens in two at once does not show.
 """
@@ -76,6 +77,7 @@ class EmulatedCuda:
         self.is_off = False
         self._copies: list[Callable[[], object]] = []  # what is left to do at the end of each that is under way
         self._over = 0  # copies
+        self._loaded: set[Any] = set()  # kernels of Triton, and what each was compiled for
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -178,6 +180,13 @@ class EmulatedCuda:
             raise DeviceFault(f"{func} of tensors on {of}{_caller()}")
         return places.pop() if places else HOST if tensors else self.making
 
+    def load(self, kernel: Any, args: Any, kwargs: Any) -> None:
+        """Of a kernel of Triton that is about to be launched: its code, which not every driver loads in a capture."""
+        code = kernel.fn, _compiled_for(kernel, args, kwargs)
+        if self.capturing is not None and code not in self._loaded:
+            raise DeviceFault(f"{kernel.__name__} is first launched so in a capture{_caller()}")
+        self._loaded.add(code)
+
     def launch(self, run: Callable[..., None], executor: Any, *args: Any, **kwargs: Any) -> None:
         """Of a kernel of Triton, interpreted."""
         for each in () if self.is_off else tensors_in((args, kwargs)):
@@ -192,6 +201,23 @@ class EmulatedCuda:
 
 def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _compiled_for(kernel: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What Triton compiles a kernel anew for: constants, dtypes, numbers that are 1 or multiples of 16, as addresses may be."""
+    plain, anywhere = (
+        set(kernel.kwargs.get(key) or ()) for key in ("do_not_specialize", "do_not_specialize_on_alignment")
+    )
+    found: list[Any] = []
+    for name, value in sorted((dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items()):
+        is_constant = name not in kernel.arg_names or "constexpr" in str(kernel.fn.__annotations__.get(name))
+        if isinstance(value, Tensor):
+            found.append((name, value.dtype, name in plain | anywhere or value.data_ptr() % 16 == 0))
+        elif is_constant or type(value) not in (int, float):
+            found.append((name, repr(value)))
+        elif isinstance(value, int):
+            found.append((name, abs(value) >= 2**31, name in plain or (value == 1, value % 16 == 0)))
+    return tuple(found)
 
 
 def _has_stayed(source: Tensor, before: Tensor) -> None:
@@ -326,6 +352,12 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
     device = EmulatedCuda()
     stream, properties = device.stream(), SimpleNamespace(multi_processor_count=3, L2_cache_size=2**16)
     from_dlpack, run = torch.utils.dlpack.from_dlpack, interpreter.GridExecutor.__call__
+    begin = interpreter.InterpretedFunction.run
+
+    def launching(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not device.is_off:
+            device.load(kernel, args, kwargs)
+        return begin(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
     def sharing(source: Tensor) -> Tensor:
         with device.off():
@@ -356,6 +388,7 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.Tensor, "record_stream", lambda memory, _: device.let_go.append(memory))
         patch.setattr(torch.utils.dlpack, "from_dlpack", sharing)
+        patch.setattr(interpreter.InterpretedFunction, "run", launching)
         patch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: device.launch(run, *args, **kwargs))
         patch.setattr(EmulatedCuda, "now", device)
         with _Functions(device), _Operations(device):
