@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import oracle
 import torch
 from families import make_model
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:  # else where it is used: a GPU host may lack PEFT, and files have tests that need none
+    from peft import LoraConfig, PeftModel
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7], [5] * 11, [3, 1]]
 CONFIG = EngineConfig(max_num_seqs=8, max_model_len=64, block_size=4, kv_cache_memory="8MiB")
@@ -41,10 +43,14 @@ def shake(model: torch.nn.Module, seed: int = 1) -> None:
 
 
 def lora(**options: Any) -> LoraConfig:
+    from peft import LoraConfig
+
     return LoraConfig(**{"r": 4, "target_modules": TARGETS} | options)
 
 
 def with_lora(model: PreTrainedModel, seed: int = 1, **options: Any) -> PeftModel:
+    from peft import get_peft_model
+
     adapted = get_peft_model(model, lora(**options)).eval()
     shake(adapted, seed)
     return adapted
@@ -119,4 +125,6 @@ def expected_tokens(model: PeftModel, adapter: str | None = "default") -> list[l
 
 
 def state_dict(model: PeftModel) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
     return get_peft_model_state_dict(model)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import families
 import oracle
 import torch
 from adapted import with_lora
 from families import draw
-from peft import PeftModel
 from sharded import by_fsdp2, train
 from transformers import PreTrainedModel
 
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 CONFIG = EngineConfig(max_num_seqs=8, max_model_len=96, block_size=4, kv_cache_memory="4MiB", max_num_batched_tokens=16)
 PARAMS = SamplingParams(max_tokens=8, seed=1, temperature=0.9)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import oracle
 import torch
 from families import make_model
 from hybrids import make_model as make_hybrid
 from mirrored import PARAMS, PROMPT, SMALL
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stoker.rollout import EngineConfig, RolloutEngine
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 HYBRIDS = {"qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h", "lfm2_moe", "lfm3"}
 
