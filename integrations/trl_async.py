@@ -14,35 +14,32 @@ picklable, and may use the trainer's device.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from inspect import signature
 from itertools import count
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import TrainerCallback
 
-from stoker.integrations.async_steps import AsyncSteps
-from stoker.integrations.leavable_threads import LeavableThreads
 from stoker.integrations.trl import remove_callback
 from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
-from stoker.kernels.errors import EngineStateError, InvalidConfigError, RequestFailedError
-from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
+from stoker.kernels.errors import EngineStateError, InvalidConfigError
+from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.weight_sync.adapters import active_adapters
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.version import uninterrupted
 
 check_version()  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop  # noqa: E402
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker  # noqa: E402
+
+from stoker.integrations.trl_async_loop import EngineLoop  # noqa: E402
 
 _log = logging.getLogger("stoker")
 _STOP_S = 30.0  # for a reward function or a tool that runs
@@ -109,7 +106,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._trainer: Any = None
         self._callback: TrainerCallback | None = None
         self._gave_budget = False
-        self._loop: _EngineLoop | None = None
+        self._loop: EngineLoop | None = None
         self._thread: threading.Thread | None = None
         self.engine: RolloutEngine | None = None
         self.rollout_buffer: queue.Queue[Any] = queue.Queue()
@@ -302,80 +299,10 @@ class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
         self._engine.resume(recompute=self._recompute)
 
 
-class _EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
-    """TRL's own loop, with the engine in place of its server."""
-
-    def __init__(
-        self, engine: RolloutEngine, params: SamplingParams, seed: str, policy: str | None, **options: Any
-    ) -> None:
-        """seed: of all that this run samples. policy: the adapter that is trained, by name; None for a model without."""
-        super().__init__(**options)
-        self._engine = engine
-        self._params = params
-        self._seeds = Random(seed)
-        self._policy = policy
-        self._steps = AsyncSteps(engine)
-        self._tool_pool = LeavableThreads("stoker-user-functions")
-        self._loop.set_default_executor(self._tool_pool)  # which reward functions run in
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except BaseException:  # which was put where check_health finds it
-            self._steps.close()  # ``sys.exit`` in a reward function leaves the event loop's tasks where they were
-
-    def request_stop(self) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._stop_event.set)
-        except RuntimeError:  # the loop has ended by itself
-            return
-
-    async def _run_loops(self, stop_event: asyncio.Event) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                loops = (
-                    self._generate_loop(stop_event=stop_event),
-                    self._score_loop(stop_event=stop_event),
-                    self._steps.run(),
-                )
-                tasks = [group.create_task(_to_its_end(loop)) for loop in loops]
-                await stop_event.wait()
-                for task in tasks:  # which wait for completions that nobody wants any more
-                    task.cancel()
-        except BaseExceptionGroup as several:
-            first = several.exceptions[0]
-            raise first from first.__cause__
-
-    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        while True:
-            params = replace(self._params, seed=self._seeds.getrandbits(62))
-            # Not what the model would run now: the trainer's thread may have the adapter off, for a reference's forward.
-            output = await self._steps.result(self._engine.submit(prompt_ids, params, adapter=self._policy))
-            if output.error is not None:
-                raise RequestFailedError(str(output.error)) from self._steps.failure
-            (completion,) = output.completions
-            if completion.finish_reason != "abort":  # by a pause of the user's: no completion, and nothing to train on
-                return completion.token_ids, completion.logprobs
-
-
-async def _to_its_end(loop: Awaitable[None]) -> None:
-    """A loop that is cancelled from within has failed: a group of tasks would go on without it, and nothing would come any more.
-
-    ``CancelledError`` comes out of a future that was cancelled, also of one in a thread that a tool waits in.
-    """
-    try:
-        await loop
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # from without, at the end
-            raise
-        raise RequestFailedError("a tool, an environment or a reward function raised CancelledError") from error
-
-
-def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> _EngineLoop:
+def _loop(rollouts: AsyncRollouts, trainer: Any, engine: RolloutEngine) -> EngineLoop:
     """Called by the trainer's own thread, when a run begins."""
     args = trainer.args
-    return _EngineLoop(
+    return EngineLoop(
         engine,
         sampling_params(trainer),
         # Neither what an earlier run drew nor, after a checkpoint, what its own run has drawn before.

@@ -326,7 +326,7 @@ def test_a_run_whose_tool_hangs_and_the_one_after_it(
 def test_an_interrupt_where_the_thread_begins_or_ends(make: Make, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     trainer = make(count_a)
     engine = trainer.rollout_worker.attach(trainer)
-    where = trl_async.threading if at == "Thread" else trl_async._EngineLoop
+    where = trl_async.threading if at == "Thread" else trl_async.EngineLoop
     before, interrupted = getattr(where, at), []
 
     def interrupt(*given: Any, **options: Any) -> Any:
