@@ -51,7 +51,7 @@ def attach(trainer: Any, *, config: EngineConfig | None = None) -> RolloutEngine
     Returns the engine; it belongs to the trainer until ``detach``. Raises a ``StokerError`` before anything is changed (and
     whatever else ends it, Ctrl-C say, leaves the trainer as it was):
     ``InvalidConfigError`` for TRL's version, the kind of trainer or a setting that cannot work, ``EngineStateError``
-    where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run,
+    where an engine is attached already, ``UnsupportedModelError`` for a model the engine does not run and for GOLD on images,
     ``InvalidRequestError`` for sampling settings that no completion could follow.
     """
     if isinstance(getattr(trainer, "vllm_generation", None), _EngineBackend):

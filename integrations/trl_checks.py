@@ -9,7 +9,7 @@ from typing import Any
 from packaging.version import Version
 
 from stoker.integrations.trl_sampling import check_pattern, sampling_params
-from stoker.kernels.errors import InvalidConfigError
+from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 
 _OLDEST, _TOO_NEW = (1, 16), (2,)
 # Those that generate where nothing can take their place, and what to do.
@@ -55,6 +55,12 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
         raise InvalidConfigError(
             "the trainer generates with transformers' continuous batching: build it with "
             "use_transformers_continuous_batching=False"
+        )
+    if kind == "GOLDTrainer" and trainer._is_vision_dataset:
+        # It would make text of them, and of that a turn of the template's: with an ending more than was sampled.
+        raise UnsupportedModelError(
+            "the prompts carry images, with which a GOLDTrainer does not train on the tokens that an engine sampled: use "
+            "DistillationTrainer, or train without the engine"
         )
     # TRL checks this where it is built with vLLM. Others than GRPO have no such loss.
     vespo = getattr(trainer, "loss_type", None) == "vespo" and trainer.vllm_importance_sampling_correction

@@ -113,12 +113,18 @@ def check_pattern(trainer: Any, params: SamplingParams) -> None:
 
 
 def _placeholders(trainer: Any) -> list[int]:
-    """What stands for an image, which TRL has nobody sample: in the trainer's forward it would stand for one too many."""
+    """What stands for an image, which nobody is to sample: in the trainer's forward it would stand for one too many.
+
+    Where TRL says so itself its list takes the place of the model's, and where it does not the model's holds too.
+    """
     model = live_model(trainer)
     placeholder: int | None = getattr(model.config, "image_token_id", None)
     if placeholder is None or not hasattr(trainer.processing_class, "image_processor"):
         return []
-    return [placeholder] if placeholder < model.config.get_text_config().vocab_size else []
+    found = {placeholder} if placeholder < model.config.get_text_config().vocab_size else set()
+    if "suppress_tokens" not in getattr(trainer, "generation_kwargs", {}):
+        found |= set(getattr(getattr(model, "generation_config", None), "suppress_tokens", None) or ())
+    return sorted(found)
 
 
 def _setting(trainer: Any, name: str) -> Any:

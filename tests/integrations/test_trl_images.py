@@ -12,7 +12,7 @@ import torch
 import vision
 from PIL import Image
 from processors import FIRST, WORDS, make_model, make_processor, picture
-from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, recorded, replay, trainers
+from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, recorded, refused, replay, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
@@ -51,7 +51,7 @@ def make_trainer(tmp_path: Path) -> Iterator[MakeTrainer]:
             "processing_class": make_processor(of),
             "train_dataset": data,
             "eval_dataset": data.select([0, 1]),
-            **({} if kind == "distillation" else {"reward_funcs": count_a}),
+            **({} if kind in ("distillation", "gold") else {"reward_funcs": count_a}),
         } | settings.pop("more", {})
         return make(kind, model=make_model(of), more=more, **settings)
 
@@ -243,6 +243,32 @@ def test_online_dpo_on_prompts_of_text(make_trainer: MakeTrainer, of: str) -> No
     sampled = trainer._generate(trainer.model, prompts)
     assert all(torch.equal(a, b) for a, b in zip(plain[:4], sampled[:4], strict=True))
     trainer.train()
+
+
+def test_what_a_model_of_images_has_nobody_sample(make_trainer: MakeTrainer) -> None:
+    """Of a trainer that says nothing of it, whose samples are without the engine what the model's config leaves."""
+    text = make_dataset().remove_columns("images")
+    trainer = make_trainer(
+        "online_dpo",
+        more={"ref_model": make_model(), "train_dataset": text, "eval_dataset": None},
+        generation_kwargs={"do_sample": False},
+    )
+    prompts = text["prompt"][:]
+    whole = trainer._generate(trainer.model, prompts)[2]
+    trainer.model.generation_config.suppress_tokens = whole[:, 0].unique().tolist()
+    plain = trainer._generate(trainer.model, prompts)
+    assert not torch.equal(plain[2], whole)
+    attach(trainer, config=CONFIG)
+    sampled = trainer._generate(trainer.model, prompts)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:4], sampled[:4], strict=True))
+
+
+def test_gold_on_images_is_refused(make_trainer: MakeTrainer) -> None:
+    """From a backend it takes text, and trains on a turn of the template's, which ends where nobody's completion did."""
+    data = make_dataset().add_column("completion", [[{"role": "assistant", "content": "abc"}]] * len(ROWS))
+    more = {"teacher_model": make_model(seed=1), "train_dataset": data, "eval_dataset": data}
+    trainer = make_trainer("gold", more=more, max_length=None)
+    refused(trainer, UnsupportedModelError, "^the prompts carry images.*a GOLDTrainer.*use DistillationTrainer")
 
 
 def test_no_placeholder_is_sampled(make_trainer: MakeTrainer) -> None:
