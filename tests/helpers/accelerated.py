@@ -141,8 +141,8 @@ def follow_ddp(rank: int) -> dict[str, Any]:
             "seed": engine.engine.config.seed,
             "version": engine.engine.weight_version,
             "sampled": [c.token_ids for output in first for c in output.completions],
-            "difference": worst_difference(whole(inner), batch),
-            "moved": worst_difference(whole(inner), first),
+            "difference": worst_difference(whole(model), batch),
+            "moved": worst_difference(whole(model), first),
             "weights": {name: tensor.numpy() for name, tensor in inner.state_dict().items()},
         }
 
