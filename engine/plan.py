@@ -29,7 +29,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a plan's steps sampled, on the host: [num_steps][requests]. What is beyond ``num_samples`` means nothing."""
+    """What a plan's steps sampled, on the host: [requests][num_steps]. What is beyond ``num_samples`` means nothing."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]

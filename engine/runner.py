@@ -31,12 +31,12 @@ class Pending:
         scores = None if self.scores is None else self.scores.read()
         if not self.copies:
             return Sampled([], [], None, scores)
-        tokens, logprobs, *top = (copy.wait().tolist() for copy in self.copies)
+        tokens, logprobs, *top = (copy.wait().transpose(0, 1).tolist() for copy in self.copies)
         if not top:
             return Sampled(tokens, logprobs, None, scores)
-        steps = zip(*top, strict=True)
-        rows = [[dict(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)] for ids, values in steps]
-        return Sampled(tokens, logprobs, rows, scores)
+        rows = zip(*top, strict=True)
+        found = [[dict(zip(i, v, strict=True)) for i, v in zip(ids, values, strict=True)] for ids, values in rows]
+        return Sampled(tokens, logprobs, found, scores)
 
 
 class Runner(Protocol):

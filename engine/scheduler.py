@@ -185,10 +185,9 @@ class Scheduler:
 
     def _take(self, request: Request, sampled: Sampled, row: int, samples: int) -> bool:
         before = request.num_output
-        tokens = [step[row] for step in sampled.tokens[:samples]]
-        logprobs = [step[row] for step in sampled.logprobs[:samples]]
-        top = None if sampled.top is None else [step[row] for step in sampled.top[:samples]]
-        done = request.take(tokens, logprobs, top, self.weight_version, len(sampled.tokens[0]))
+        tokens, logprobs = sampled.tokens[row][:samples], sampled.logprobs[row][:samples]
+        top = None if sampled.top is None else sampled.top[row]
+        done = request.take(tokens, logprobs, top, self.weight_version, len(sampled.tokens))
         self.counters.generated_tokens += request.num_output - before
         return done
 

@@ -278,7 +278,7 @@ def test_a_nan_fails_its_request_and_no_other() -> None:
     plan = scheduler.plan()
     assert plan is not None
     sampled = machine.run(plan)
-    sampled.logprobs[0][1] = math.nan
+    sampled.logprobs[1][0] = math.nan
     assert scheduler.commit(plan, sampled) == [requests[1]]
     assert isinstance(requests[1].error, RequestFailedError) and requests[1].output == []
     assert machine.drain() == [requests[0], requests[2]]

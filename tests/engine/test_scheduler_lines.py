@@ -106,8 +106,7 @@ def lines_of_a_step(finished: int, *, one_group: bool) -> int:
     def step() -> None:
         plan = scheduler.plan()
         assert plan is not None
-        ones = [[1] * len(plan.requests)]
-        scheduler.commit(plan, Sampled(ones, [[0.0] * len(plan.requests)]))
+        scheduler.commit(plan, Sampled([[1] for _ in plan.requests], [[0.0] for _ in plan.requests]))
 
     until(lambda: {r.spec.max_tokens for r in scheduler.running} == {200}, step)
     scheduler._preempt(scheduler.running[-1])  # so that the step admits one as well

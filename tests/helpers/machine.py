@@ -235,10 +235,11 @@ class Machine:
         for slot, row in plan.kept_states:
             self.states[row] = self.states[slot]
         self.tokens_computed += sum(plan.num_new) + (plan.num_steps - 1) * len(plan.requests)
+        rows = list(zip(*drawn, strict=True))
         return Sampled(
-            [[token for token, _ in row] for row in drawn],
-            [[logprob for _, logprob in row] for row in drawn],
-            [[{token: logprob} for token, logprob in row] for row in drawn],
+            [[token for token, _ in row] for row in rows],
+            [[logprob for _, logprob in row] for row in rows],
+            [[{token: logprob} for token, logprob in row] for row in rows],
         )
 
     def _copy(self, memory: list[int | None], copies: list[tuple[int, int]]) -> None:
