@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.rollout.messages import shown
@@ -148,27 +151,28 @@ class RolloutBatch(Sequence[RolloutOutput]):
         if not self.outputs:
             raise InvalidRequestError("an empty batch has no tensors")
         self.raise_for_errors()
-        rows = [(o.prompt_token_ids, c) for o in self.outputs for c in o.completions]
-        width = max(len(p) for p, _ in rows)
-        length = max(len(c.token_ids) for _, c in rows)
-        prompts, prompt_mask, ids, mask, logprobs, versions = [], [], [], [], [], []
-        for prompt, c in rows:
-            left, right = width - len(prompt), length - len(c.token_ids)
-            prompts.append([pad_token_id] * left + prompt)
-            prompt_mask.append([0] * left + [1] * len(prompt))
-            ids.append(c.token_ids + [pad_token_id] * right)
-            mask.append([1] * len(c.token_ids) + [0] * right)
-            logprobs.append(c.logprobs + [0.0] * right)
-            versions.append(c.weight_versions + [-1] * right)
+        prompts = [o.prompt_token_ids for o in self.outputs for _ in o.completions]
+        completions = [c for o in self.outputs for c in o.completions]
+        of_prompts = _places([len(p) for p in prompts], at_the_end=True)
+        of_completions = _places([len(c.token_ids) for c in completions])
 
-        def whole(rows: list[list[int]]) -> torch.Tensor:
-            return torch.tensor(rows, dtype=torch.long, device=device)
+        def padded(rows: Iterable[list[Any]], places: NDArray[np.bool_], padding: float, dtype: type) -> torch.Tensor:
+            whole: NDArray[Any] = np.full(places.shape, padding, dtype)
+            whole[places] = np.fromiter(chain.from_iterable(rows), dtype)  # by far faster than torch.tensor(lists)
+            return torch.from_numpy(whole).to(device)
 
         return RolloutTensors(
-            prompt_ids=whole(prompts),
-            prompt_mask=whole(prompt_mask),
-            completion_ids=whole(ids),
-            completion_mask=whole(mask),
-            logprobs=torch.tensor(logprobs, dtype=torch.float32, device=device),
-            weight_versions=whole(versions),
+            prompt_ids=padded(prompts, of_prompts, pad_token_id, np.int64),
+            prompt_mask=torch.from_numpy(of_prompts).to(device, torch.int64),
+            completion_ids=padded((c.token_ids for c in completions), of_completions, pad_token_id, np.int64),
+            completion_mask=torch.from_numpy(of_completions).to(device, torch.int64),
+            logprobs=padded((c.logprobs for c in completions), of_completions, 0.0, np.float32),
+            weight_versions=padded((c.weight_versions for c in completions), of_completions, -1, np.int64),
         )
+
+
+def _places(lengths: list[int], *, at_the_end: bool = False) -> NDArray[np.bool_]:
+    """Where rows of these lengths lie, [rows, longest]: at the beginning or at the end."""
+    columns, counts = np.arange(max(lengths)), np.array(lengths)[:, None]
+    places: NDArray[np.bool_] = columns >= len(columns) - counts if at_the_end else columns < counts
+    return places
