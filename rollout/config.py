@@ -10,7 +10,7 @@ import torch
 
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout.messages import shown
-from stoker.rollout.prompts import as_int
+from stoker.rollout.plain_numbers import as_int, is_int
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -77,9 +77,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens"):
-            self._at_least_one(name)
-        for name in ("max_loras", "max_lora_rank"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "block_size", "decode_window", "score_chunk_tokens")
+        for name in (*counts, "max_loras", "max_lora_rank"):
             self._at_least_one(name)
         if self.max_model_len is not None:
             self._at_least_one("max_model_len")
@@ -95,7 +94,7 @@ class EngineConfig:
                 f"quantization={shown(self.quantization)}: give 'fp8', or None for weights as they are"
             )
         object.__setattr__(self, "seed", as_int(self.seed))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+        if not is_int(self.seed):
             raise InvalidConfigError(f"seed={shown(self.seed)} is not an integer")
         if self.dtype != "auto":
             dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
@@ -115,7 +114,7 @@ class EngineConfig:
 
     def _at_least_one(self, name: str) -> None:
         value = as_int(getattr(self, name))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_int(value) or value < 1:
             raise InvalidConfigError(f"{name}={shown(value)}: it has to be a positive integer")
         object.__setattr__(self, name, value)
 
@@ -129,7 +128,7 @@ def parse_bytes(amount: int | str, name: str) -> int:
         if match and unit in _UNITS:
             amount = int(float(match.group(1)) * _UNITS[unit])
     amount = as_int(amount)
-    if isinstance(amount, bool) or not isinstance(amount, int) or amount < 1:
+    if not is_int(amount) or amount < 1:
         auto = ", or 'auto'" if name == "kv_cache_memory" else ""
         raise InvalidConfigError(f"{name}={shown(amount)}: give positive bytes, or text such as '4GiB'{auto}")
     return amount

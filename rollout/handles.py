@@ -14,6 +14,7 @@ from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutOutput
+from stoker.rollout.plain_numbers import is_real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ def wait(
         raise InvalidRequestError("wait takes a list of handles, as submit returns them")
     if any(h._loop is not loop for h in all_handles):
         raise InvalidRequestError("wait takes a list of handles of this engine, and some are another engine's")
-    if isinstance(share, bool) or not isinstance(share, numbers.Real) or not 0 <= share <= 1:
+    if not is_real(share) or not 0 <= share <= 1:
         raise InvalidRequestError(f"share={shown(share)} is not between 0 and 1")
     check_timeout(timeout)
     enough = min(len(all_handles), max(1, math.ceil(share * len(all_handles) - 1e-9)))  # 0.07 * 100 is more than 7

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.rollout.messages import shown
-from stoker.rollout.prompts import as_int
+from stoker.rollout.plain_numbers import as_int, is_int
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -144,7 +144,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
         no integer.
         """
         pad_token_id = as_int(pad_token_id)
-        if isinstance(pad_token_id, bool) or not isinstance(pad_token_id, int):
+        if not is_int(pad_token_id):
             raise InvalidRequestError(
                 f"pad_token_id={shown(pad_token_id)}: give an integer, for example tokenizer.pad_token_id or its EOS id"
             )

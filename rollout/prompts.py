@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,12 @@ from torch import Tensor
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
+from stoker.rollout.plain_numbers import as_int, holds_integers
 
 # Text, token ids, a chat, or all that a processor makes of a prompt with images.
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any] | Mapping[str, Any]
 Prompts = Sequence[Prompt] | Tensor | NDArray[Any]  # the latter two with a row each
 
-_INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
 _SETTINGS = ("add_generation_prompt", "continue_final_message", "tools", "documents")  # of templates of every kind
 
 
@@ -73,7 +73,7 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             return _of_processor(name, prompt)
         ids = prompt
     elif isinstance(prompt, (Tensor, np.ndarray)):
-        if prompt.ndim != 1 or not _holds_integers(prompt):
+        if prompt.ndim != 1 or not holds_integers(prompt):
             raise InvalidRequestError(f"{name} is a {prompt.dtype} tensor of shape {tuple(prompt.shape)}: give ids [T]")
         ids = prompt.tolist()
     elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
@@ -138,7 +138,7 @@ def _of_processor(name: str, prompt: Mapping[str, Any]) -> Read:
     fields = {key: _as_tensor(name, key, value) for key, value in prompt.items() if value is not None}
     ids = fields.pop("input_ids")
     ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or ids.shape[0] != 1 or not _holds_integers(ids):
+    if ids.dim() != 2 or ids.shape[0] != 1 or not holds_integers(ids):
         raise InvalidRequestError(
             f"{name} has input_ids of shape {tuple(ids.shape)} and {ids.dtype}: give what the processor makes of one prompt, "
             "integers [1, T]"
@@ -170,28 +170,8 @@ def _as_tensor(name: str, key: str, value: Any) -> Tensor:
         ) from error
 
 
-def _holds_integers(values: Tensor | NDArray[Any] | np.generic) -> bool:
-    return str(values.dtype).removeprefix("torch.") in _INTEGERS
-
-
-def as_int(value: Any) -> Any:
-    """An integer of numpy or torch as Python's; whatever else as it is."""
-    if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
-        return int(value) if _holds_integers(value) else value
-    return value
-
-
-def as_ids(value: Any) -> list[Any]:
-    """One id or several, of numpy or torch too, as a configuration or a tokenizer has them; none of None."""
-    if isinstance(value, (np.generic, np.ndarray, Tensor)):
-        value = value.tolist()
-    if value is None:
-        return []
-    return [as_int(v) for v in value] if isinstance(value, Iterable) else [value]
-
-
 def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any, what: str) -> list[list[int]]:
-    if prompts.dim() != 2 or not _holds_integers(prompts):
+    if prompts.dim() != 2 or not holds_integers(prompts):
         raise InvalidRequestError(
             f"{what}s is a {prompts.dtype} tensor of shape {tuple(prompts.shape)}: give ids [B, T]"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,8 @@ from stoker.kernels.errors import InvalidRequestError, RequestFailedError, Stoke
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
-from stoker.rollout.prompts import Read, as_int, check_ids, read_prompts
+from stoker.rollout.plain_numbers import as_int, is_int, is_real
+from stoker.rollout.prompts import Read, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
 
@@ -144,7 +144,7 @@ class RequestMaker:
                 f"{name} has {length} tokens and max_model_len is {self.max_model_len}: shorten it or raise "
                 "EngineConfig.max_model_len"
             )
-        if isinstance(start, bool) or not isinstance(start, int) or not 1 <= start < length + of_rollout:
+        if not is_int(start) or not 1 <= start < length + of_rollout:
             raise InvalidRequestError(
                 f"{name}: start={shown(start)} and the sequence has {length} tokens: give the position of the first token "
                 f"to score, an integer from 1 to {length - 1}"
@@ -158,14 +158,13 @@ class RequestMaker:
             )
 
     def variant(self, temperature: Any, top_k: Any) -> Variant:
-        ok = not isinstance(temperature, bool) and isinstance(temperature, numbers.Real)
-        if not ok or not SMALLEST <= temperature <= LARGEST:
+        if not is_real(temperature) or not SMALLEST <= temperature <= LARGEST:
             raise InvalidRequestError(
                 f"temperature={shown(temperature)}: it has to be a number from {SMALLEST} to {LARGEST:g} (1 is the model's own "
                 "distribution)"
             )
         top_k = as_int(top_k)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 0 <= top_k <= self.vocab:
+        if not is_int(top_k) or not 0 <= top_k <= self.vocab:
             raise InvalidRequestError(f"top_k={shown(top_k)}: it has to be an integer from 0 to {self.vocab}")
         return Variant(float(temperature), int(top_k))
 

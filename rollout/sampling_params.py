@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
-from stoker.rollout.prompts import as_ids, as_int
+from stoker.rollout.plain_numbers import as_ids, as_int, is_int, is_real
 from stoker.rollout.regex import check
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
@@ -111,7 +110,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "suppress_token_ids"):
             given = getattr(self, name)
             ids: list[Any] = list(map(as_int, given)) if isinstance(given, Sequence) else [None]
-            if any(not _is_whole(t) or t < 0 for t in ids):
+            if any(not is_int(t) or t < 0 for t in ids):
                 raise InvalidRequestError(
                     f"{name}={shown(given)}: give a sequence of token ids, integers of at least 0"
                 )
@@ -125,8 +124,7 @@ class SamplingParams:
         except (TypeError, ValueError):
             found = {None: None}
         for token, bias in found.items():
-            is_real = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
-            if not _is_whole(token) or token < 0 or not is_real or not -LARGEST <= bias <= LARGEST:
+            if not is_int(token) or token < 0 or not is_real(bias) or not -LARGEST <= bias <= LARGEST:
                 raise InvalidRequestError(
                     f"logit_bias={shown(given)}: give a mapping of token ids, integers of at least 0, to finite numbers from "
                     f"{-LARGEST:g} to {LARGEST:g}; suppress_token_ids are never sampled"
@@ -135,7 +133,7 @@ class SamplingParams:
 
     def _whole(self, name: str, low: float = -math.inf, hint: str = "") -> None:
         value = as_int(getattr(self, name))
-        if not _is_whole(value) or value < low:
+        if not is_int(value) or value < low:
             bound = f" of at least {low}" if low > -math.inf else ""
             raise InvalidRequestError(
                 f"{name}={shown(value)}: it has to be an integer{bound}{f' ({hint})' if hint else ''}"
@@ -145,8 +143,7 @@ class SamplingParams:
     def _real(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
         # By the bounds, which say no to NaN too: an integer may be too large to become a float.
-        ok = not isinstance(value, bool) and isinstance(value, numbers.Real)
-        if not ok or not low <= value <= high or (open_low and value == low):
+        if not is_real(value) or not low <= value <= high or (open_low and value == low):
             bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
             raise InvalidRequestError(f"{name}={shown(value)}: it has to be a finite number {bounds}")
         object.__setattr__(self, name, float(value))
@@ -207,17 +204,13 @@ class SamplingParams:
         return cls(**{**found, **overrides})
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def _bias_of_tokens(sequences: Any) -> dict[Any, Any] | None:
     """``sequence_bias``, in either of transformers' forms, as a bias of tokens; None where it is anything else."""
     pairs = list(sequences.items()) if isinstance(sequences, Mapping) else [] if sequences is None else sequences
     found: dict[Any, Any] = {}
     for pair in pairs if isinstance(pairs, Sequence) else [None]:
         match pair:
-            case [[token], bias] if _is_whole(as_int(token)):
+            case [[token], bias] if is_int(as_int(token)):
                 found[token] = bias
             case _:
                 return None

@@ -34,7 +34,7 @@ from stoker.rollout.config import EngineConfig
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop
 from stoker.rollout.loading import whole_models
-from stoker.rollout.prompts import as_ids
+from stoker.rollout.plain_numbers import as_ids
 from stoker.rollout.requests import RequestMaker
 from stoker.weight_sync.agreement import agree, ranks_of, telling
 

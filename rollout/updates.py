@@ -14,7 +14,7 @@ from stoker.rollout.arrivals import Arrivals
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.live import Loop
 from stoker.rollout.messages import shown
-from stoker.rollout.prompts import as_int
+from stoker.rollout.plain_numbers import as_int, is_int
 from stoker.rollout.verification import verify
 from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.agreement import in_step, ranks_of, telling
@@ -67,7 +67,7 @@ class WeightUpdates:
         version = as_int(version)
         if version is None:
             return None
-        if isinstance(version, bool) or not isinstance(version, int):
+        if not is_int(version):
             raise InvalidRequestError(f"version={shown(version)} is not an integer")
         if version >= 2**63:  # of what is still above the present one
             raise InvalidRequestError(f"version={shown(version)} does not fit the 64 bits of a token's weight version")

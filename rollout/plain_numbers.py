@@ -1,0 +1,42 @@
+"""Numbers that a user gave, of Python's, numpy's or torch's."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
+
+
+def holds_integers(values: Tensor | NDArray[Any] | np.generic) -> bool:
+    return str(values.dtype).removeprefix("torch.") in _INTEGERS
+
+
+def as_int(value: Any) -> Any:
+    """An integer of numpy or torch as Python's; whatever else as it is."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
+        return int(value) if holds_integers(value) else value
+    return value
+
+
+def as_ids(value: Any) -> list[Any]:
+    """One id or several, of numpy or torch too, as a configuration or a tokenizer has them; none of None."""
+    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+        value = value.tolist()
+    if value is None:
+        return []
+    return [as_int(v) for v in value] if isinstance(value, Iterable) else [value]
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Of what ``as_int`` gave. True and False are no numbers, here and below."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
