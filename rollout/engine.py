@@ -127,9 +127,7 @@ class RolloutEngine:
         self._loop.settle()  # what requests hold whose handles were dropped counts no more
         read = read_prompts(prompts, attention_mask, self.processor)
         params = params_per_prompt(sampling_params, len(read))
-        self._requests.look()
-        for row, ((prompt, _), p) in enumerate(zip(read, params, strict=True)):
-            self._requests.check_prompt(row, prompt, p)
+        self._requests.check_prompts(read, params)
         by_prompt: list[tuple[list[Request], Scoring | None]] = []
 
         def make() -> list[Request]:
@@ -175,8 +173,7 @@ class RolloutEngine:
         self._loop.check_not_paused()
         read, first = read_sequences(sequences, attention_mask, start, self.processor)
         variant = self._requests.variant(temperature, top_k)
-        for row, ((sequence, _), at) in enumerate(zip(read, first, strict=True)):
-            self._requests.check_sequence(row, sequence, at, isinstance(sequences, RolloutBatch))
+        self._requests.check_sequences(read, first, isinstance(sequences, RolloutBatch))
         requests: list[Request] = []
 
         def make() -> list[Request]:
@@ -211,15 +208,13 @@ class RolloutEngine:
         """
         self._check_ready()
         self._loop.settle()
-        (read,) = read_prompts([prompt], None, self.processor)
-        (params,) = params_per_prompt(sampling_params, 1)
-        self._requests.look()
-        self._requests.check_prompt(0, read[0], params)
+        read, params = read_prompts([prompt], None, self.processor), params_per_prompt(sampling_params, 1)
+        self._requests.check_prompts(read, params)
         with self._loop.gate("submit"):
             self._check_ready()
             self._updates.before_requests(idle_only=True)
-            ((requests, scoring),) = self._requests.for_generation([read], [params], self._adapters.resolve(adapter, 1))
-            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read, requests, scoring))
+            ((requests, scoring),) = self._requests.for_generation(read, params, self._adapters.resolve(adapter, 1))
+            handle = RolloutHandle(self._loop, requests, partial(self._requests.output, read[0], requests, scoring))
             self._loop.add("submit", requests)
         return handle
 

@@ -89,14 +89,16 @@ class RequestMaker:
     prompts: Iterator[int] = field(default_factory=count)
     eos_ids: frozenset[int] = frozenset()
 
-    def look(self) -> None:
-        """Before a call's checks: the model's generation config and the tokenizer may name other ids than at the last one."""
-        self.eos_ids = self.find_eos_ids()
-
     # -- checks: each raises InvalidRequestError --------------------------------------------------------------------
 
-    def check_prompt(self, row: int, prompt: list[int], params: SamplingParams) -> None:
-        name = f"prompt {row}"
+    def check_prompts(self, prompts: list[Read], params: list[SamplingParams]) -> None:
+        self.eos_ids = (
+            self.find_eos_ids()
+        )  # the generation config and the tokenizer may name others than at the last call
+        for row, ((prompt, _), p) in enumerate(zip(prompts, params, strict=True)):
+            self._check_prompt(f"prompt {row}", prompt, p)
+
+    def _check_prompt(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         check_ids(name, prompt, self.vocab)
         if len(prompt) >= self.max_model_len:
             raise InvalidRequestError(
@@ -135,9 +137,13 @@ class RequestMaker:
                 f"{'shorten the prompt' if open_end else 'lower max_tokens'}"
             )
 
-    def check_sequence(self, row: int, sequence: list[int], start: Any, of_rollout: bool) -> None:
-        """of_rollout: a prompt and its completion, which may be empty where it was aborted."""
-        name, length = f"sequence {row}", len(sequence)
+    def check_sequences(self, sequences: list[Read], starts: list[Any], of_rollout: bool) -> None:
+        """of_rollout: prompts and their completions, which may be empty where they were aborted."""
+        for row, ((sequence, _), start) in enumerate(zip(sequences, starts, strict=True)):
+            self._check_sequence(f"sequence {row}", sequence, start, of_rollout)
+
+    def _check_sequence(self, name: str, sequence: list[int], start: Any, of_rollout: bool) -> None:
+        length = len(sequence)
         check_ids(name, sequence, self.vocab)
         if length > self.max_model_len:
             raise InvalidRequestError(
