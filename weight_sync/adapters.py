@@ -343,8 +343,7 @@ def _layout(adapter: AdapterWeights) -> object:
 def numbers(adapters: Mapping[str, AdapterWeights], device: torch.device) -> dict[str, list[int]]:
     """Checksums of all their tensors, by name."""
     tensors = {name: list(adapter.tensors()) for name, adapter in adapters.items()}
-    everything = [t for several in tensors.values() for t in several]
-    sums = iter(checksums(everything, device) if everything else ())
+    sums = iter(checksums(chain.from_iterable(tensors.values()), device))
     return {name: list(islice(sums, len(several))) for name, several in tensors.items()}
 
 

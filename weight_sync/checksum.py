@@ -37,14 +37,17 @@ class WeightReport:
 
 
 def checksums(
-    tensors: Iterable[Tensor], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
+    tensors: Iterable[Tensor], device: torch.device | None = None, dtypes: Sequence[torch.dtype] | None = None
 ) -> list[int]:
     """One number each, which another content of that shape would not have, but by rare chance; see the operation's reference.
 
-    Made where the tensors are, and read by one copy from ``device``. dtypes: of each content after a cast, whose number
-    it then is; casts take a temporary of at most 64 MiB.
+    Made where the tensors are, and read by one copy from ``device``; None: where the first of them is. dtypes: of each
+    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB.
     """
     tensors = [t.detach() for t in tensors]
+    if not tensors:
+        return []
+    device = tensors[0].device if device is None else device
     numbered = list(zip(count(), tensors, [t.dtype for t in tensors] if dtypes is None else dtypes, strict=False))
     whole: dict[torch.device, list[int]] = {}
     owners: list[int] = []  # of the numbers, in their order
@@ -59,7 +62,7 @@ def checksums(
         for lot in _casts([(i, t, dtype) for i, t, dtype in numbered if t.dtype != dtype]):
             owners += [i for i, _ in lot]
             sums.append(ops_for(lot[0][1].device).checksums([piece for _, piece in lot]).to(device))
-        numbers = torch.cat(sums).tolist() if sums else []
+        numbers = torch.cat(sums).tolist()
     found = [0] * len(tensors)
     for i, number in zip(owners, numbers, strict=True):
         found[i] = (31 * found[i] + number + 2**63) % 2**64 - 2**63

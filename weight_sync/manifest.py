@@ -88,8 +88,7 @@ def announce(tensors: Mapping[str, Tensor], bucket_bytes: int) -> Manifest:
     """The manifest of all of them, with a checksum of each, for which they are read once."""
     specs: list[TensorSpec] = []
     for lot in _in_lots(tensors):
-        content = [tensor for _, tensor in lot]
-        sums = checksums(content, content[0].device)
+        sums = checksums(tensor for _, tensor in lot)
         specs += [replace(spec, checksum=number) for (spec, _), number in zip(lot, sums, strict=True)]
     return Manifest(tuple(specs), max(8, bucket_bytes, *(spec.dtype.itemsize for spec in specs)))
 

@@ -73,8 +73,7 @@ class Staging:
     def _sums(self, names: Collection[str]) -> dict[str, int]:
         """Checksums of tensors in service."""
         tensors = {id(self.targets[name]): self.targets[name] for name in names}
-        device = next((t.device for t in tensors.values()), torch.device("cpu"))
-        numbers = dict(zip(tensors, checksums(tensors.values(), device), strict=True))
+        numbers = dict(zip(tensors, checksums(tensors.values()), strict=True))
         return {name: numbers[id(self.targets[name])] for name in names}
 
     def _problem(self, spec: TensorSpec) -> str | None:
@@ -153,26 +152,21 @@ class Staging:
                 "again, and call update_weights again. What arrived was not taken"
             )
         self._check_arrived()
-        self._learn()
 
     def _check_arrived(self) -> None:
-        """Raise ``WeightTransferError`` where a content is not the one that was announced; one that was cast cannot be told."""
-        same = {n: s for n, s in self._coming.items() if s.checksum is not None and s.dtype == self._new[n].dtype}
-        content = [self._new[name] for name in same]
-        sums = checksums(content, content[0].device) if content else []
-        if wrong := [name for (name, spec), number in zip(same.items(), sums, strict=True) if number != spec.checksum]:
+        """Raise ``WeightTransferError`` where a content is not the one that was announced.
+
+        Of one that was cast that cannot be told. It is learnt what became of it by the cast to the engine's dtype.
+        """
+        announced = {name: spec for name, spec in self._coming.items() if spec.checksum is not None}
+        sums = dict(zip(announced, checksums(self._new[name] for name in announced), strict=True))
+        cast = {name for name, spec in announced.items() if spec.dtype != self._new[name].dtype}
+        if wrong := [n for n, spec in announced.items() if n not in cast and sums[n] != spec.checksum]:
             raise WeightTransferError(
                 f"{', '.join(wrong[:4])} came otherwise than announced: the sender wrote to them while it sent, or the transfer "
                 "gave its buckets in another order. Send again, and call update_weights again. What arrived was not taken"
             )
-
-    def _learn(self) -> None:
-        """What became of the sender's content by the casts to the engine's dtypes."""
-        cast = {n: s for n, s in self._coming.items() if s.checksum is not None and s.dtype != self._new[n].dtype}
-        content = [self._new[name] for name in cast]
-        sums = checksums(content, content[0].device) if content else []
-        for (name, spec), number in zip(cast.items(), sums, strict=True):
-            self.casts[name] = spec, self._new[name].dtype, number
+        self.casts.update({n: (announced[n], self._new[n].dtype, sums[n]) for n in cast})
 
     def commit(self, write: Callable[[Mapping[str, Tensor]], int]) -> int:
         """Put everything in service. write: a source's. Returns the bytes that were written."""
