@@ -1,8 +1,8 @@
-"""Adapters on a live PEFT model: what the engine samples and scores is what PEFT's own forward gives, and stays so."""
+"""Adapters on a live PEFT model: what the engine samples and scores is what PEFT's own forward gives."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ from adapted import (
     tokens,
     two_adapters,
 )
-from families import make_model
-from peft import get_peft_model
-from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from safetensors.torch import load_file
 
 from stoker.kernels.ops import REFERENCE
@@ -33,7 +30,6 @@ from stoker.kernels.reference import lora_stacks
 from stoker.rollout import (
     LIVE,
     EngineConfig,
-    InvalidRequestError,
     RolloutEngine,
     SamplingParams,
     UnsupportedModelError,
@@ -94,23 +90,6 @@ def test_several_adapters_in_one_batch() -> None:
     with RolloutEngine(model, config=CONFIG) as engine:
         assert engine.stats().fused_layers == 3
         assert_like_peft(engine, model, ["other", None, "default", "other", "default", "other", None], prompts)
-
-
-@pytest.mark.parametrize("dtype", ["auto", "float64"])
-def test_what_many_adapters_become_is_seen_at_once(dtype: str) -> None:
-    """Whether announced, or not, or more changed after it was announced: copies of them are never old."""
-    model = two_adapters()
-    model.add_adapter("third", lora(r=2))
-    shake(model, seed=3)
-    choices = ["third", "other", "default", "third", "default", "other"]
-    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
-        for change in range(5):
-            assert_like_peft(engine, model, choices, [*PROMPTS, *PROMPTS[:2]])
-            shake(model, seed=4 + change)
-            if change % 2:
-                engine.update_weights()
-            if change == 3:
-                shake(model, seed=20)
 
 
 def test_the_model_is_looked_at_as_often_for_many_prompts_as_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,102 +168,6 @@ def test_in_chunks_and_with_preemption() -> None:
     with RolloutEngine(model, config=tight) as engine:
         assert_like_peft(engine, model, ["other", None, "default", "other"])
         assert engine.stats().num_preemptions > 0
-
-
-def test_live_is_what_the_model_would_run_now() -> None:
-    model = two_adapters()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert tokens(engine) == expected_tokens(model, "default")
-        model.set_adapter("other")
-        assert tokens(engine, adapter=LIVE) == expected_tokens(model, "other")
-        with model.disable_adapter():
-            assert tokens(engine) == expected_tokens(model, None)
-        assert tokens(engine, adapter="default") == expected_tokens(model, "default")
-        handle = engine.submit(PROMPTS[0], GREEDY, adapter=None)
-        engine.wait([handle], share=0)  # so that it is under way, and no submission looks at the weights
-        model.set_adapter("default")
-        live = engine.submit(PROMPTS[0], GREEDY)
-        assert handle.result().completions[0].token_ids == expected_tokens(model, None)[0]
-        assert live.result().completions[0].token_ids == expected_tokens(model, "default")[0]
-
-
-@pytest.mark.parametrize("tell", [True, False])
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
-def test_an_update_in_place_is_seen(tell: bool, options: dict[str, Any]) -> None:
-    model = peft_model(**options)
-    with RolloutEngine(model, config=CONFIG) as engine:
-        before = tokens(engine)
-        shake(model, seed=3)
-        if tell:
-            engine.update_weights()
-        assert tokens(engine) == expected_tokens(model) != before
-        assert engine.weight_version == 1
-        assert engine.stats().prefix_cache_hit_tokens == 0
-
-
-def test_an_optimizer_step_is_seen() -> None:
-    model = peft_model().train()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        before = tokens(engine)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.3)
-        ids = torch.tensor([PROMPTS[2]])
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        assert tokens(engine) == expected_tokens(model.eval()) != before
-
-
-@pytest.mark.parametrize("scales", ["floats", "tensors"])
-@pytest.mark.parametrize("tell", [True, False])
-def test_a_scale_set_by_hand_is_seen(scales: str, tell: bool) -> None:
-    """Tensors, as for adapters that are swapped under ``torch.compile``, are written to in place."""
-    model = peft_model()
-    if scales == "tensors":
-        prepare_model_for_compiled_hotswap(model)
-    with RolloutEngine(model, config=CONFIG) as engine:
-        before = tokens(engine)
-        for module in model.modules():
-            if hasattr(module, "scale_layer"):
-                module.scale_layer(5.0)
-        if tell:
-            engine.update_weights()
-        assert tokens(engine) == expected_tokens(model) != before
-
-
-def test_adapters_come_and_go() -> None:
-    model = peft_model()
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert tokens(engine) == expected_tokens(model)
-        model.add_adapter("other", lora())
-        shake(model, seed=5)
-        assert_like_peft(engine, model, ["other", None, "default", "other"])
-        model.delete_adapter("other")
-        model.add_adapter("other", lora(r=2, target_modules=["up_proj"]))
-        shake(model, seed=6)
-        assert_like_peft(engine, model, ["other", None, "default", "other"])
-        model.delete_adapter("other")
-        with pytest.raises(InvalidRequestError, match=r"adapter='other' is not known: there are 'default'"):
-            tokens(engine, adapter="other")
-        assert tokens(engine) == expected_tokens(model)
-
-
-def test_a_plain_model_that_gets_an_adapter_and_loses_it() -> None:
-    model = make_model("llama")
-    with RolloutEngine(model, config=CONFIG) as engine:
-        bare = tokens(engine)
-        adapted = get_peft_model(model, lora()).eval()
-        shake(adapted)
-        assert tokens(engine) == expected_tokens(adapted) != bare
-        assert tokens(engine, adapter=None) == bare
-        adapted.unload()
-        assert tokens(engine) == bare
-
-
-def test_an_adapter_added_by_transformers() -> None:
-    model = make_model("llama")
-    model.add_adapter(lora())
-    shake(model)
-    with RolloutEngine(model, config=CONFIG) as engine:
-        assert tokens(engine) == greedy_tokens(model) != tokens(engine, adapter=None)
 
 
 def test_many_adapters_over_two_slots() -> None:
