@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
 
+from stoker.integrations.trl_callbacks import Listener, remove_callback
 from stoker.integrations.trl_checks import check_trainer
 from stoker.integrations.trl_cost import RolloutCost
 from stoker.integrations.trl_images import with_images
@@ -81,12 +81,6 @@ def detach(trainer: Any) -> None:
     backend.leave()
 
 
-def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
-    """Into a new list: where a callback does this, its caller walks over the old one, and would leave out the next."""
-    handler = trainer.callback_handler
-    handler.callbacks = [other for other in handler.callbacks if other is not callback]
-
-
 def _was_aborted(batch: RolloutBatch) -> bool:
     return any(c.finish_reason == "abort" for output in batch for c in output.completions)
 
@@ -111,7 +105,7 @@ class _EngineBackend:
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
         self._trainer = trainer
         self._model = live_model(trainer)
-        self.callback = _BothEnds(self)
+        self.callback = Listener(self)
         self.before: list[tuple[Any, str, Any]] = []  # what ``detach`` puts back: owner, attribute, value
         self._turns_to_come = False
         self._to_sleep = False  # after them
@@ -168,12 +162,16 @@ class _EngineBackend:
         It takes weights for new when the step number differs from that of the last sync. A second run counts from 0 again,
         and ``load_best_model_at_end`` changes the weights without a step.
         """
-        setattr(self._trainer, self.last_sync, -1)
+        self.forget_step()
         self._training = True
+
+    def forget_step(self) -> None:
+        """Sync at the next generation. What is evaluated may be others' weights: a schedule-free optimizer's, or an average."""
+        setattr(self._trainer, self.last_sync, -1)
 
     def end(self) -> None:
         """A run has ended: from now on processes may generate a different number of times, each by itself."""
-        setattr(self._trainer, self.last_sync, -1)
+        self.forget_step()
         self._training = False
         if self._dropped:
             self.sync_weights()
@@ -382,18 +380,3 @@ _BACKENDS: dict[str, type[_EngineBackend]] = {
     "IWOPDTrainer": _DistillingBackend,
     "OnlineDPOTrainer": _PairBackend,
 }
-
-
-class _BothEnds(TrainerCallback):  # type: ignore[misc]
-    """Tells a backend where a run begins and ends."""
-
-    def __init__(self, backend: _EngineBackend) -> None:
-        self._backend = backend
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        if self._backend.is_attached:  # another callback may have detached it just now
-            self._backend.begin()
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self._backend.is_attached:
-            self._backend.end()

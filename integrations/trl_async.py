@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from stoker.integrations.trl import remove_callback
+from stoker.integrations.trl_callbacks import remove_callback
 from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError

@@ -252,6 +252,59 @@ def trl(
     return found
 
 
+class _OfTwoFaces(torch.optim.SGD):
+    """As a schedule-free one: what is evaluated are other weights than those that are trained, and no step is between them."""
+
+    evaluates = False
+
+    def train(self) -> None:
+        self._turn(False)
+
+    def eval(self) -> None:
+        self._turn(True)
+
+    @torch.no_grad()
+    def _turn(self, evaluates: bool) -> None:
+        if evaluates != self.evaluates:
+            self.evaluates = evaluates
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5 if evaluates else 2.0)
+
+
+def evaluate_others(rank: int, folder: str) -> list[tuple[bool, float]]:
+    """Of each rollout of a run under FSDP2: whether it was one to train on, and how far its log-probabilities are from the weights'."""
+    from stoker.integrations.trl import attach, detach
+
+    launched()
+    model = make_model()
+    optimizer = _OfTwoFaces(model.parameters(), lr=0.05)
+    settings = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    trainer = build(
+        "grpo", folder, model=model, more={"optimizers": (optimizer, None)}, ddp_backend="gloo", max_steps=2, **settings
+    )
+    shard(trainer.accelerator.state)
+    trainer.is_fsdp_enabled = True
+    engine = attach(trainer)
+    sample = engine.generate_batch
+    found = []
+
+    def keep(*arguments: Any, **fields: Any) -> Any:
+        batch = sample(*arguments, **fields)
+        found.append((trainer.model.training, worst_difference(whole(trainer.model_wrapped), batch)))
+        return batch
+
+    engine.generate_batch = keep  # type: ignore[method-assign]
+    trainer.train()
+    assert engine._binding.source.kind == "mirror"
+    detach(trainer)
+    return found
+
+
 def train_one_policy(rank: int, folder: str) -> dict[str, Any]:
     """GRPO under DDP, of groups that are each cut in the middle: 2 rows a process and groups of 4."""
     from stoker.integrations.trl import attach, detach

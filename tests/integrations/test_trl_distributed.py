@@ -46,6 +46,13 @@ def test_every_rank_samples_from_the_whole_model(tmp_path: Path, how: str, kind:
     assert (first["prompts"] == second["prompts"]) == (kind in ("grpo", "rloo"))
 
 
+def test_shards_that_are_others_in_evaluation(tmp_path: Path) -> None:
+    """They come and go within a step, which nobody could see of shards."""
+    found, _ = ranks.run(accelerated.evaluate_others, 2, str(tmp_path))
+    assert [trains for trains, _ in found] == [True, False] * 2
+    assert max(difference for _, difference in found) < LOGPROB_TOLERANCE
+
+
 def test_parameters_that_fsdp_makes_fp32_leave_the_engine_in_the_dtype_of_the_forward(tmp_path: Path) -> None:
     for found in ranks.run(accelerated.trl_in_bfloat16, 2, "fsdp2", str(tmp_path)):
         assert found["dtypes"] == ({torch.float32}, torch.bfloat16)

@@ -1,0 +1,34 @@
+"""What hears of a trainer's run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
+    """Into a new list: where a callback does this, its caller walks over the old one, and would leave out the next."""
+    handler = trainer.callback_handler
+    handler.callbacks = [other for other in handler.callbacks if other is not callback]
+
+
+class Listener(TrainerCallback):  # type: ignore[misc]
+    """Tells a backend where a run begins and ends, and where an evaluation has."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self._backend.is_attached:  # another callback may have detached it just now
+            self._backend.begin()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        if self._backend.is_attached:
+            self._backend.end()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        if self._backend.is_attached:
+            self._backend.forget_step()
+
+    on_predict = on_evaluate
