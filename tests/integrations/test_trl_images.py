@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import vision
-from PIL import Image
-from processors import FIRST, WORDS, make_model, make_processor, picture
 from trl_setup import LOGPROB_TOLERANCE, MakeTrainer, logged, make_tokenizer, recorded, refused, replay, trainers
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
 
 pytest.importorskip("trl", reason="TRL is not installed")
+pytest.importorskip("PIL", reason="Pillow is not installed")
+
+from PIL import Image
+from processors import FIRST, WORDS, make_model, make_processor, picture
 
 from stoker.integrations.trl import attach, detach
 from stoker.integrations.trl_images import with_images
