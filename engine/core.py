@@ -33,7 +33,7 @@ class EngineCore:
         *,
         place_adapter: Callable[[Adapter], None],
         images: ImageReader,
-        ahead: int = 0,
+        ahead: int,
     ) -> None:
         """place_adapter: have an adapter's weights in its slot, before the first step of a request that uses it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stoker.engine.request import Request
 from stoker.engine.scoring import TokenScores
@@ -21,10 +21,10 @@ class Plan:
     admitted: list[Request]  # those that got a slot since the last plan
     # KV blocks to copy first, of layers that see all keys and of those with a window: (from, to).
     copies: list[tuple[int, int]]
-    window_copies: list[tuple[int, int]] = field(default_factory=list)
+    window_copies: list[tuple[int, int]]
     # Rows of states to copy first, and after the plan has run: (from, to).
-    begun_states: list[tuple[int, int]] = field(default_factory=list)
-    kept_states: list[tuple[int, int]] = field(default_factory=list)
+    begun_states: list[tuple[int, int]]
+    kept_states: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,11 +184,11 @@ class Scheduler:
         return finished
 
     def _take(self, request: Request, sampled: Sampled, row: int, samples: int) -> bool:
-        before = request.num_output
+        before = len(request.tokens)
         tokens, logprobs = sampled.tokens[row][:samples], sampled.logprobs[row][:samples]
         top = None if sampled.top is None else sampled.top[row]
         done = request.take(tokens, logprobs, top, self.weight_version, len(sampled.tokens))
-        self.counters.generated_tokens += request.num_output - before
+        self.counters.generated_tokens += len(request.tokens) - before
         return done
 
     def _finish(self, request: Request) -> None:

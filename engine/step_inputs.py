@@ -62,7 +62,7 @@ class StepInputs:
         block_size: int,
         token_bytes: int,
         vocab: int,
-        beside: Sequence[int] = (1,),
+        beside: Sequence[int],
     ) -> None:
         """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id;
         beside: of each kind of blocks, as ``BlockLayout``'s."""
@@ -72,7 +72,6 @@ class StepInputs:
         self.max_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.block_size = block_size
         self.token_bytes = token_bytes
-        self.vocab = vocab
         # One row more than there are slots: the padding, greedy and without any request's ids.
         self._host: dict[str, NDArray[Any]] = {
             name: np.zeros(max_num_seqs + 1, dtype=kind) for name, kind in self._FIELDS

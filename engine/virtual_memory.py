@@ -90,7 +90,6 @@ class VirtualBuffer:
     stable_addresses = True
 
     def __init__(self, nbytes: int, driver: Driver, chunk: int = _CHUNK) -> None:
-        self.nbytes = nbytes
         self._memory = _Memory(nbytes, driver, chunk)
         self._memory.map_all()
         self.tensor = driver.tensor(self._memory.address, nbytes, self._memory)

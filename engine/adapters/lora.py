@@ -79,7 +79,7 @@ class LoraLayers:
         num_slots: int,
         max_rank: int,
         device: torch.device,
-        beside: Sequence[str] = (),
+        beside: Sequence[str],
     ) -> None:
         """module: the shell's, before any of its layers is replaced. beside: what no token goes through, by path."""
         self.ops = ops
@@ -135,7 +135,6 @@ class LoraLayers:
 
     def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
         """What of them tokens go through: an adapter of a multimodal model may be over its vision tower, too."""
-
         for link in adapter.links:
             yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
 

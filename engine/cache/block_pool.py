@@ -17,11 +17,11 @@ class BlockPool:
     out last, least recently used first, and ``on_evict`` is told when their content is about to go.
     """
 
-    def __init__(self, num_pages: int, on_evict: Callable[[int], None] = lambda block: None, *, span: int = 1) -> None:
+    def __init__(self, num_pages: int, span: int = 1) -> None:
         self.span = span
         self.num_slabs = num_pages // span
         assert self.num_slabs > 1, "a pool needs a block besides the null block"
-        self.on_evict = on_evict
+        self.on_evict: Callable[[int], None] = lambda block: None
         self._refs = [0] * (self.num_slabs * span)
         self._held = [0] * self.num_slabs  # blocks in the slab with a holder
         self._empty = list(range(self.num_slabs - 1, 0, -1))  # slabs

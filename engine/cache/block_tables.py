@@ -19,7 +19,7 @@ class BlockTables:
         self.block_size = block_size
         self.layout = layout
         self.windowed = layout.window_pages > 0
-        self.pool = BlockPool(num_pages, span=layout.span)
+        self.pool = BlockPool(num_pages, layout.span)
 
     def fits(self, blocks: int) -> bool:
         """Whether sequences can have so many blocks more."""
@@ -62,9 +62,8 @@ class BlockTables:
         def missing(request: Request, left: int) -> int:
             return max(0, -(-(request.computed + min(steps, left)) // size) - len(request.block_ids))
 
-        while not self.fits(sum(map(missing, requests, remaining))):
+        while not self.fits(sum(counts := list(map(missing, requests, remaining)))):
             steps -= 1
-        counts = list(map(missing, requests, remaining))
         for kind in self._kinds:
             for request, count in zip(requests, counts, strict=True):
                 if count:

@@ -137,11 +137,11 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         runtime: Runtime,
-        state_layout: StateLayout | None = None,
-        block_layout: BlockLayout | None = None,
+        state_layout: StateLayout | None,
+        block_layout: BlockLayout,
     ) -> None:
         self.shapes = tuple(shapes)
-        self.block_layout = block_layout or BlockLayout()
+        self.block_layout = block_layout
         self.num_blocks = num_blocks
         self.state_layout = state_layout
         self.block_size = block_size
@@ -237,7 +237,7 @@ class KVCache:
         if self._buffer is not None:
             self._buffer.release()
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]], window_copies: Sequence[tuple[int, int]] = ()) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]], window_copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, all reads before all writes. copies: (from, to).
 
         window_copies: of layers with a window, where these have blocks of their own.

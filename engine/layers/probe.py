@@ -17,8 +17,6 @@ from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_del
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
 FAR = 1e4  # beyond any bound that a module keeps its numbers within
-
-
 _LOW_BOUND = 0.3
 _DRAWN = 1_000_003  # numbers of noise; a prime, so that rows of more of them differ
 
@@ -170,9 +168,9 @@ class Recorder:
         norm: Any,
         cos_sin: Any,
         *,
-        interleaved: bool = False,
-        factor: Tensor | None = None,
-        grouped: bool = False,
+        interleaved: bool,
+        factor: Tensor | None,
+        grouped: bool,
         **options: Any,
     ) -> Tensor:
         query, *own = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor, grouped)

@@ -31,7 +31,8 @@ def test_null_block_is_not_freed() -> None:
 
 def test_content_goes_least_recently_used_first_and_tails_before_heads() -> None:
     evicted: list[int] = []
-    pool = BlockPool(8, evicted.append)
+    pool = BlockPool(8)
+    pool.on_evict = evicted.append
     one, two = ([pool.allocate() for _ in range(3)] for _ in range(2))
     for block in one + two:
         pool.retain(block)
@@ -51,7 +52,8 @@ def test_content_goes_least_recently_used_first_and_tails_before_heads() -> None
 
 def test_forgotten_content_is_not_evicted() -> None:
     evicted: list[int] = []
-    pool = BlockPool(4, evicted.append)
+    pool = BlockPool(4)
+    pool.on_evict = evicted.append
     free, held = pool.allocate(), pool.allocate()
     pool.retain(free)
     pool.retain(held)

@@ -25,7 +25,8 @@ WINDOW, CHUNK = Visibility(window=6), Visibility(chunk=5)
 def test_the_books_of_both_sizes_are_right_whatever_comes(span: int, seed: int) -> None:
     rng = random.Random(seed)
     content: set[int] = set()
-    pool = BlockPool(rng.randint(2, 12) * span, content.remove, span=span)
+    pool = BlockPool(rng.randint(2, 12) * span, span=span)
+    pool.on_evict = content.remove
     held: list[int] = []
     for _ in range(600):
         chance = rng.random()
@@ -94,7 +95,8 @@ def test_pieces_of_one_sequence_lie_together_and_a_slab_is_whole_again_when_they
 @pytest.mark.parametrize("slab_is_older", [True, False])
 def test_a_piece_takes_the_place_of_what_was_used_least_recently_be_it_a_piece_or_a_slab(slab_is_older: bool) -> None:
     evicted: list[int] = []
-    pool = BlockPool(6, evicted.append, span=2)
+    pool = BlockPool(6, span=2)
+    pool.on_evict = evicted.append
     slab, held = pool.allocate(), pool.allocate_piece()
     piece = pool.allocate_piece(held)
     for block in (slab, piece) if slab_is_older else (piece, slab):
@@ -105,7 +107,8 @@ def test_a_piece_takes_the_place_of_what_was_used_least_recently_be_it_a_piece_o
 
 def test_of_pieces_in_slabs_that_are_held_the_one_used_longest_ago_goes_first() -> None:
     evicted: list[int] = []
-    pool = BlockPool(8, evicted.append, span=4)
+    pool = BlockPool(8, span=4)
+    pool.on_evict = evicted.append
     held, *pieces = (pool.allocate_piece() for _ in range(4))
     for piece in pieces:
         pool.retain(piece)
