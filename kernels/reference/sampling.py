@@ -68,7 +68,9 @@ def sample(
     rows, vocab = logits.shape
     scaled = logits.float() * inverse_temperature[:, None]
     blocks = -(-vocab // SAMPLE_BLOCK)
-    padded = F.pad(scaled, (0, blocks * SAMPLE_BLOCK - vocab), value=float("-inf")).view(rows, blocks, SAMPLE_BLOCK)
+    missing = blocks * SAMPLE_BLOCK - vocab  # mostly none, and then a copy of all logits would be a seventh of the work
+    padded = F.pad(scaled, (0, missing), value=float("-inf")) if missing else scaled
+    padded = padded.view(rows, blocks, SAMPLE_BLOCK)
     mass = padded.logsumexp(-1)
     normaliser = mass.logsumexp(-1) if blocks > 1 else mass[:, 0]
     tokens = logits.argmax(-1) if greedy is not None or noise is None else None
