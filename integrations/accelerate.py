@@ -27,10 +27,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import is_sharded
@@ -104,7 +104,7 @@ class AcceleratedEngine:
         ``rollout/mean_length`` (of completions, in tokens) and ``rollout/weight_version``; step: the step they are
         logged under. Without one, W&B has them in the entry that the loop logs next.
         """
-        try:
+        with sleep_after(self._sleep_if_told):
             steps = self._deepspeed_steps()
             if self._changed or steps != self._steps_seen:
                 with uninterrupted():  # or this process would take them once more, while no other one does
@@ -124,13 +124,6 @@ class AcceleratedEngine:
                 progress_bar=progress_bar and self._accelerator.is_main_process,
             )
             seconds = time.perf_counter() - start
-        except BaseException as error:  # which goes on, whether sleeping works or not: other requests may be under way
-            try:
-                self._sleep_if_told()
-            except Exception as busy:
-                error.add_note(f"and the rollout engine is still awake: {busy}")
-            raise
-        sleep_after_rollout(self._sleep_if_told)
         lengths = [len(c.token_ids) for output in batch for c in output.completions]
         metrics = {
             "rollout/seconds": seconds,
@@ -144,7 +137,7 @@ class AcceleratedEngine:
 
     def _sleep_if_told(self) -> None:
         if self._sleep:
-            self.engine.sleep(tags=between_rollouts(self.engine.stats().mirror_bytes))
+            self.engine.sleep(tags=between_rollouts(self.engine))
 
     def close(self) -> None:
         """Close the engine, and stop watching optimizers. Also a context manager: ``with AcceleratedEngine(...):``."""

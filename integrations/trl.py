@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.integrations.trl_callbacks import Listener, remove_callback
 from stoker.integrations.trl_checks import check_trainer
 from stoker.integrations.trl_cost import RolloutCost
@@ -32,7 +33,6 @@ from stoker.integrations.trl_prepared import as_prepared
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from stoker.rollout.memory import between_rollouts, sleep_after_rollout, wake_weights
 from stoker.weight_sync.version import uninterrupted
 
 _ABSENT = object()
@@ -197,23 +197,19 @@ class _EngineBackend:
 
     @contextmanager
     def _rollout(self) -> Iterator[None]:
-        """From the first turn to the last one: KV is kept between them, and afterwards the engine sleeps if told to.
+        """From the first turn to the last one: KV is kept between them, and afterwards the engine sleeps if told to."""
 
-        An exception within goes on, whether sleeping works or not: requests of the user's may still be under way.
-        """
+        def end() -> None:
+            self._turns_to_come, self._longest = False, None
+            self._sleep_if_told()
+
         self._turns_to_come = True
         try:
-            yield
-        except BaseException as error:
-            self._turns_to_come, self._longest = False, None
-            try:
-                self._sleep_if_told()
-            except Exception as busy:
-                error.add_note(f"and the rollout engine is still awake: {busy}")
+            with sleep_after(end):
+                yield
+        except BaseException:
             self._cost.forget()
             raise
-        self._turns_to_come, self._longest = False, None
-        sleep_after_rollout(self._sleep_if_told)
         self._cost.log(self._trainer, self.engine.weight_version)
 
     def _sleep_if_told(self) -> None:
@@ -242,9 +238,10 @@ class _EngineBackend:
 
     def _send_to_sleep(self) -> None:
         """While a run trains all of a model, its weights do not wait in host memory for the update that moves them all."""
-        nbytes = self.engine.stats().mirror_bytes
-        self._dropped = self._training and nbytes > 0 and all(p.requires_grad for p in self._model.parameters())
-        self.engine.sleep(3 if self._dropped else 1, tags=between_rollouts(nbytes))
+        tags = between_rollouts(self.engine)
+        all_trained = self._training and all(p.requires_grad for p in self._model.parameters())
+        self._dropped = "weights" in tags and all_trained
+        self.engine.sleep(3 if self._dropped else 1, tags=tags)
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """What asks for all turns of a rollout, as one generation: in a turn with a tool's answer there is then no more to

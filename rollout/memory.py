@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
 
 import torch
 
 from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.core import EngineCore
-from stoker.kernels.errors import EngineStateError, InvalidRequestError, StokerError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
 from stoker.weight_sync.version import uninterrupted
 
-_log = logging.getLogger("stoker")
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
 
@@ -29,32 +25,6 @@ def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
             f"level={shown(level)}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
         )
     return list(_LEVELS[level]) if tags is None else check_tags(tags)
-
-
-def between_rollouts(mirror_bytes: int) -> list[str]:
-    """What to send to sleep while a trainer trains: all memory of the engine's own, but for graphs, which take long to capture.
-
-    mirror_bytes: as of ``EngineStats``.
-    """
-    return ["weights", "kv_cache"] if mirror_bytes else ["kv_cache"]
-
-
-def sleep_after_rollout(sleep: Callable[[], None]) -> None:
-    """Call ``sleep`` after a rollout that went well. Its completions are there, whether sleeping works or not."""
-    try:
-        sleep()
-    except (StokerError, RuntimeError, MemoryError) as error:  # requests of others are under way, or memory is short
-        _log.warning("the rollout engine did not go to sleep after a rollout, and keeps its memory: %s", error)
-
-
-def wake_weights(engine: Any) -> None:
-    """Of a ``RolloutEngine``, before an update that other ranks make with it. Where that has no memory, they do not wait for it."""
-    try:
-        engine.wake_up("weights")
-    except Exception:
-        with suppress(StokerError):  # it refuses, here and so on all ranks: the weights are asleep still
-            engine.update_weights()
-        raise
 
 
 def check_tags(tags: str | Iterable[str]) -> list[str]:
