@@ -152,12 +152,11 @@ class AcceleratedEngine:
 
     def _know_parameters(self) -> None:
         # As an optimizer has them: FSDP2 has others in their place while a forward without a backward has left it gathered,
-        # which it is not here.
-        self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+        # which it is not here. No weak references: torch swaps no tensor that has one, as a sharded model's are by ``to``.
+        self._parameters = list(self._model.parameters())
 
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
-        ours = {id(parameter) for parameter in self._model.parameters()}
-        ours |= {id(parameter) for known in self._parameters if (parameter := known()) is not None}
+        ours = {id(parameter) for parameter in (*self._model.parameters(), *self._parameters)}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             self._changed = True
 

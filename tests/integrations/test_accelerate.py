@@ -118,6 +118,19 @@ def test_the_step_of_another_models_optimizer_is_none_of_ours() -> None:
         assert engine.engine.stats().last_update_seconds > 0, "told of it, as shards have to be"
 
 
+def test_parameters_that_torch_swaps() -> None:
+    """For an average, say; ``to`` does so with the parameters of a sharded model."""
+    accelerator, model, optimizer = prepared()
+    average = {name: torch.nn.Parameter(0.5 * p.detach()) for name, p in model.named_parameters()}
+    with AcceleratedEngine(accelerator, model) as engine:
+        for _ in range(2):
+            train_on(accelerator, model, optimizer, [3, 4, 5, 6])
+            assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+            for name, parameter in model.named_parameters():
+                torch.utils.swap_tensors(parameter, average[name])
+            assert worst_difference(model, engine.generate_batch(PROMPTS, PARAMS)) < LOGPROB_TOLERANCE
+
+
 def test_a_step_whose_weights_were_refused_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is whole would be noticed by itself; of shards the next rollout would be on the old ones."""
     accelerator, model, optimizer = prepared()
