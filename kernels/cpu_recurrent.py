@@ -33,16 +33,16 @@ def _by_chunks(
     """
     lengths = rows.starts.diff().tolist()
     order = sorted((r for r, length in enumerate(lengths) if length > 1), key=lambda r: -lengths[r])
-    single = torch.tensor([r for r, length in enumerate(lengths) if length == 1], dtype=torch.long)
+    single = rows.starts.new_tensor([r for r, length in enumerate(lengths) if length == 1])
     if len(single):
         tokens = rows.starts[single]
-        out[tokens] = alone(tokens, StateRows(rows.slots[single], torch.arange(len(single) + 1), 1))
-    longer = torch.tensor(order, dtype=torch.long)
+        out[tokens] = alone(tokens, StateRows(rows.slots[single], torch.arange(len(single) + 1, device=out.device), 1))
+    longer = rows.starts.new_tensor(order)
     slots, starts, ends = rows.slots[longer], rows.starts[longer], rows.starts[longer + 1]
     states = state[slots]
     for first in range(0, max(lengths), _CHUNK):
         active = sum(lengths[r] > first for r in order)
-        at = torch.arange(first, min(first + _CHUNK, max(lengths))) + starts[:active, None]
+        at = torch.arange(first, min(first + _CHUNK, max(lengths)), device=out.device) + starts[:active, None]
         own = at < ends[:active, None]
         at.clamp_(max=len(out) - 1)
         parts = [t[at].float() for t in inputs]
@@ -98,7 +98,7 @@ def gated_delta_rule(
         s.mul_(before[..., -1:, :]).add_((k * after).mT @ change)
         return out
 
-    out = torch.zeros(value.shape, dtype=query.dtype)
+    out = value.new_zeros(value.shape, dtype=query.dtype)
     return _by_chunks(alone, chunk, inputs, out, state, rows)
 
 
@@ -140,5 +140,5 @@ def selective_scan(
         s.mul_(before[..., -1:, :]).add_((added * after).mT @ _repeat(b, shared))
         return out if D is None else out.addcmul_(x, D.float()[:, None, None])
 
-    out = torch.zeros(x.shape, dtype=x.dtype)
+    out = x.new_zeros(x.shape)
     return _by_chunks(alone, chunk, (x, steps(dt, dt_bias, dt_limit), B, C), out, state, rows)

@@ -110,7 +110,7 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
     device = looked_at[0][1].device
     largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()
     for (name, _, dtype), value in zip(looked_at, largest, strict=True):
-        number = torch.tensor(value, dtype=torch.float64)
+        number = torch.tensor(value, dtype=torch.float64, device="cpu")
         if not number.isfinite():
             if finite:
                 yield f"{name} holds NaN or Inf"

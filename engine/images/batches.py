@@ -56,7 +56,7 @@ def joined(batch: Sequence[ImageInputs], text: int) -> dict[str, Tensor]:
     def rows(values: Sequence[Tensor], padding: int) -> Tensor:
         return torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1]), value=padding) for t in values])
 
-    inputs = {"input_ids": rows([torch.tensor([images.tokens]) for images in batch], text)}
+    inputs = {"input_ids": rows([torch.tensor([images.tokens], device="cpu") for images in batch], text)}
     for name, first in batch[0].inputs.items():
         parts = [images.inputs[name] for images in batch]
         inputs[name] = rows(parts, 0) if is_by_token(first, len(batch[0].tokens)) else torch.cat(parts)

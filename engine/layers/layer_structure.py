@@ -282,7 +282,7 @@ def norm_of(module: nn.Module, width: int = 0, like: Tensor | None = None) -> No
         weight = like.new_ones(width)
     if weight.ndim != 1:
         return None
-    x = torch.linspace(-2, 3, weight.numel()).to(weight)  # its mean is not 0: a LayerNorm is another
+    x = torch.linspace(-2, 3, weight.numel(), device="cpu").to(weight)  # its mean is not 0: a LayerNorm is another
     x = torch.stack((x, x * eps**0.5))  # and of small numbers another epsilon is
     expected = module(x).float()
     kinds = ((False, True), (True,) if bias is not None else (False, True))
@@ -298,7 +298,7 @@ def _activation_of(mlp: Any, known: Mapping[_Name, Callable[[Tensor], Tensor]]) 
     act = next(filter(callable, acts), F.silu if hasattr(mlp, "w1") else None)  # LFM2's calls that
     if act is None or has_tensors(act):
         return None
-    x = torch.cat((torch.linspace(-6, 6, 64), torch.tensor([-FAR, FAR])))  # beyond any bound, too
+    x = torch.tensor([*(i / 5 for i in range(-30, 31)), -FAR, FAR], device="cpu")  # beyond any bound, too
     expected: Any = act(x)
     return next((name for name, f in known.items() if torch.allclose(f(x), expected, rtol=1e-5, atol=1e-5)), None)
 

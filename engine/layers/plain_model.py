@@ -188,8 +188,8 @@ class PlainModel:
         config = shell.module.config
         found = (getattr(config, name, None) for name in _PLACEHOLDERS)
         placeholders = [token for token in found if token is not None and 0 <= token < shell.vocab]
-        tokens = torch.arange(positions.numel()) % shell.vocab
-        tokens[1 : 1 + len(placeholders)] = torch.tensor(placeholders, dtype=torch.long)
+        tokens = torch.arange(positions.numel(), device="cpu") % shell.vocab
+        tokens[1 : 1 + len(placeholders)] = torch.tensor(placeholders, dtype=torch.long, device="cpu")
         arguments = (tokens.to(shell.device), positions, Recorder(shell.same_keys))
         calls: list[Any] = []
         hook = self.last_norm.register_forward_pre_hook(lambda *called: calls.append(called))
@@ -202,7 +202,9 @@ class PlainModel:
         tolerance = TOLERANCE.get(shell.module.dtype, 0.0) * expected.abs().max()
         ways: list[Tensor | None] = [None]
         if placeholders and (padding := shell.config.pad_token_id) is not None:
-            ways.append(torch.arange(shell.vocab).index_fill(0, torch.tensor(placeholders), padding).to(shell.device))
+            ids = torch.arange(shell.vocab, device="cpu")
+            ids[placeholders] = padding
+            ways.append(ids.to(shell.device))
         for self.ids in ways:
             if bool((expected - self.logits(self.hidden(*arguments)).float()).abs().max() <= tolerance):
                 return True

@@ -15,7 +15,7 @@ from stoker.kernels.reference.recurrent import StateRows, causal_conv, gated_del
 
 # Relative to the most that a part adds to its input: one rounding of the dtype, a few times over.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31])
+POSITIONS = torch.tensor([0, 1, 2, 5, 11, 30, 31], device="cpu")
 FAR = 1e4  # beyond any bound that a module keeps its numbers within
 _LOW_BOUND = 0.3
 _DRAWN = 1_000_003  # numbers of noise; a prime, so that rows of more of them differ

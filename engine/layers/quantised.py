@@ -67,7 +67,7 @@ class QuantisedLinear(nn.Module):
         for first in range(0, self.in_features, _COLUMNS):
             count = min(_COLUMNS, self.in_features - first)
             units = torch.zeros(count, self.in_features, device=a.device, dtype=a.dtype)
-            units[torch.arange(count), torch.arange(first, first + count)] = 1
+            units[:, first : first + count].fill_diagonal_(1)
             columns = self.forward(units).float()
             if self.bias is not None:
                 columns -= self.bias.float()

@@ -76,7 +76,7 @@ class Rotary:
 def _turns_backwards(text: Any) -> bool:
     """Whether a model's own code rotates the other way (NanoChat)."""
     rotate = getattr(sys.modules.get(type(text).__module__), "rotate_half", None)
-    return rotate is not None and torch.equal(rotate(torch.tensor([1.0, 2.0])), torch.tensor([2.0, -1.0]))
+    return rotate is not None and rotate(torch.tensor([1.0, 2.0], device="cpu")).tolist() == [2.0, -1.0]
 
 
 def _factor_of(config: Any) -> tuple[int, float, float] | None:

@@ -211,6 +211,23 @@ def test_autocast_and_default_dtype_of_the_caller_change_nothing(model):
     assert inside.token_ids == expected.token_ids and inside.logprobs == expected.logprobs
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next", "falcon_h1"])
+def test_the_default_device_of_the_caller_changes_nothing(family: str) -> None:
+    model = make_model(family)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        fused, batch = engine.stats().fused_layers, engine.generate_batch([PROMPT], PARAMS)
+        (scored,) = engine.score(batch)
+    torch.set_default_device("meta")
+    try:
+        with RolloutEngine(model, config=CONFIG) as engine:
+            inside, found = engine.generate_batch([PROMPT], PARAMS), engine.stats().fused_layers
+            (again,) = engine.score(inside)
+    finally:
+        torch.set_default_device(None)
+    assert found == fused and inside[0].completions[0].token_ids == batch[0].completions[0].token_ids
+    assert torch.equal(again.logprobs, scored.logprobs)
+
+
 def test_checkpoints_of_a_model_under_an_engine(model, tmp_path):
     with RolloutEngine(model, config=CONFIG) as engine:
         train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
