@@ -33,7 +33,9 @@ def with_images(processor: Any, prompts: Sequence[list[int]], images: Sequence[A
             before, (inputs, types) = shown, _process(processor, list(shown))
             of: Any = None
         if ids != of:
-            by_token = {name: torch.tensor([[kinds.get(t, 0) for t in ids]], device="cpu") for name, kinds in types.items()}
+            by_token = {
+                name: torch.tensor([[kinds.get(t, 0) for t in ids]], device="cpu") for name, kinds in types.items()
+            }
             of, whole = ids, {"input_ids": torch.tensor([ids], device="cpu"), **inputs, **by_token}
         found.append(whole)
     return found
