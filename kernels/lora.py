@@ -96,8 +96,8 @@ def lora(
         **_settings(x, table, tiles, rank),
     )
     if gated is not None and tiles.slots and len(set(table.widths)) == 1 and len(table.widths) == 2:
-        return _expand_gated(hidden, out, table, tiles, gated)
-    out = _expand(hidden, out, table, rows, tiles)
+        return _expand_gated(hidden, out, table, tiles, gated, deterministic)
+    out = _expand(hidden, out, table, rows, tiles, deterministic)
     return out if gated is None else act_mul(out, gated)
 
 
@@ -119,7 +119,7 @@ def lora_embedding(
         RANK=rank,
         **launch.options(out.device),
     )
-    return _expand(hidden, out, table, rows, _Tiles.of(rows, table, deterministic))
+    return _expand(hidden, out, table, rows, _Tiles.of(rows, table, deterministic), deterministic)
 
 
 def _padded_rank(table: LoraTable) -> int:
@@ -154,7 +154,17 @@ def _settings(like: Tensor, table: LoraTable, tiles: _Tiles, rank: int) -> dict[
     }
 
 
-def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, tiles: _Tiles) -> Tensor:
+def _ranks_together(table: LoraTable, hidden: Tensor, deterministic: bool) -> int:
+    """Ranks that an expand reads at a time, of all splits, all on their way together: a loop over them would wait for memory
+    at each turn. As many as there are registers for. Deterministic: whatever the other ranks are.
+    """
+    most = 32 if table.dtype == torch.float32 else 64
+    return min(most, 256 // len(hidden), most if deterministic else hidden.shape[3])
+
+
+def _expand(
+    hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, tiles: _Tiles, deterministic: bool
+) -> Tensor:
     """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
     # Wide tiles where there are many: each reads what the splits of the shrink gave.
@@ -175,7 +185,7 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, ti
         STRIDED=table.strided,
         ALIGNED_OUT=all(width % 16 == 0 for width in table.widths),
         SPLITS=splits,
-        BLOCK_R=16,  # for as many registers as splits, in flight together
+        BLOCK_R=_ranks_together(table, hidden, deterministic),
         BLOCK_N=block_n,
         num_warps=4 if tiles.height <= 16 else 8,
         num_stages=1,
@@ -184,7 +194,9 @@ def _expand(hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, ti
     return out
 
 
-def _expand_gated(hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: _Tiles, gated: Activation) -> Tensor:
+def _expand_gated(
+    hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: _Tiles, gated: Activation, deterministic: bool
+) -> Tensor:
     """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as of ``_expand``."""
     splits, _, tokens, rank = hidden.shape
     width, groups = table.widths[0], tiles.slots + 1  # tokens without an adapter are one
@@ -208,7 +220,7 @@ def _expand_gated(hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: _Til
         ACT=gated,
         STRIDED=table.strided,
         SPLITS=splits,
-        BLOCK_R=16,  # for as many registers as splits, in flight together
+        BLOCK_R=_ranks_together(table, hidden, deterministic),
         BLOCK_N=block_n,
         num_warps=4 if tiles.height <= 16 else 8,
         num_stages=1,

@@ -160,10 +160,14 @@ def _adapted(
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, rank, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
-        hidden = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-        for split in tl.static_range(SPLITS):
-            source = hidden_ptr + ((split * LINEARS + linear) * tokens + rows[:, None]) * RANK
-            hidden += tl.load(source + ranks[None, :], mask=mine[:, None] & (ranks < rank)[None, :], other=0.0)
+        # Read as one: added one by one, each split's would be handed between threads for the product by itself.
+        splits = tl.arange(0, SPLITS)[:, None, None]
+        hidden = tl.load(
+            hidden_ptr + ((splits * LINEARS + linear) * tokens + rows[None, :, None]) * RANK + ranks[None, None, :],
+            mask=mine[None, :, None] & (ranks < rank)[None, None, :],
+            other=0.0,
+        )
+        hidden = tl.sum(hidden, axis=0)
         b = tl.load(
             b_ptr + columns.to(tl.int64)[:, None] * width_stride + ranks[None, :] * rank_stride,
             mask=known[:, None] & (ranks < rank)[None, :],

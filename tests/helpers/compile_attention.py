@@ -73,8 +73,8 @@ def specialised(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dic
     return signature, constants, aligned
 
 
-def waiting_loops(ptx: str) -> int:
-    """Loops with no other in them that read, and whose threads wait for each other."""
+def waiting_loops(ptx: str) -> list[int]:
+    """Of loops with no other in them that read: how often their threads wait for each other, where they do."""
     lines = ptx.splitlines()
     begin = {name[1]: at for at, line in enumerate(lines) if (name := re.match(r"(\$L\w+):", line))}
     jumps = [
@@ -83,7 +83,7 @@ def waiting_loops(ptx: str) -> int:
     loops = [(first, last) for first, last in jumps if first < last]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     bodies = ("\n".join(lines[first:last]) for first, last in inner)
-    return sum("ld.global" in body and "bar.sync" in body for body in bodies)
+    return [body.count("bar.sync") for body in bodies if "ld.global" in body and "bar.sync" in body]
 
 
 def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:

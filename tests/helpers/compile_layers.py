@@ -215,22 +215,26 @@ def adapt(
     widths: Sequence[int] = (2048,),
     columns: bool = False,
     model: torch.dtype = torch.bfloat16,
+    depth: int = 2048,
 ) -> None:
     """As of a model with 1B parameters. columns: matrices lie column after column."""
     table = LoraTable(widths, [None for _ in widths], 16, torch.device("cpu"), experts)
     for index, width in enumerate(widths):
-        a, b = (torch.zeros(experts, *size, dtype=dtype) for size in ((rank, 2048), (width, rank)))
+        a, b = (torch.zeros(experts, *size, dtype=dtype) for size in ((rank, depth), (width, rank)))
         if columns:
             a, b = (matrix.mT.contiguous().mT for matrix in (a, b))
         table.put(index, 1, LoraWeights(a, b, 1.0) if experts > 1 else LoraWeights(a[0], b[0], 1.0))
     rows = AdapterRows(torch.zeros(tokens, dtype=torch.long))
-    x = zeros(tokens, 2048).to(model) if op is not lora.lora_embedding else rows.slots
+    x = zeros(tokens, depth).to(model) if op is not lora.lora_embedding else rows.slots
     op(x, zeros(tokens, sum(widths)).to(model), table, rows)
 
 
 def launch_adapters() -> None:
     """Those that take the most registers."""
     gated = partial(lora.lora, gated="silu")
+    for dtype in (torch.bfloat16, torch.float32):
+        adapt(64, 16, dtype, depth=8192)  # in 16 splits
+        adapt(64, 64, dtype, widths=(8192, 8192), op=gated)
     adapt(256, 16, torch.bfloat16, widths=(2048, 512, 512))
     adapt(4096, 64, torch.bfloat16, widths=(8192, 8192), op=gated)
     adapt(256, 512, torch.float32, widths=(8192, 8192), op=gated)

@@ -300,6 +300,9 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     assert all(m["narrow_loads"] < 8 for m in made if m["kernel"] == "_grouped_kernel")
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.
     assert next(m["narrow_loads"] for m in made if m["kernel"] == "shrink_kernel") == 0
+    # An expand's threads pass on the sum of a shrink's splits to one another, and not each of up to 16.
+    expands = [m["waiting_loops"] for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
+    assert max(map(max, expands)) <= 8
 
 
 @pytest.mark.parametrize(
