@@ -140,9 +140,6 @@ def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tup
     return to_device(owners, device), to_device(table, device)
 
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
     data = [t.detach().contiguous() for t in tensors]
@@ -153,7 +150,7 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
         return sums
     kinds: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
     for i, (source, target) in enumerate(zip(data, targets, strict=True)):
-        by_kernel = source.dtype in _DTYPES and target.dtype in (torch.bfloat16, torch.float16)
+        by_kernel = source.dtype in launch.TYPES and target.dtype in (torch.bfloat16, torch.float16)
         by_kernel = by_kernel and target.is_contiguous() and target.data_ptr() % 8 == 0
         kinds.setdefault((source.dtype, target.dtype) if by_kernel else None, []).append(i)
     for kind, chosen in kinds.items():
@@ -164,7 +161,7 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
                 target.copy_(source)
             _launch(some, found, [0] * len(some), None, None)
         else:
-            _launch(some, found, [t.data_ptr() for t in to], *(_DTYPES[dtype] for dtype in kind))
+            _launch(some, found, [t.data_ptr() for t in to], *(launch.TYPES[dtype] for dtype in kind))
         sums.index_copy_(0, to_device(torch.tensor(chosen, device="cpu"), sums.device), found)
     return sums
 

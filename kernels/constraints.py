@@ -49,7 +49,7 @@ def _constrain_kernel(
 
 def constrain(logits: Tensor, rows: ConstraintRows, slots: Tensor, positions: Tensor) -> Tensor:
     """As the reference."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = launch.in_rows(logits)
     count, vocab = logits.shape
     out = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
     chunk = min(_CHUNK, triton.next_power_of_2(vocab))

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import cuda
 
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 
@@ -45,6 +47,11 @@ def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> 
     if waits:
         asked["DEPENDENT"] = asked["launch_pdl"] = starts_early(device)
     return asked
+
+
+def in_rows(tensor: Tensor) -> Tensor:
+    """With the numbers of the last dimension side by side, as kernels read them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @triton.jit

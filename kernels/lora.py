@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
@@ -29,7 +28,6 @@ from stoker.kernels.reference.norm_rotary import Activation
 _FEW = 1024  # tokens, which are low tiles; more are tall ones
 _FEW_PAIRS = 256  # of a token and an expert
 _LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
-_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class _Tiles(NamedTuple):
@@ -115,7 +113,7 @@ def lora_embedding(
         table.pointers,
         hidden,
         FIELDS=POINTER_FIELDS,
-        DTYPE=_TYPES[table.dtype],
+        DTYPE=launch.TYPES[table.dtype],
         RANK=rank,
         **launch.options(out.device),
     )
@@ -145,7 +143,7 @@ def _settings(like: Tensor, table: LoraTable, tiles: _Tiles, rank: int) -> dict[
         "LINEARS": len(table.widths),
         "SLOTS": max(triton.next_power_of_2(tiles.slots), 8) if tiles.slots else 0,
         "FIELDS": POINTER_FIELDS,
-        "DTYPE": _TYPES[table.dtype],
+        "DTYPE": launch.TYPES[table.dtype],
         "PRECISION": "tf32x3" if thrice else "ieee",
         "ALIGNED": table.aligned,
         "RANK": rank,

@@ -119,8 +119,7 @@ def rms_norm(
 
 def _rows(x: Tensor) -> Tensor:
     """[..., D] as [rows, D], each of them contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return launch.in_rows(x.reshape(-1, x.shape[-1]))
 
 
 @triton.jit

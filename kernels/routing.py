@@ -196,7 +196,7 @@ def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
     """fp32 [splits, T, E]. splits: at most so many."""
     if x.dtype != weight.dtype:
         x, weight = x.float(), weight.float()
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    x, weight = map(launch.in_rows, (x, weight))
     (tokens, depth), experts = x.shape, weight.shape[0]
     block = 512 // x.dtype.itemsize
     split_depth = triton.cdiv(triton.cdiv(depth, block), splits) * block

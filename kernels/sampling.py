@@ -186,8 +186,9 @@ def sample(
 
     The tokens are the reference's but where two sums tie to rounding; greedy ones always, the first of equal logits.
     """
-    logits, stride, vocab = _rows_of(logits)
-    rows, splits = logits.shape[0], triton.cdiv(vocab, SPLIT)
+    logits = launch.in_rows(logits)
+    (rows, vocab), stride = logits.shape, logits.stride(0)
+    splits = triton.cdiv(vocab, SPLIT)
     floats = torch.empty(3, rows, splits, dtype=torch.float32, device=logits.device)
     ids = torch.empty(2, rows, splits, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -249,8 +250,9 @@ def _score_rows(
 
 
 def _score(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor, full: bool) -> tuple[Tensor, Tensor, Tensor]:
-    logits, stride, vocab = _rows_of(logits)
-    rows, splits = logits.shape[0], triton.cdiv(vocab, SPLIT)
+    logits = launch.in_rows(logits)
+    (rows, vocab), stride = logits.shape, logits.stride(0)
+    splits = triton.cdiv(vocab, SPLIT)
     masses, entropies = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device)
     larger = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
     logprobs, entropy = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
@@ -276,9 +278,3 @@ def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) 
 def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference; the log-probability is that of ``token_logprobs``."""
     return _score(logits, inverse_temperature, tokens, full=True)
-
-
-def _rows_of(logits: Tensor) -> tuple[Tensor, int, int]:
-    """Logits whose rows are contiguous, the stride between them, and the vocabulary."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    return logits, logits.stride(0), logits.shape[1]

@@ -117,7 +117,7 @@ def _apply_thresholds(logits_ptr, stride, vocab, min_p_ptr, bounds_ptr, tops_ptr
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """As the reference, with its rule for ties; probabilities differ from its by rounding."""
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = launch.in_rows(logits)
     (rows, vocab), stride = logits.shape, logits.stride(0)
     bounds = torch.empty(rows, dtype=torch.int32, device=logits.device)
     tops = torch.empty(rows, dtype=torch.float32, device=logits.device)
