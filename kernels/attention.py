@@ -25,27 +25,9 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel
-from stoker.kernels.attention_plan import (
-    LEAST_SHARED,
-    UNIT_ROWS,
-    AttentionPlan,
-    Lanes,
-    plan_attention,
-    workspace_bytes,
-)
+from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes
 from stoker.kernels.attention_write import write_kernel
 from stoker.kernels.reference.attention_plan import Visibility
-
-__all__ = [
-    "LEAST_SHARED",
-    "attend",
-    "launch_config",
-    "paged_attention",
-    "plan_attention",
-    "unsupported",
-    "workspace_bytes",
-    "write_kv",
-]
 
 _LOG2E = 1.4426950408889634
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -112,7 +94,7 @@ def launch_config(
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
     """Store each token's key and value. key: [T, H, Dk]; value: [T, H, Dv]; slots: int64 [T], block * size + offset."""
-    key, value = _rows(key), _rows(value)
+    key, value = launch.in_rows(key), launch.in_rows(value)
     heads, key_dim, value_dim = key.shape[1], key.shape[2], value.shape[2]
     write_kernel[(key.shape[0],)](
         key,
@@ -170,7 +152,7 @@ def attend(
     A value cache that is the beginning of the key cache (the latent form of DeepSeek) is read once. Padded tokens of a
     batch with chunks get zeros.
     """
-    query = _rows(query)
+    query = launch.in_rows(query)
     tokens, heads, value_dim = *query.shape[:2], value_cache.shape[-1]
     layer = _Launch(query, key_cache, value_cache, plan, scale, visibility, softcap, sinks)
     make = torch.empty if plan.decode else torch.zeros  # every lane writes its token
@@ -313,8 +295,3 @@ class _Launch:
             num_stages=config.num_stages,
             **launch.options(out.device, waits=False),
         )
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of a head side by side, as the kernels read them."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

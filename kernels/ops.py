@@ -147,6 +147,7 @@ def ops_for(
             )
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
+    from stoker.kernels.attention import unsupported
 
     narrow = {"kv_cache_dtype": kv_dtype == FP8, "quantization": in_fp8}
     for name in (name for name, is_asked in narrow.items() if is_asked):
@@ -156,7 +157,7 @@ def ops_for(
                 f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
             )
     table = triton_ops.DETERMINISTIC if deterministic else triton_ops.measured()
-    reason = next(filter(None, (triton_ops.unsupported(*layer) for layer in layers)), None)
+    reason = next(filter(None, (unsupported(*layer) for layer in layers)), None)
     if reason is None:
         return table
     if deterministic:

@@ -7,6 +7,7 @@ from functools import partial
 
 from stoker.kernels import (
     attention,
+    attention_plan,
     causal_conv,
     checksum,
     constraints,
@@ -25,11 +26,8 @@ from stoker.kernels import (
     truncation,
     window,
 )
-from stoker.kernels.attention import unsupported
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.ops import REFERENCE, Ops
-
-__all__ = ["DETERMINISTIC", "TRITON", "measured", "unsupported"]
 
 TRITON = replace(
     REFERENCE,
@@ -45,7 +43,7 @@ TRITON = replace(
     latent_heads_write=latent.latent_heads_write,
     gated_rms_norm=gates.gated_rms_norm,
     delta_gates=gates.delta_gates,
-    plan_attention=attention.plan_attention,
+    plan_attention=attention_plan.plan_attention,
     write_kv=attention.write_kv,
     paged_attention=attention.paged_attention,
     causal_conv=causal_conv.causal_conv,
@@ -61,8 +59,8 @@ TRITON = replace(
     advance=window.advance,
     checksums=checksum.checksums,
     static_plans=True,
-    shared_from=attention.LEAST_SHARED,
-    attention_workspace=attention.workspace_bytes,
+    shared_from=attention_plan.LEAST_SHARED,
+    attention_workspace=attention_plan.workspace_bytes,
     recurrent_workspace=recurrent_chunks.workspace_bytes,
 )
 
@@ -83,7 +81,7 @@ DETERMINISTIC = replace(
     experts=moe.experts_invariant,
     gated_delta_rule=partial(recurrent.gated_delta_rule, deterministic=True),
     selective_scan=partial(recurrent.selective_scan, deterministic=True),
-    plan_attention=partial(attention.plan_attention, deterministic=True),
+    plan_attention=partial(attention_plan.plan_attention, deterministic=True),
     shared_from=None,
     recurrent_workspace=None,  # these go token after token
 )

@@ -125,7 +125,9 @@ def variants(queries: list[list[int]]) -> dict[str, int]:
     cache = torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)
     for each in queries:
         rows, query = len(each), torch.zeros(sum(each), 8, 64, dtype=torch.bfloat16)
-        plan = attention.plan_attention(each, [2000] * rows, table[:rows], lens[:rows], block_size=16, token_bytes=1)
+        plan = attention_plan.plan_attention(
+            each, [2000] * rows, table[:rows], lens[:rows], block_size=16, token_bytes=1
+        )
         attention.paged_attention(query, cache, cache, plan, scale=0.1, visibility=Visibility())
     found: dict[str, set[str]] = {}
     for kernel, _, given in launches:
@@ -158,7 +160,7 @@ def launch(
     for queries, spans in ((1, ()), (64, ()), (64, [(0, 64)]))[: None if chunks else 1]:
         rows = 64 if queries == 1 else 1
         options = {"block_size": 16, "token_bytes": 1, "spans": spans, "window_tables": table.clone()}
-        plan = attention.plan_attention([queries] * rows, [2000] * rows, table, lens, **options)
+        plan = attention_plan.plan_attention([queries] * rows, [2000] * rows, table, lens, **options)
         query = make(rows * queries, heads, key_dim)
         attention.paged_attention(query, key_cache, value_cache, plan, scale=0.1, visibility=visibility)
     new = make(64, kv_heads, key_dim), make(64, kv_heads, value_dim)

@@ -10,8 +10,8 @@ import torch
 from cases_attention import DEVICE, GPU_ONLY, NARROW, PLAIN, SMALL, Heads, Paged, Row, check, family, options_of, units
 from paged_rows import TOLERANCE
 
-from stoker.kernels.attention import attend, workspace_bytes
-from stoker.kernels.attention_plan import UNIT_ROWS
+from stoker.kernels.attention import attend
+from stoker.kernels.attention_plan import UNIT_ROWS, workspace_bytes
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.triton_ops import TRITON
 
