@@ -9,8 +9,6 @@ activation comes after theirs, as an operation of its own.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -186,6 +184,13 @@ def _weighted_sum_kernel(
     tl.store(out_ptr + token * width + at, total, mask=inside)
 
 
+def _tile(pairs: int, experts: int, width: int, device: torch.device) -> tuple[int, int]:
+    """Rows and columns of a tile: narrow while few pairs are there, so that all multiprocessors read."""
+    rows = rows_per_tile(pairs, experts)
+    tiles = most_tiles(pairs, experts, rows) * triton.cdiv(width, 128)
+    return rows, 64 if tiles < 2 * launch.multiprocessors(device) else 128
+
+
 def experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -194,42 +199,6 @@ def experts(
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I]."""
-    rows = rows_per_tile(expert_ids.numel(), gate_up.shape[0])
-    # Narrow tiles while few pairs are there, so that all multiprocessors read.
-    tiles = most_tiles(expert_ids.numel(), gate_up.shape[0], rows) * triton.cdiv(down.shape[1], 128)
-    columns = 64 if tiles < 2 * launch.multiprocessors(x.device) else 128
-    biases = gate_up_bias, down_bias
-    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, rows, columns, **options)
-
-
-def experts_invariant(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """``experts`` in tiles of one shape always: a token without an adapter has the same bits alone and among any others."""
-    biases = gate_up_bias, down_bias
-    return _experts(x, expert_ids, expert_weights, gate_up, down, *biases, _INVARIANT_ROWS, 128, **options)
-
-
-def _experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    rows: int,
-    columns: int,
     *,
     gate: Gate,
     weigh_input: bool = False,
@@ -241,13 +210,20 @@ def _experts(
     residual: Tensor | None = None,
     scale: float = 1.0,
     in_place: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
+    """As the reference's. x: [T, D]; expert_ids, expert_weights: [T, K]; gate_up: [E, 2 * I, D]; down: [E, D, I].
+
+    deterministic: in tiles of one shape always, so that a token without an adapter has the same bits alone and among any
+    others.
+    """
     x, expert_ids, expert_weights = (t.contiguous() for t in (x, expert_ids, expert_weights))
     assert all(t is None or t.is_contiguous() for t in (gate_up_bias, down_bias, *(scales or ())))
-    if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
-        columns = 64
     tokens, per_token = expert_ids.shape
     pairs, num_experts = expert_ids.numel(), gate_up.shape[0]
+    rows, columns = (_INVARIANT_ROWS, 128) if deterministic else _tile(pairs, num_experts, down.shape[1], x.device)
+    if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
+        columns = 64
     order, starts = order_by_group(expert_ids, num_experts) if groups is None else groups
     options = {"num_warps": 4} | launch.options(x.device)
 

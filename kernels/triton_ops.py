@@ -78,7 +78,7 @@ DETERMINISTIC = replace(
     lora=partial(lora.lora, deterministic=True),
     lora_embedding=partial(lora.lora_embedding, deterministic=True),
     route=routing.route_invariant,
-    experts=moe.experts_invariant,
+    experts=partial(moe.experts, deterministic=True),
     gated_delta_rule=partial(recurrent.gated_delta_rule, deterministic=True),
     selective_scan=partial(recurrent.selective_scan, deterministic=True),
     plan_attention=partial(attention_plan.plan_attention, deterministic=True),
