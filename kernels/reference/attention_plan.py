@@ -161,21 +161,16 @@ class AttentionPlan:
     def next_step(self) -> None:
         self._masks.clear()
 
-    def last_key(self, number: int) -> Tensor:
-        """Position of the newest key of each row of a piece, int64 [r, 1]."""
-
-        def last() -> Tensor:
-            rows = self.decodes[number].rows
-            lens = self.seq_lens if rows is None else self.seq_lens.index_select(0, rows)
-            return lens[:, None] - 1
-
-        return self.once((number, "last"), last)
-
     def last_seen(self, number: int, visibility: Visibility) -> Tensor:
-        """The same, counted from where the blocks begin that the row sees; 0 for a row that is over, and at place 0."""
+        """Place of the newest key of each row of a piece, int64 [r, 1], counted from where the blocks begin that the row sees.
+
+        It is 0 for a row that is over, and at place 0.
+        """
 
         def last() -> Tensor:
-            return (self.last_key(number) - self.decodes[number].seen(visibility)[1]).clamp_(min=0)
+            piece = self.decodes[number]
+            lens = self.seq_lens if piece.rows is None else self.seq_lens.index_select(0, piece.rows)
+            return (lens[:, None] - 1 - piece.seen(visibility)[1]).clamp_(min=0)
 
         return self.once((number, visibility, "last"), last)
 
@@ -230,9 +225,7 @@ class Segment(NamedTuple):
     whole: bool
 
 
-def segments(
-    query_lens: Sequence[int], key_lens: Sequence[int], spans: Sequence[tuple[int, int]] = ()
-) -> list[Segment]:
+def segments(query_lens: Sequence[int], key_lens: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
     """The rows of a step, cut where spans begin and end. Arguments as those of ``plan_attention``."""
     found: list[Segment] = []
     first, rest = 0, deque(spans)
