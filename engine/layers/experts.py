@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,8 @@ class _State:
     gate: Gate
     dense: bool = False  # every expert runs over every token, weighed
     adapters: Callable[[], ExpertAdapters | None] = lambda: None  # of the step that runs
-    # Weights and scales of the two projections, where these are not the module's own.
-    in_fp8: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    # Weights and scales of the two projections by name, in order, where these are not the module's own.
+    in_fp8: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
 def run_experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, **options: Any) -> Tensor:
     """``Ops.experts`` with the parameters of a module that was taken over, and its adapters. options: of the operation."""
     state: _State = getattr(module, _STATE)
-    if state.in_fp8 is None:
-        gate_up, down = _matrices(module).values()
+    if state.in_fp8:
+        (gate_up, down), options["scales"] = zip(*state.in_fp8.values(), strict=True)
     else:
-        (gate_up, down), options["scales"] = zip(*state.in_fp8, strict=True)
+        gate_up, down = _matrices(module).values()
     biases = [getattr(module, name + _BIAS) if _has_bias(module) else None for name in _projections(module)]
     options |= {"gate": state.gate, "weigh_input": state.dense, "adapters": state.adapters()}
     return state.ops.experts(x, expert_ids, expert_weights, gate_up, down, *biases, **options)
@@ -89,7 +89,7 @@ def _matrices(module: Any) -> dict[str, Tensor]:
 
 def matrices(module: nn.Module) -> dict[str, Tensor]:
     """Those that only ``run_experts`` reads; none of any other module."""
-    return _matrices(module) if hasattr(module, _STATE) and not _is_dense(module) else {}
+    return _matrices(module) if is_taken_over(module) and not _is_dense(module) else {}
 
 
 def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
@@ -97,9 +97,12 @@ def may_be_rounded(module: nn.Module) -> tuple[str, ...]:
     return _projections(module) if are_experts(module) and knows_interface(module) else ()
 
 
-def multiply_in_fp8(module: Any, gate_up: tuple[Tensor, Tensor], down: tuple[Tensor, Tensor]) -> None:
-    """Let experts run on weights in fp8, [E, N, D], with their scales, [E, N], in place of their ``matrices``."""
-    getattr(module, _STATE).in_fp8 = gate_up, down
+def multiply_in_fp8(module: Any, name: str, values: Tensor, scales: Tensor) -> None:
+    """Let experts run on a weight in fp8, [E, N, D], with its scales, [E, N], in place of that of their ``matrices``.
+
+    Both are given before they run.
+    """
+    getattr(module, _STATE).in_fp8[name] = values, scales
 
 
 def _dense_experts(module: Any, hidden_states: Tensor) -> Tensor:
@@ -156,7 +159,7 @@ def repeats_tokens(module: nn.Module) -> bool:
 
 def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
     """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
-    if not hasattr(module, _STATE):
+    if not is_taken_over(module):
         return {}
     shapes = {name: getattr(module, name).shape for name in _projections(module)}
     return {n: (s[0], s[2], s[1]) if _is_transposed(module) else tuple(s) for n, s in shapes.items()}

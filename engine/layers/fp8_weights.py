@@ -44,9 +44,7 @@ class Fp8Weights:
     by_name: of each weight that is rounded.
     """
 
-    def __init__(
-        self, shell: nn.Module, modules: Mapping[str, nn.Module], ops: Ops, passing: Collection[str] = ()
-    ) -> None:
+    def __init__(self, shell: nn.Module, modules: Mapping[str, nn.Module], ops: Ops, passing: Collection[str]) -> None:
         """modules: the shell's by name, as they were before layers were fused. passing: weights whose numbers are in memory for a
         moment only, in which ``refresh`` is called with their names.
 
@@ -177,16 +175,8 @@ class Fp8Weights:
 
 def _of_experts(modules: Mapping[str, nn.Module]) -> Iterator[_Wanted]:
     for path, module in modules.items():
-        found = matrices(module)
-        given: list[tuple[Tensor, Tensor]] = []
-
-        def give(values: Tensor, scales: Tensor, module: Any = module, given: Any = given) -> None:
-            given.append((values, scales))
-            if len(given) == 2:
-                multiply_in_fp8(module, *given)
-
-        for name, source in found.items():
-            yield [f"{path}.{name}"], [source.detach()], give
+        for name, source in matrices(module).items():
+            yield [f"{path}.{name}"], [source.detach()], partial(multiply_in_fp8, module, name)
 
 
 def _aligned(end: int) -> int:
