@@ -79,7 +79,7 @@ class Attention:
         if self.gated:
             query, rest = torch.split(by_head, [2 * self.heads, 2 * self.kv_heads], dim=1)
             by_head, gate = torch.cat((query[:, ::2], rest), dim=1), query[:, 1::2]
-        cos, sin, factor, *_ = (*(table[0] for table in tables or ()), None, None, None)
+        cos, sin, factor = [*(tables or ()), None, None, None][:3]
         out: Tensor = context.attend_projected(
             self.layer,
             by_head,
@@ -124,7 +124,7 @@ class LatentAttention:
             query = self.query(query, norm=self.query_norm)
         query = query.view(query.shape[0], -1, self.head_dim)
         key_value = self.key_value(latent, norm=self.key_value_norm).view(*query.shape[:2], -1)
-        cos, sin, factor, *_ = (*(table[0] for table in tables), None)
+        cos, sin, factor = [*tables, None][:3]
         rotation = {"interleaved": self.interleaved, "factor": factor if self.tempered else None}
         heads = query, key_value, key_rotary
         out: Tensor = context.attend_latent(self.layer, *heads, (cos, sin), **rotation, **self.options)

@@ -108,12 +108,12 @@ class PlainModel:
         expected, actual = self.shell.module_logits(x).float(), self.head(x).float()
         return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
 
-    def _rotary(self, positions: Tensor, kind: str | None) -> list[Tensor]:
-        """Of ``Rotary``, without their first dimension. positions: int64 [T]."""
+    def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, ...]:
+        """Of ``Rotary``. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
         found = self.rotary.at(x, positions, kind)
         assert found is not None
-        return [table[0] for table in found]
+        return found
 
     def _bytes(self, kind: str | None) -> int:
         one = self._rotary(torch.zeros(1, dtype=torch.long, device=self.embed.weight.device), kind)
@@ -162,8 +162,7 @@ class PlainModel:
             rotary = {kind: self.rotary.at(x, places, kind) for kind in self.kinds}
         else:
             rotary = {
-                kind: tuple(table.index_select(0, places)[None] for table in tables)
-                for kind, tables in self.kept.items()
+                kind: tuple(table.index_select(0, places) for table in tables) for kind, tables in self.kept.items()
             }
         deep = iter(() if images is None else images.deep)
         own: Iterable[Tensor | None] = repeat(None) if self.per_layer is None else self.per_layer(token_ids, x[0])

@@ -53,10 +53,10 @@ class Rotary:
         return self.module(x, position_ids=positions, **({} if kind is None else {"layer_type": kind}))
 
     def tables(self, given: Any, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
-        """Of what the model gives its layers: cosines and sines, [1, T, R], and, where there is one, the factor, [1, T, 1]."""
+        """Of what the model gives its layers: cosines and sines, [T, R], and, where there is one, the factor, [T, 1]."""
         if given is None:
             return None
-        cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
+        cos, sin = (angles[0] for angles in ((given.real, given.imag) if isinstance(given, Tensor) else given))
         if (stride := self._strides[kind]) is not None:
             cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos[..., ::stride], sin[..., ::stride]))
         if self._backwards:
@@ -64,7 +64,7 @@ class Rotary:
         if self._factor is None:
             return cos, sin
         offset, step, scale = self._factor
-        places = positions.view(-1, positions.shape[-1], 1)[:1]
+        places = positions.view(-1, positions.shape[-1], 1)[0]
         steps = torch.floor((places.float() + offset) / step)
         return cos, sin, torch.log1p(steps) * scale + 1.0
 
