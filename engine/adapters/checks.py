@@ -110,6 +110,13 @@ def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[in
         )
 
 
+def not_run_alone(name: str, path: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
+        "may name embeddings, norms before attention, MLP and head, and the head"
+    )
+
+
 def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], fused: Set[str]) -> None:
     for path, bias in link.biases.items():
         own_bias = getattr(_module(name, path, modules), "bias", None)
@@ -122,10 +129,7 @@ def _check_states(name: str, link: AdapterWeights, modules: Mapping[str, Any], f
         # What attends would write the adapter's keys over the base's, and what repeats tokens has rows that are none of theirs.
         attends = module is not None and any(hasattr(m, "is_causal") for m in module.modules())
         if module is None or path in fused or attends or repeats_tokens(module):
-            raise UnsupportedModelError(
-                f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
-                "may name embeddings, norms before attention, MLP and head, and the head"
-            )
+            raise not_run_alone(name, path)
         own: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         wrong = sorted(n for n in state if n not in own or own[n].shape != state[n].shape)
         if wrong:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stoker.engine.adapters.checks import is_linear, states_of
+from stoker.engine.adapters.checks import is_linear, not_run_alone, states_of
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 
@@ -45,10 +45,7 @@ class RecurrentLayers:
         for path in (path for link in adapter.links for path in states_of(link, modules)):
             linear = is_linear(modules.get(path))
             if not linear and any(f"{m}.".startswith(f"{path}.") or path.startswith(f"{m}.") for m in self._mixers):
-                raise UnsupportedModelError(
-                    f"adapter {name!r} saves {path}, which the engine does not run as a module of its own: modules_to_save "
-                    "may name embeddings, norms before attention, MLP and head, and the head"
-                )
+                raise not_run_alone(name, path)
 
     @contextmanager
     def within(self, context: Any) -> Iterator[None]:
