@@ -58,7 +58,6 @@ class Mixing:
     norm: NormBefore | None  # of its own, in place of the block's
     post_norm: Norm | None
 
-    own: ClassVar[bool] = False  # whether it is a module of the original's that is run as it is
     norms_itself: ClassVar[bool] = False
 
     @property
@@ -82,17 +81,16 @@ class Mlp:
     post_norm: Norm | None
 
     in_scale: ClassVar[float] = 1.0
-    own: ClassVar[bool] = False
     norms_itself: ClassVar[bool] = False
 
     @property
     def linears(self) -> tuple[Linears, ...]:
         return self.gate_up, self.down
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given | None = None, **add: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given = _NOTHING, **add: Any) -> Tensor:
         if self.gate_scale == 1.0 and not self.per_layer:
             return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
-        up = given.per_layer if self.per_layer and given is not None else None
+        up = given.per_layer if self.per_layer else None
         gated = self.gate_up.ops.act_mul(self.gate_up(x, norm=norm), self.act, self.gate_scale, up)
         return self.down(gated, **add)
 
@@ -108,7 +106,6 @@ class Own:
     post_norm: Norm | None
 
     in_scale: ClassVar[float] = 1.0
-    own: ClassVar[bool] = True
     linears: ClassVar[tuple[Linears, ...]] = ()
 
     @property
@@ -155,5 +152,5 @@ class Block:
 
     def __post_init__(self) -> None:
         readers = [branch for branch in self.branches if branch.norm is None]
-        is_read = len(readers) > 1 or any(branch.own or branch.in_scale != 1.0 for branch in readers)
+        is_read = len(readers) > 1 or any(isinstance(b, Own) or b.in_scale != 1.0 for b in readers)
         object.__setattr__(self, "norm_is_read", is_read)

@@ -43,7 +43,7 @@ class FusedDecoderLayer(nn.Module):
     @property
     def complete(self) -> bool:
         """Whether the layer runs nothing of the original's own."""
-        return not any(branch.own for branch in self.branches)
+        return not any(isinstance(branch, Own) for branch in self.branches)
 
     @property
     def runs_on_ops(self) -> bool:

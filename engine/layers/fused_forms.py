@@ -63,9 +63,16 @@ class Maker:
         if branch.act is None:
             act = branch.plain_act
             assert act is not None
-            of_its_own: dict[str, Any] = {"norm": norm, "post_norm": post_norm}
-            of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
-            return Mixing(inputs=gate_up, mixer=lambda x, *_: act(x), inner=(), out=down, **of_its_own)
+            return Mixing(
+                inputs=gate_up,
+                mixer=lambda x, *_: act(x),
+                inner=(),
+                out=down,
+                scale=branch.scale,
+                in_scale=branch.in_scale,
+                norm=norm,
+                post_norm=post_norm,
+            )
         return Mlp(
             gate_up=gate_up,
             act=branch.act,
