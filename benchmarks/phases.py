@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,16 +64,7 @@ def start_up(model: str, device: str, limit_s: float | None = None) -> dict[str,
 
 def prefill(engine: RolloutEngine, ceiling: Ceiling, work: Workload, vocab: int, repeats: int = 3) -> dict[str, float]:
     """Prompts alone (workload iv): every prompt is another one, and has one token sampled."""
-    alone = Workload(
-        name="iv",
-        prompts=work.prompts * 2,
-        samples=1,
-        prompt_tokens=work.prompt_tokens,
-        median=1,
-        sigma=0.0,
-        cap=1,
-        slots=work.slots,
-    )
+    alone = replace(work, name="iv", prompts=work.prompts * 2, samples=1, median=1, sigma=0.0, cap=1)
     seconds = []
     for repeat in range(-1, repeats):
         prompts = alone.draw(vocab, 3000 + repeat)

@@ -24,12 +24,15 @@ def compared(seconds: Mapping[str, list[float]], tokens: int, ceiling_s: float) 
 
 
 def comparison(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lines of a table of what is ``compared``."""
-    lines = [f"  {'':10}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}"]
+    """Lines of a table of what is ``compared``, with those that were ``skipped``."""
+    lines = [f"  {'engine':22}{'wall s':>9}{'range':>18}{'tok/s':>9}{'/ stoker':>10}{'of ceiling':>12}"]
     for name, e in engines.items():
+        if "skipped" in e:
+            lines.append(f"  {name:22} not timed: {e['skipped']}")
+            continue
         low, high = min(e["seconds"]), max(e["seconds"])
         lines.append(
-            f"  {name:10}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
+            f"  {name:22}{e['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}{e['tokens_per_s']:9.0f}"
             f"{e['times_stoker']:9.2f}x{e['of_ceiling']:12.1%}"
         )
     return lines
@@ -46,19 +49,10 @@ def table(results: dict[str, Any]) -> str:
             f"{work['samples']} samples, {work['slots']} slots, {work['completion_tokens']} completion tokens, "
             f"median {work['median_length']:.0f}, longest {work['longest']}; a static batch is "
             f"{work['static_batch_use']:.0%} useful",
-            f"  {'engine':16}{'wall s':>9}{'range':>18}{'tok/s':>9}{'engine / stoker':>17}{'of ceiling':>12}",
+            *comparison(run["engines"]),
         ]
-        for name, engine in run["engines"].items():
-            if "skipped" in engine:
-                lines.append(f"  {name:16} not timed: {engine['skipped']}")
-                continue
-            low, high = min(engine["seconds"]), max(engine["seconds"])
-            lines.append(
-                f"  {name:16}{engine['median_s']:9.3f}{f'{low:.3f} - {high:.3f}':>18}"
-                f"{engine['tokens_per_s']:9.0f}{engine['times_stoker']:16.2f}x{engine['of_ceiling']:12.1%}"
-            )
         best = work["completion_tokens"] / run["ceiling_s"]
-        lines.append(f"  {'ceiling':16}{run['ceiling_s']:9.3f}{'':18}{best:9.0f}")
+        lines.append(f"  {'ceiling':22}{run['ceiling_s']:9.3f}{'':18}{best:9.0f}")
         steps, gate, kept = run["steps"], run["gate"], run["maintenance"]
         lines.append(
             f"  stoker: step p50 {steps['p50_step_ms']:.2f} ms, p95 {steps['p95_step_ms']:.2f} ms, "

@@ -74,7 +74,7 @@ def timed(peer: Peer, prompts: list[list[int]], lengths: Sequence[int], device: 
 
 
 def compare(
-    scenario: Scenario, device: str, peer_names: Sequence[str], note: Callable[[dict[str, Any]], object] = dict
+    scenario: Scenario, device: str, peer_names: Sequence[str], note: Callable[[dict[str, Any]], object]
 ) -> dict[str, Any]:
     """Gate, interleaved timings, ceiling and step times of one scenario. note: is told what is known so far."""
     spec, work = scenario.spec, scenario.workload
@@ -107,14 +107,9 @@ def compare(
     }
     note(results)
     engines = race(stoker, scenario, device, dtype, peer_names)
-    median = {name: statistics.median(e["seconds"]) for name, e in engines.items() if "skipped" not in e}
-    for name, seconds in median.items():
-        engines[name].update(
-            median_s=seconds,
-            tokens_per_s=sum(lengths) / seconds,
-            times_stoker=seconds / median[stoker.name],
-            of_ceiling=results["ceiling_s"] / seconds,
-        )
+    seconds = {name: e["seconds"] for name, e in engines.items() if "skipped" not in e}
+    for name, figures in report.compared(seconds, sum(lengths), results["ceiling_s"]).items():
+        engines[name].update(figures)
     note(results | {"engines": engines})
     results |= {
         "engines": engines,
@@ -125,7 +120,7 @@ def compare(
     }
     note(results)
     if scenario.extras:
-        results["shuffled"] = _shuffled(stoker, scenario, device, median[stoker.name])
+        results["shuffled"] = _shuffled(stoker, scenario, device, engines[stoker.name]["median_s"])
         results["cycle"] = phases.cycle(stoker.engine, stoker.model, work, vocab, device)
     stoker.close()
     return results

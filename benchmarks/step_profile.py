@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from stoker.benchmarks import ceilings, command
-from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of
+from stoker.benchmarks.workloads import HYBRID_2B, LLAMA_1B, QWEN_7B, SMALL, TOY, TOY_HYBRID, dtype_of, random_prompts
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 MODELS = {spec.name: spec for spec in (TOY, TOY_HYBRID, SMALL, LLAMA_1B, HYBRID_2B, QWEN_7B)}
@@ -78,8 +77,7 @@ def measure(name: str, device: str, batch: int, context: int, steps: int) -> dic
     """Of at least so many steps."""
     spec = MODELS[name]
     model = spec.build(device, dtype_of(device))
-    rng = random.Random(0)
-    prompts = [[rng.randrange(1, spec.config.vocab_size) for _ in range(context)] for _ in range(batch)]
+    prompts = random_prompts(spec, batch, context, seed="0")
     most = steps + 2 * EngineConfig().decode_window  # two windows may be under way before the first is read
     params = SamplingParams(max_tokens=most, ignore_eos=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]

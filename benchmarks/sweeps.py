@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -13,17 +12,12 @@ import torch
 
 from stoker.benchmarks import ceilings
 from stoker.benchmarks.footprint import room
-from stoker.benchmarks.workloads import ModelSpec, dtype_of
+from stoker.benchmarks.workloads import ModelSpec, dtype_of, random_prompts
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 STEPS = 64
 _MOST_KV_BYTES = 40 * 2**30
 _REPEATS = 3
-
-
-def _prompts(spec: ModelSpec, rows: int, tokens: int, seed: str) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1, spec.config.vocab_size) for _ in range(tokens)] for _ in range(rows)]
 
 
 def _seconds(engine: RolloutEngine, prompts: list[list[int]], tokens: int) -> float:
@@ -74,7 +68,7 @@ def decode(
         for number, (batch, context) in enumerate(fitting):
             if number and time.perf_counter() - start > budget_s:
                 break
-            prompts = _prompts(spec, batch, context, f"{batch}/{context}")
+            prompts = random_prompts(spec, batch, context, f"{batch}/{context}")
             engine.update_weights()  # empties the prefix cache
             _seconds(engine, prompts, 1 + STEPS)  # fills it, and captures what there is to capture
             times = [_seconds(engine, prompts, 1 + STEPS) - _seconds(engine, prompts, 1) for _ in range(_REPEATS)]

@@ -133,9 +133,7 @@ def process(function: Callable[..., None], *arguments: Any) -> Iterator[Connecti
 
 
 @contextmanager
-def sender(
-    scenario: Scenario, device: str, dtype: torch.dtype, store: str = "", *, few: bool = False
-) -> Iterator[Connection]:
+def sender(scenario: Scenario, device: str, dtype: torch.dtype, store: str, *, few: bool) -> Iterator[Connection]:
     """A trainer in another process, which sends as often as ``race`` takes."""
     rounds, threads = scenario.repeats + 1, torch.get_num_threads()
     other = process(weight_ranks.send, scenario.spec, device, dtype, store, threads, rounds, few)

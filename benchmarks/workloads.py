@@ -36,8 +36,8 @@ class ModelSpec:
     model_class: type[PreTrainedModel]
     config: Any
 
-    def build(self, device: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-        torch.manual_seed(seed)
+    def build(self, device: str, dtype: torch.dtype) -> PreTrainedModel:
+        torch.manual_seed(0)
         with torch.device(device):
             model = self.model_class._from_config(self.config, dtype=dtype, attn_implementation="sdpa")
         model.eval().requires_grad_(False)
@@ -50,6 +50,11 @@ class ModelSpec:
 def dtype_of(device: str) -> torch.dtype:
     """What models run in there."""
     return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def random_prompts(spec: ModelSpec, rows: int, tokens: int, seed: str) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(1, spec.config.vocab_size) for _ in range(tokens)] for _ in range(rows)]
 
 
 @torch.no_grad()
