@@ -153,8 +153,10 @@ class _EngineBackend:
         self._trained.look(self._trainer)
         with self._cost.timed():
             wake_weights(self.engine)
-        self.engine.update_weights()
-        self._dropped = False
+        with uninterrupted():  # or this process would take them once more, while no other one does
+            self.engine.update_weights()
+            self._dropped = False
+            setattr(self._trainer, self.last_sync, self._trainer.state.global_step)
 
     def begin(self) -> None:
         """A run begins, at whose first generation the trainer is to sync.
@@ -171,11 +173,13 @@ class _EngineBackend:
 
     def end(self) -> None:
         """A run has ended: from now on processes may generate a different number of times, each by itself."""
-        self.forget_step()
         self._training = False
-        if self._dropped:
-            self.sync_weights()
-            self._send_to_sleep()
+        try:
+            if self._dropped:
+                self.sync_weights()
+                self._send_to_sleep()
+        finally:
+            self.forget_step()
 
     def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to.
@@ -355,7 +359,6 @@ class _PairBackend(_EngineBackend):
             )
         if trainer.state.global_step != trainer._last_loaded_step:
             self.sync_weights()
-            trainer._last_loaded_step = trainer.state.global_step
         tokenizer = trainer._tokenizer
         processor = trainer.processing_class  # whose template it is: a tokenizer beside image processors has none
         texts = [maybe_apply_chat_template({"prompt": prompt}, processor)["prompt"] for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,29 @@ def test_an_interrupt_goes_on_though_requests_are_under_way(
     trainer.train()
     assert trainer.state.global_step == 2 and engine.is_sleeping
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < LOGPROB_TOLERANCE
+    check_parity(trainer)
+
+
+def test_an_interrupt_does_not_come_between_an_update_and_the_word_of_it(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a rank would ask for shards once more, while the others think they have them."""
+    trainer = make_trainer(vllm_enable_sleep_mode=True, **PLAIN)
+    engine = attach(trainer, config=EngineConfig(dtype="float64"))  # with a copy, which is dropped between rollouts
+    update = engine.update_weights
+
+    def interrupted() -> int:
+        version = update()
+        if version == 2:
+            signal.raise_signal(signal.SIGINT)
+        return version
+
+    monkeypatch.setattr(engine, "update_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._last_loaded_step == trainer.state.global_step == 1
+    ask(trainer, [[3, 4, 5]])
+    assert engine.weight_version == 2
     check_parity(trainer)
 
 
