@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.kernels.errors import InvalidRequestError
+from stoker.rollout.regex import DEAD, byte_automaton
 
 _MOST_CHARACTERS = 2**24  # of a pattern; far fewer make more states than an automaton may have
 _ANYTHING = 14_000  # characters of the pattern of a value that a schema says nothing of
 _SHORT = ("string", "integer", "number", "boolean", "null")  # the pattern of one of these is not
 _REFERENCES = 3  # within each other, as far as outlines_core follows them
+# What outlines_core passes over wherever it stands, so that what is sampled need not fit the schema.
+_PASSED_OVER = (
+    "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "uniqueItems", "contains", "minProperties",
+    "maxProperties", "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies", "not", "if",
+)  # fmt: skip
+# Of these it reads one, and of what else binds a value then nothing.
+_FIRST = ("properties", "allOf", "anyOf", "oneOf", "prefixItems", "enum", "const", "$ref")
+_BESIDE = {"properties": ("required",), "prefixItems": ("minItems", "maxItems", "items")}
+_NOT_IN_QUOTES = [*range(0x20), ord('"'), ord("\\")]  # bytes that JSON writes otherwise in a string
 
 
 def pattern_of(name: str, schema: dict[str, Any]) -> str:
@@ -23,17 +33,92 @@ def pattern_of(name: str, schema: dict[str, Any]) -> str:
             f"{name}: JSON schemas need the package outlines_core where the server runs: pip install outlines_core"
         ) from error
     try:
-        written = json.dumps(schema)
+        own = json.loads(json.dumps(schema))
         # First, as a pattern has its parts several times over, and so has each of these: gigabytes, of a few hundred bytes.
-        if _length(schema, schema, 0, {}) > _MOST_CHARACTERS:
+        if _length(own, own, 0, {}) > _MOST_CHARACTERS:
             raise InvalidRequestError(
                 f"{name}: the schema's pattern would have more than {_MOST_CHARACTERS} characters: nest less deep, refer to "
                 "what contains the reference less often, or have properties required"
             )
-        return str(build_regex_from_schema(written))
-    except (ValueError, TypeError, RecursionError) as error:
+        texts = [part for part in _parts(own) if _is_text(part)]
+        for part in texts:
+            if isinstance(given := part.get("pattern"), str):  # in a group, or an alternative in it would end the text
+                part["pattern"] = f"(?:{given[1:-1] if given.startswith('^') and given.endswith('$') else given})"
+        pattern = str(build_regex_from_schema(json.dumps(own)))
+        if unheld := list(dict.fromkeys(_unheld(own))):
+            raise InvalidRequestError(
+                f"{name}: what is sampled would not be held to {', '.join(unheld)} of the schema: leave that out, and look "
+                "at the answer for it"
+            )
+        for part in texts:
+            if "pattern" in part or "format" in part:
+                _check_quoted(name, part, str(build_regex_from_schema(json.dumps({**part, "type": "string"}))))
+        return pattern
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         # TypeError where its parser takes less than Python's: half characters.
         raise error if isinstance(error, InvalidRequestError) else InvalidRequestError(f"{name}: {error}") from error
+
+
+def _check_quoted(name: str, part: dict[str, Any], pattern: str) -> None:
+    """Raise ``InvalidRequestError`` where a string's own pattern, which stands between quotes as it is, may have one."""
+    within = pattern.removeprefix("(").removesuffix(")")[1:-1]
+    if (byte_automaton(within).following[:, _NOT_IN_QUOTES] != DEAD).any():
+        raise InvalidRequestError(
+            f"{name}: strings of {json.dumps({n: part[n] for n in ('pattern', 'format') if n in part})} may have quotes, "
+            "backslashes or control characters, which JSON writes otherwise: give a pattern without them, as [a-z], or "
+            '[^"\\\\\\x00-\\x1f] in place of .'
+        )
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema, and all within it that values are held to."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for name in ("properties", "$defs", "definitions"):
+        values = schema.get(name)
+        for part in values.values() if isinstance(values, Mapping) else ():
+            yield from _parts(part)
+    for name in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        values = schema.get(name)
+        for part in values if isinstance(values, list) else ():
+            yield from _parts(part)
+    for name, beside in (("items", "prefixItems"), ("additionalProperties", "properties")):
+        if beside not in schema:  # next to which nothing of the other kind is sampled
+            yield from _parts(schema.get(name))
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type")
+    return not any(name in schema for name in _FIRST) and ("string" in (kinds if isinstance(kinds, list) else [kinds]))
+
+
+def _unheld(schema: Any) -> Iterator[str]:
+    """What a schema asks for and ``outlines_core`` makes no part of the pattern, or one that matches what is no JSON."""
+    for part in _parts(schema):
+        yield from (name for name in _PASSED_OVER if part.get(name) is not None and part[name] is not False)
+        first, *others = [name for name in _FIRST if name in part] or [""]
+        yield from (f"{name} beside {first}" for name in others)
+        if first:
+            bound = {"minLength", "maxLength", "pattern", "required", "minItems", "maxItems", "items"} - {
+                *_BESIDE.get(first, ())
+            }
+            yield from (f"{name} beside {first}" for name in sorted(bound & {*part}))
+        yield from (f"required {name!r}" for name in part.get("required", ()) if name not in part.get("properties", ()))
+        if len(part.get("allOf", ())) > 1:
+            yield "allOf of several"
+        if first == "prefixItems":
+            count = len(part[first])
+            if not part.get("minItems", 0) <= count <= part.get("maxItems", count):
+                yield "minItems and maxItems beside prefixItems"
+        if (
+            _is_text(part)
+            and ("minLength" in part or "maxLength" in part) + ("pattern" in part) + ("format" in part) > 1
+        ):
+            yield "several of minLength, pattern and format"
+        within = [*part.get("properties", {}).values(), *part.get("prefixItems", ())]
+        if any(one == {} for one in within):
+            yield "a property or item of any kind ({})"
 
 
 def _length(schema: Any, root: Any, references: int, known: dict[tuple[int, int], int]) -> int:
