@@ -22,7 +22,7 @@ from stoker.engine.layers.experts import EXPERTS, knows_interface
 from stoker.engine.layers.quantised import is_packed, take_over_quantised
 from stoker.engine.layers.recurrent import RecurrentLayers
 from stoker.engine.settings import Settings, is_setting
-from stoker.engine.step_context import PackedPositions, ShapeProbe
+from stoker.engine.step_context import PackedPositions, ShapeProbe, cache_name
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows
 
@@ -240,13 +240,9 @@ class ModelShell:
             hook.remove()
 
     def _run(self, module: nn.Module, given: dict[str, Any], positions: Tensor, context: Any) -> Any:
+        given = given | {cache_name(type(module).forward): PackedPositions(positions)}
         with self.recurrent.within(context):
-            return module(
-                **given,
-                past_key_values=PackedPositions(positions),
-                use_cache=False,
-                stoker_context=context,
-            )
+            return module(**given, use_cache=False, stoker_context=context)
 
     def module_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of chosen rows, after the last norm. hidden: [R, D]. Returns [R, V] in the model's dtype."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import create_causal_mask
 
 from stoker.engine.cache.kv_cache import LayerShape, StateShape
 from stoker.kernels.errors import UnsupportedModelError
@@ -166,6 +169,17 @@ class ShapeProbe:
 
     def _found(self, layer: int, state: StateShape) -> None:
         self.states.setdefault(layer, []).append(state)
+
+
+@cache
+def cache_name(forward: Callable[..., Any]) -> str:
+    """What a forward calls the cache that it is given.
+
+    Transformers renamed it in 5.24, and takes the older name, with a warning, until 5.40. Code from elsewhere may have that still.
+    """
+    before = "past_key_values"
+    renamed = before not in inspect.signature(create_causal_mask).parameters
+    return "cache" if renamed and before not in inspect.signature(forward).parameters else before
 
 
 class PackedPositions:

@@ -27,8 +27,8 @@ from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
 _KNOWN |= {"per_layer_inputs"}  # of Gemma 4, which makes them of the tokens alone, in every step
-_OF_NO_MATTER = {"input_ids", "past_key_values", "cache_position", "use_cache", "return_dict", "logits_to_keep"}
-_OF_NO_MATTER |= {"output_attentions", "output_hidden_states"}
+_OF_NO_MATTER = {"input_ids", "cache", "past_key_values", "cache_position", "use_cache", "return_dict"}
+_OF_NO_MATTER |= {"logits_to_keep", "output_attentions", "output_hidden_states"}
 _ROWS = 256  # of masks, looked at together
 
 

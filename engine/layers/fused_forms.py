@@ -25,7 +25,7 @@ from stoker.engine.layers.linears import Linears, matrix_of
 from stoker.engine.layers.probe import FAR, POSITIONS, TOLERANCE, Recorder, clipping_within_reach, on_noise
 from stoker.engine.layers.rotary import Rotary
 from stoker.engine.model import ModelShell
-from stoker.engine.step_context import PackedPositions
+from stoker.engine.step_context import PackedPositions, cache_name
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
@@ -189,7 +189,7 @@ class _Trial:
         embeddings = rotary.given(self._x, positions, kind)
         self._tables = rotary.tables(embeddings, positions, kind)
         arguments = {"position_ids": positions[None], "position_embeddings": embeddings}
-        arguments |= {"stoker_context": self._recorder, "past_key_values": PackedPositions(positions)}
+        arguments |= {"stoker_context": self._recorder, cache_name(type(layer).forward): PackedPositions(positions)}
         arguments["shared_kv_states"] = shared
         if self._per_layer.numel():
             arguments["per_layer_input"] = self._per_layer

@@ -62,6 +62,7 @@ def plain_model(engine: RolloutEngine) -> PlainModel | None:
     return owner if isinstance(owner, PlainModel) else None
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of what transformers is to lose
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_the_families_that_are_fused(family: str) -> None:
     with RolloutEngine(make_model(family), config=CONFIG) as engine:

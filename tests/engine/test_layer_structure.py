@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import nn
 from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRMSNorm
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from stoker.engine.layers.layer_structure import mlp_of, norm_of, structure_of
+from stoker.engine.step_context import cache_name
 
 
 def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
@@ -27,6 +29,14 @@ def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
     assert structure_of(layer) is not None
     layer.register_buffer("gain", torch.ones(1))
     assert structure_of(layer) is None
+
+
+def test_a_forward_is_given_the_cache_as_it_calls_it() -> None:
+    def from_elsewhere(self: Any, hidden_states: torch.Tensor, past_key_values: Any = None, **_: Any) -> None: ...
+
+    assert cache_name(from_elsewhere) == "past_key_values"
+    for forward in (LlamaModel.forward, LlamaDecoderLayer.forward):
+        assert cache_name(forward) in inspect.signature(forward).parameters
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # another one than that of what is tried
