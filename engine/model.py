@@ -115,9 +115,10 @@ class ModelShell:
         """
         head, embeddings = self.module.get_output_embeddings(), self.module.get_input_embeddings()
         plain = (p for p in self._base.parameters() if not is_packed(p) and p is not embeddings.weight)
-        others = {p.dtype for p in plain if p.is_floating_point()}
         wide = head.weight.dtype
-        if len(others) != 1 or wide in others or torch.promote_types(wide, *others) != wide:
+        others = {p.dtype for p in plain if p.is_floating_point()}
+        others.discard(wide)  # that of routers, which may stay in fp32 among narrower weights
+        if len(others) != 1 or torch.promote_types(wide, *others) != wide:
             return False
         (narrow,) = others
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(wide),))
