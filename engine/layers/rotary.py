@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stoker.engine.layers.probe import POSITIONS
+from stoker.engine.layers.probe import POSITIONS, Recorder
 from stoker.engine.model import ModelShell
 
 _NAMES = ("rotary_emb", "pos_emb")
@@ -32,6 +32,8 @@ class Rotary:
         if self.module is not None and "layer_type" in inspect.signature(self.module.forward).parameters:
             known = getattr(self.module, "layer_types", shell.config.layer_types)  # some layers may have none (LFM3)
             self.kinds = [kind if kind in known else _NONE for kind in shell.config.layer_types]
+        for index in set() if self.module is None else _without(shell):
+            self.kinds[index] = _NONE
         self.tabled = set() if self.module is None else {kind for kind in self.kinds if kind != _NONE}
         self._factor = _factor_of(shell.config)
         self._longest = shell.max_model_len
@@ -71,6 +73,26 @@ class Rotary:
     def at(self, x: Tensor, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
         """``tables`` of positions. A model without rotary embeddings has none."""
         return self.tables(self.given(x, positions, kind), positions, kind)
+
+
+def _without(shell: ModelShell) -> set[int]:
+    """Layers that a model gives none, though it gives others some (Lara): seen by running two tokens."""
+    found = set[int]()
+
+    def note(layer: nn.Module, _: Any, given: dict[str, Any]) -> None:
+        if given.get("position_embeddings", found) is None:
+            modules: list[Any] = [module for module in layer.modules() if hasattr(module, "layer_idx")]
+            found.update(module.layer_idx for module in modules)
+
+    lists = [module for module in shell.text.modules() if isinstance(module, nn.ModuleList)]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layers in lists for layer in layers]
+    positions = torch.arange(2, device=shell.device)
+    try:
+        shell.hidden(torch.zeros_like(positions), positions, Recorder(shell.same_keys))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _turns_backwards(text: Any) -> bool:

@@ -11,6 +11,7 @@ from families import FAMILIES, HYBRIDS, make_model, randomise
 from fused import CONFIG, PROMPTS, assert_like_hugging_face, fused_layers
 from launches import Launches, named
 from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from stoker.engine.layers import plain_model as plain_model_module
@@ -35,6 +36,7 @@ OWN_MLP = {
     "lfm2_moe": [1, 2],
     "granitemoehybrid": [0, 1, 2],
     "nemotron_h": [2],
+    "lara_mini": [0, 1, 2, 3],
 }
 
 # Of Gemma 4: without inputs of layers and keys of others, and with experts beside the MLP.
@@ -93,6 +95,25 @@ def test_every_rotary_embedding_of_a_model_is_followed() -> None:
                 buffer.mul_(0.5 if name.startswith("full") else 0.7)
                 engine.update_weights()
                 assert_like_hugging_face(engine, model)
+
+
+def test_layers_that_are_given_no_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a model that gives others one, as Lara does."""
+    embed, attend = Gemma3RotaryEmbedding.forward, Gemma3Attention.forward
+
+    def embed_local(self: Any, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str) -> Any:
+        return embed(self, x, position_ids, layer_type) if layer_type == "sliding_attention" else None
+
+    def attend_unturned(self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **given: Any) -> Any:
+        one = hidden_states.new_ones(1, 1, self.head_dim)
+        return attend(self, hidden_states, position_embeddings=position_embeddings or (one, 0 * one), **given)
+
+    monkeypatch.setattr(Gemma3RotaryEmbedding, "forward", embed_local)
+    monkeypatch.setattr(Gemma3Attention, "forward", attend_unturned)
+    model = make_model("gemma3")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert len(fused_layers(engine)) == engine.stats().num_layers and plain_model(engine) is not None
+        assert_like_hugging_face(engine, model)
 
 
 @pytest.mark.parametrize(("name", "value", "kept"), [("_POSITIONS", 10, True), ("_KEPT_BYTES", 1000, False)])

@@ -20,8 +20,9 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
 _LAYERS, _EXPERTS = 2, 4
+_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _SIZES: dict[str, int | float | bool | None] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), _LAYERS),
+    **dict.fromkeys(_OF_LAYERS, _LAYERS),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
@@ -45,13 +46,13 @@ _SIZES: dict[str, int | float | bool | None] = {
     "eos_token_id": None,
 }
 _LEFT_TO_THE_CLASS = ([], ["bos_token_id", "eos_token_id"], ["head_dim"], ["head_dim", "num_key_value_heads"])
-_MOST_PARAMETERS = 10**6
+_MOST_PARAMETERS = 2 * 10**6
 PROMPTS = [[5, 9, 2, 77, 31, 8] * 5, [100, 3, 4, 3], [64, 65, 66] * 6]
 CONFIG = EngineConfig(kv_cache_memory="128MiB", max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16)
 
 
 def small(kind: str) -> PreTrainedModel | None:
-    """A random model of that type with at most a million parameters; None where these names do not make one."""
+    """A random model of that type with at most two million parameters; None where these names do not make one."""
     config_class = CONFIG_MAPPING[kind]
     for left in _LEFT_TO_THE_CLASS:
         try:
@@ -60,9 +61,12 @@ def small(kind: str) -> PreTrainedModel | None:
             fields: dict[str, Any] = {name: size for name, size in _SIZES.items() if name in names}
             if "kv_lora_rank" in names:  # heads that have keys of their own
                 fields["num_key_value_heads"] = fields["num_attention_heads"]
-            types = {name: list(vars(default)[name])[:_LAYERS] for name in ("layer_types", "mlp_layer_types")
+            types = {name: list(vars(default)[name]) for name in ("layer_types", "mlp_layer_types")
                      if isinstance(vars(default).get(name), list)}  # fmt: skip
-            config = config_class(**fields | types)
+            kinds = types.get("layer_types", [])
+            layers = next(n for n in range(_LAYERS, 99) if {*kinds[:n]} == {*kinds})  # for one of each
+            fields |= dict.fromkeys(fields.keys() & _OF_LAYERS, layers)
+            config = config_class(**fields | {name: kinds[:layers] for name, kinds in types.items()})
             with torch.device("meta"):
                 count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
             if count > _MOST_PARAMETERS:
