@@ -14,7 +14,6 @@ from accelerate.utils import DeepSpeedPlugin
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from trl_setup import LOGPROB_TOLERANCE, build, logged, make_model, plain_logprobs, worst_difference
 
 from stoker.integrations.accelerate import AcceleratedEngine
@@ -85,10 +84,10 @@ def whole(model: Any) -> Any:
         with FullyShardedDataParallel.summon_full_params(model):
             named = {n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in model.named_parameters()}
             twin.load_state_dict(named)
-    elif isinstance(model, DistributedDataParallel):
-        twin.load_state_dict(model.module.state_dict())
-    else:
+    elif any(hasattr(p, "ds_id") for p in model.parameters()):
         twin.load_state_dict(zero.gathered(getattr(model, "module", model)))
+    else:
+        twin.load_state_dict(getattr(model, "module", model).state_dict())
     return twin
 
 

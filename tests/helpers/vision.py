@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from families import _COMMON, _DELTA_RULE, _ROUTED, FAMILIES, HYBRIDS, VOCAB, _rope, randomise
+from families import _COMMON, _DELTA_RULE, _ROUTED, FAMILIES, HYBRIDS, VOCAB, _rope, randomise, skip_where_broken
 from oracle import is_greedy
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
@@ -234,6 +234,7 @@ def make_model(kind: str, seed: int = 0, *, ids: dict[str, int] | None = None, *
 
     ids: other ones for what has to do with images; overrides: of the text config.
     """
+    skip_where_broken(f"{kind}+images")
     made = (KINDS | BIDIRECTIONAL)[kind]
     text = _COMMON | made.text | overrides
     config = AutoConfig.for_model(kind, text_config=text, vision_config=made.vision, **made.rest | (ids or {}))

@@ -146,7 +146,7 @@ def test_load_and_unload_while_requests_run() -> None:
         ({"rank_pattern": {"(": 4}}, {}),
         ({}, {5: torch.zeros(2)}),
         ({}, {"meta": torch.zeros(2, device="meta")}),
-        ({}, {"fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}),
+        ({}, {"fp4": torch.empty(2, dtype=torch.float4_e2m1fn_x2)}),
         ({}, {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.tensor(1.0)}),
     ],
 )
