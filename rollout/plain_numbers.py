@@ -24,13 +24,19 @@ def as_int(value: Any) -> Any:
     return value
 
 
+def as_ints(values: Iterable[Any]) -> list[Any]:
+    """The same of each. Of Python's own, thousands of them as a rule, that is told by one look at their types."""
+    found = list(values)
+    return found if set(map(type, found)) <= {int} else list(map(as_int, found))
+
+
 def as_ids(value: Any) -> list[Any]:
     """One id or several, of numpy or torch too, as a configuration or a tokenizer has them; none of None."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)):
         value = value.tolist()
     if value is None:
         return []
-    return [as_int(v) for v in value] if isinstance(value, Iterable) else [value]
+    return as_ints(value) if isinstance(value, Iterable) else [value]
 
 
 def is_int(value: Any) -> TypeGuard[int]:

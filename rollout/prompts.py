@@ -13,7 +13,7 @@ from torch import Tensor
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_int, holds_integers
+from stoker.rollout.plain_numbers import as_ints, holds_integers
 
 # Text, token ids, a chat, or all that a processor makes of a prompt with images.
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any] | Mapping[str, Any]
@@ -83,7 +83,7 @@ def _one(name: str, prompt: Any, tokenizer: Any) -> Read:
             f"{name} is a {type(prompt).__name__}: give text, a list of token ids, or a list of chat messages; "
             f"one alone goes in a list, [{name.split()[0]}]"
         )
-    return list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids], None
+    return as_ints(ids), None
 
 
 def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **settings: Any) -> Any:

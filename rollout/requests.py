@@ -24,7 +24,7 @@ from stoker.kernels.errors import InvalidRequestError, RequestFailedError, Stoke
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
-from stoker.rollout.plain_numbers import as_int, is_int, is_real
+from stoker.rollout.plain_numbers import as_int, as_ints, is_int, is_real
 from stoker.rollout.prompts import Read, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
@@ -67,7 +67,7 @@ def read_sequences(
     starts = list(start) if isinstance(start, Sequence) and not isinstance(start, str) else [start] * len(read)
     if len(starts) != len(read):
         raise InvalidRequestError(f"{len(starts)} starts for {len(read)} sequences: give one, or one per sequence")
-    return read, [as_int(s) for s in starts]
+    return read, as_ints(starts)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_ids, as_int, is_int, is_real
+from stoker.rollout.plain_numbers import as_ids, as_int, as_ints, is_int, is_real
 from stoker.rollout.regex import check
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
@@ -109,8 +109,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(strings))
         for name in ("stop_token_ids", "suppress_token_ids"):
             given = getattr(self, name)
-            ids: list[Any] = list(map(as_int, given)) if isinstance(given, Sequence) else [None]
-            if any(not is_int(t) or t < 0 for t in ids):
+            ids = as_ints(given) if isinstance(given, Sequence) else [None]
+            if not all(map(is_int, ids)) or min(ids, default=0) < 0:
                 raise InvalidRequestError(
                     f"{name}={shown(given)}: give a sequence of token ids, integers of at least 0"
                 )
