@@ -20,6 +20,7 @@ from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.handles import RolloutHandle, wait
 from stoker.rollout.live import Loop
+from stoker.rollout.loading import load_model
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
 from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
@@ -92,7 +93,7 @@ class RolloutEngine:
         the device. tokenizer: ``"auto"`` loads the folder's own where it has one.
         """
         config = config or EngineConfig()
-        model, tokenizer = setup.load(path, config, tokenizer)
+        model, tokenizer = load_model(path, config, tokenizer)
         return cls(model, config=config, tokenizer=tokenizer)
 
     # -- generation ----------------------------------------------------------------------------------------------

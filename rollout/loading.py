@@ -1,22 +1,27 @@
-"""Checkpoints in folders, read by transformers, which knows how the names in its files became those of its models."""
+"""Models in folders, and their tensors alone: read by transformers, which knows how names in files became its own."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.integrations import deepspeed
 
-from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.kernels.errors import InvalidConfigError, WeightsMismatchError, WeightTransferError
+from stoker.rollout.config import EngineConfig
 from stoker.weight_sync.files import not_rewritten
 from stoker.weight_sync.naming import named_tensors
 
+_log = logging.getLogger("stoker")
+
 
 @contextmanager
-def whole_models() -> Iterator[None]:
+def _whole_models() -> Iterator[None]:
     """Within, ``from_pretrained`` loads whole models, also where a trainer has told transformers to part them (ZeRO-3)."""
     settings: Any = deepspeed
     trainers = settings._hf_deepspeed_config_weak_ref
@@ -25,6 +30,59 @@ def whole_models() -> Iterator[None]:
         yield
     finally:
         settings._hf_deepspeed_config_weak_ref = trainers
+
+
+def load_model(path: str | os.PathLike[str], config: EngineConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """The model of a local folder, in evaluation mode, and its tokenizer, or its processor where it takes images.
+
+    Raises ``InvalidConfigError``.
+    """
+    from transformers import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
+
+    if not os.path.isfile(os.path.join(path, "config.json")):
+        raise InvalidConfigError(f"{path} is no model folder (no config.json in it): give a local folder")
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with _whole_models():
+            of_images = (
+                type(AutoConfig.from_pretrained(path, local_files_only=True)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            )
+            kind = AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+            model, info = kind.from_pretrained(
+                path, dtype=config.dtype, device_map={"": device}, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:  # files, quantisers' packages, a device that torch was not built for: of many kinds
+        raise InvalidConfigError(f"{path} cannot be loaded on {device}: {error}") from error
+    if info["missing_keys"]:
+        lacking = ", ".join(sorted(info["missing_keys"])[:4])
+        raise InvalidConfigError(f"{path} lacks {len(info['missing_keys'])} of the model's tensors: {lacking}")
+    return model.eval(), _reader(path, of_images) if tokenizer == "auto" else tokenizer
+
+
+def _reader(path: str | os.PathLike[str], of_images: bool) -> Any:
+    """The folder's processor, or its tokenizer, or None."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    def has(*files: str) -> bool:
+        return any(os.path.isfile(os.path.join(path, file)) for file in files)
+
+    if of_images and has("processor_config.json", "preprocessor_config.json"):
+        try:
+            return AutoProcessor.from_pretrained(path, local_files_only=True)
+        except Exception as error:  # damaged files, or a package it wants, such as torchvision
+            _log.warning("the processor in %s cannot be loaded, so chats with images cannot be read: %s", path, error)
+    try:
+        has_one = has("tokenizer.json", "tokenizer_config.json")
+        return AutoTokenizer.from_pretrained(path, local_files_only=True) if has_one else None
+    except Exception as error:  # damaged files end in whatever their reader raises
+        raise InvalidConfigError(f"the tokenizer in {path} cannot be loaded: {error}. Mend it, or give one") from error
 
 
 def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
@@ -40,7 +98,7 @@ def checkpoint(kind: Any, folder: str) -> dict[str, Tensor]:
         )
     with not_rewritten(folder):
         try:
-            with whole_models():
+            with _whole_models():
                 model, info = kind.from_pretrained(
                     folder,
                     dtype="auto",
