@@ -110,28 +110,25 @@ class AdapterSources:
 
     # -- copies of what other models hold in parts -------------------------------------------------------------------
 
-    def is_gathered(self, name: str) -> bool:
-        return name in self._others and self._others[name].copies is not None
+    @property
+    def _gathered(self) -> dict[str, AdapterCopies]:
+        return {name: other.copies for name, other in self._others.items() if other.copies is not None}
 
     @property
     def gathered(self) -> list[str]:
         """Names of those, in the order in which they are pulled: all ranks are to have the same."""
-        return [name for name in self._others if self.is_gathered(name)]
-
-    def _gathered(self) -> Iterator[AdapterCopies]:
-        return (other.copies for other in self._others.values() if other.copies is not None)
+        return list(self._gathered)
 
     def pull(self) -> int:
         """Take what has changed in them, on all ranks together; returns the bytes written."""
         self._in_step = False
-        others = self._others.items()
-        written = sum(other.copies.pull((name,)) for name, other in others if other.copies is not None)
+        written = sum(copies.pull((name,)) for name, copies in self._gathered.items())
         self._in_step = True
         return written
 
     def refuse(self, error: Exception) -> None:
         """Have other ranks, which wait for this one in ``pull`` or ``mismatches``, fail too."""
-        if (first := next(self._gathered(), None)) is not None:
+        if (first := next(iter(self._gathered.values()), None)) is not None:
             first.refuse(error)
 
     @contextmanager
@@ -145,19 +142,19 @@ class AdapterSources:
 
     @property
     def complete(self) -> bool:
-        return self._in_step and all(copies.complete for copies in self._gathered())
+        return self._in_step and all(copies.complete for copies in self._gathered.values())
 
     @property
     def resident(self) -> bool:
-        return all(copies.resident for copies in self._gathered())
+        return all(copies.resident for copies in self._gathered.values())
 
     @property
     def stable_addresses(self) -> bool:
-        return all(copies.stable_addresses for copies in self._gathered())
+        return all(copies.stable_addresses for copies in self._gathered.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(copies.nbytes for copies in self._gathered())
+        return sum(copies.nbytes for copies in self._gathered.values())
 
     def mismatches(self, used: Mapping[str, AdapterWeights], source: WeightSource) -> tuple[int, list[str]]:
         """How many tensors were compared, and the names of those that are not what the models they are of hold now.
@@ -167,10 +164,9 @@ class AdapterSources:
         is sharded, it is called on all ranks together.
         """
         checked, wrong = 0, list[str]()
-        for name, other in self._others.items():  # first, as other ranks wait for it
-            if other.copies is not None:
-                compared, different = other.copies.mismatches((name,))
-                checked, wrong = checked + compared, wrong + [f"{name}: {tensor}" for tensor in different]
+        for name, copies in self._gathered.items():  # first, as other ranks wait for it
+            compared, different = copies.mismatches((name,))
+            checked, wrong = checked + compared, wrong + [f"{name}: {tensor}" for tensor in different]
         live = {n: a for n, a in live_adapters(unwrap(self._model), source.adapters).items() if n in self.weights}
         for name, held in live.items():
             mine = used.get(name, self.weights[name])
@@ -182,11 +178,11 @@ class AdapterSources:
         return checked, wrong
 
     def give_back(self, *, drop: bool) -> None:
-        for copies in self._gathered():
+        for copies in self._gathered.values():
             copies.give_back(drop=drop)
 
     def take_again(self) -> None:
-        for copies in self._gathered():
+        for copies in self._gathered.values():
             copies.take_again()
 
     # -- how it is done ----------------------------------------------------------------------------------------------

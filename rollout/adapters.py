@@ -201,7 +201,7 @@ class Adapters:
         mirrored = [
             a.slot
             for a in self.slots
-            if known.is_gathered(a.name) or (self._binding.source.adapters and not known.is_loaded(a.name))
+            if a.name in known.gathered or (self._binding.source.adapters and not known.is_loaded(a.name))
         ]
         self.emptied.update(self._slabs, mirrored)
         for slot in self.emptied:

@@ -198,7 +198,7 @@ def follow_another_model(wrap: Callable[[Any], nn.Module], family: str, options:
             assert again.ok and again.checked == report.checked > len(report.mismatched)
         assert engine.update_weights() == 3 and not engine.stats().last_update_bytes
         engine.sleep(level=2)
-        assert all(not copies.resident for copies in engine._binding.adapters._gathered())
+        assert all(not copies.resident for copies in engine._binding.adapters._gathered.values())
         engine.wake_up()
         assert_like(engine, twin, 3, others)
         engine.sleep(level=3)
