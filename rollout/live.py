@@ -42,9 +42,6 @@ class _Signal:
         self._on = False
         self._waiting: list[threading.Lock] = []  # one each, locked until it is on
 
-    def is_set(self) -> bool:
-        return self._on
-
     def clear(self) -> None:
         self._on = False
 

@@ -46,8 +46,8 @@ class Mirror(OffloadableMemory):
         aliases: Mapping[str, str],
         groups: Sequence[tuple[str, ...]],
         device: torch.device,
-        layers: Sequence[frozenset[str]] = (),
-        stable: StableBuffers = lambda *_: None,
+        layers: Sequence[frozenset[str]],
+        stable: StableBuffers,
     ) -> None:
         """aliases: a tied tensor's other names, to the one in ``shapes``. layers: the sets of ``passing``, none of them tied."""
         self.layers = tuple(layers)

@@ -125,7 +125,7 @@ def test_an_interrupt_before_its_turn_leaves_nobody_waiting_for_a_thread(monkeyp
             patch.setattr(loop, "_turn", Struck())
             with pytest.raises(KeyboardInterrupt):
                 loop.do("look", lambda: None)
-        assert not loop._wanted and loop._turn_over.is_set()
+        assert not loop._wanted and loop._turn_over._on
         at_rest(engine)
 
 
