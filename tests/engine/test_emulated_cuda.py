@@ -123,12 +123,24 @@ def test_a_graph_does_not_outlive_memory_that_was_given_back(device: EmulatedCud
         lambda ours: torch.tensor([1.0, 2.0], device="cuda"),
         lambda ours: ours.copy_(torch.ones(2).pin_memory(), non_blocking=True),  # the same numbers at every replay
         lambda ours: torch.cuda.synchronize(),
+        lambda ours: torch.cuda.empty_cache(),
     ],
 )
 def test_no_host_in_a_capture(wrong: Callable[[torch.Tensor], Any], device: EmulatedCuda) -> None:
     ours = torch.ones(2, device="cuda")
     with pytest.raises(DeviceFault, match="in a capture"):
         captured(lambda: wrong(ours))
+
+
+def test_memory_that_nothing_was_written_to_is_garbage(device: EmulatedCuda) -> None:
+    """As a CPU's mostly is not: a new tensor of it is of zeros, where the system has just given its pages."""
+    ours = torch.ones(3, device="cuda")
+    for made in (torch.empty(3, device="cuda"), torch.empty_like(ours), ours.new_empty(3), torch.empty(3)):
+        assert made.isnan().all()
+    assert torch.empty(2, dtype=torch.long, pin_memory=True).tolist() == [-1, -1]
+    graph = captured(lambda: ours.copy_(torch.empty(3, device="cuda")))
+    graph.replay()
+    assert ours.isnan().all()
 
 
 def test_lists_are_copied_between_devices_one_after_the_other(device: EmulatedCuda) -> None:

@@ -9,6 +9,7 @@ is looked at:
   as it is until then.
 - A graph is a list of operations, with the memory they were given. A capture runs none of them, and no host may wait in it.
   A replay runs all on that same memory; where this was given away, or back, it fails.
+- Memory that nothing was written to yet is NaN, of the host too, and -1 where it is of integers.
 - A kernel of Triton has to have been launched before it is captured, in the form that it is then compiled in.
 
 Triton's kernels are interpreted. There is one stream: what happens in two at once does not show.
@@ -25,7 +26,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, put, tensors_in
+from emulated_graph import CUDA, HOST, POISON, DeviceFault, Graph, new_in, place, poison, put, tensors_in
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -168,8 +169,12 @@ class EmulatedCuda:
             self.wait_unasked(str(func))
         run = self.capturing.operate if self.capturing is not None and where == CUDA else _call
         out = run(func, args, kwargs)
-        for each in new_in(out, tensors):
+        for each in (made := new_in(out, tensors)):
             put(each, where)
+        if "empty" in func.__name__ and self.capturing is None:
+            with self.off(), torch.inference_mode():
+                for each in made:
+                    poison(each)
         return out
 
     def _of_all(self, func: Any, tensors: list[Tensor]) -> torch.device:
@@ -372,7 +377,7 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
         "stream": lambda *_: nullcontext(),
         "device": lambda *_: nullcontext(),
         "synchronize": lambda *_: device.wait(),
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: device.capturing and device.wait_unasked("emptying of the cache of memory"),
         "mem_get_info": lambda *_: (2**33, 2**34),
         "graph_pool_handle": lambda: (0, 1),
         "get_device_properties": lambda *_: properties,

@@ -89,8 +89,8 @@ def new_in(out: Any, given: Iterable[Tensor]) -> list[Tensor]:
     return made
 
 
-def _poison(tensor: Tensor) -> None:
-    """All of its memory."""
+def poison(tensor: Tensor) -> None:
+    """All of its memory, as whoever gets it next finds it."""
     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(POISON)
 
 
@@ -130,7 +130,7 @@ class Graph:
         self._device.capturing = None
         with self._device.off(), torch.inference_mode():
             for tensor in self._own.values():
-                _poison(tensor)
+                poison(tensor)
 
     def launch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._calls.append((run, self._remembered((args, kwargs)), []))
@@ -150,11 +150,12 @@ class Graph:
             return written[0] if len(written) == 1 else tuple(written)
         out = func(*args, **kwargs)
         made = new_in(out, tensors_in((args, kwargs)))
+        self._own |= {memory_of(each): each for each in made}
         if "empty" in func.__name__:
             for each in made:
                 each.zero_()  # it may be for indices, which have to be within bounds to get on
-        self._own |= {memory_of(each): each for each in made}
-        if made:
+                self._calls.append((poison, self._remembered(((each,), {})), []))
+        elif made:
             self._calls.append((func, remembered, [_At(each, own=True) for each in made]))
         return out
 
