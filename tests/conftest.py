@@ -70,8 +70,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             os._exit(1)  # another worker takes its place
 
 
-@pytest.hookimpl(tryfirst=True)  # before "-m gpu" makes its choice
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # around what "-m gpu" chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
         if HAS_CUDA:  # where the kernels' own tests run compiled
             if item.path.name.startswith("test_triton_"):
@@ -79,6 +79,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+    yield
+    if HAS_CUDA:  # time on such a device is short, and whole rollouts would come after two thousand tests of kernels
+        from turns import in_turn
+
+        items[:] = in_turn(items, lambda item: item.path)
 
 
 def pytest_collection_finish() -> None:

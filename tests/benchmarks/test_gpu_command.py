@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from turns import in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / ".ci/gpu").is_file(), reason="in the checkout alone")
@@ -93,3 +94,15 @@ def test_outcomes_of_tests_stay_short_whatever_they_say(tmp_path: Path) -> None:
     (found,) = map(json.loads, outcomes.read_text().splitlines())
     assert found["outcome"] == "failed" and 5000 < len(found["error"]) < 11_000
     assert "def test_it" in found["error"] and "[...]" in found["error"]
+
+
+def test_of_tests_that_are_cut_off_every_file_has_had_its_part() -> None:
+    kernels, rollouts = [("kernels", n) for n in range(40)], [("rollouts", n) for n in range(8)]
+    found = in_turn([*kernels, *rollouts, ("one", 0)], lambda test: test[0])
+    assert [t for t in found if t[0] == "kernels"] == kernels and [t for t in found if t[0] == "rollouts"] == rollouts
+    for part in (1, 2, 3):
+        assert sum(t[0] == "rollouts" for t in found[: part * len(found) // 4]) in (
+            2 * part - 1,
+            2 * part,
+            2 * part + 1,
+        )
