@@ -216,7 +216,9 @@ class CudaDriver:
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
-        return torch.as_tensor(_AtAddress(address, size, owner), device=self.device)
+        made = torch.as_tensor(_AtAddress(address, size, owner), device=self.device)
+        assert made.data_ptr() == address, "torch made a copy, which nothing would give back"
+        return made
 
     def _call(self, name: str, *arguments: Any) -> Any:
         with torch.cuda.device(self.device):

@@ -21,7 +21,7 @@ import torch
 gc.set_threshold(100_000)
 
 HAS_CUDA = torch.cuda.is_available()
-_MOST_ERROR = 10_000  # characters of one test, in the file of outcomes
+_MOST_ERROR = 5_000  # characters of one test, in the file of outcomes
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if not HAS_CUDA:
@@ -55,7 +55,7 @@ class _Outcomes:
             found = {"test": report.nodeid, "outcome": report.outcome, "when": report.when, "seconds": report.duration}
             if report.failed:  # where all fail alike, as may be, the file is still one that can be sent
                 error = report.longreprtext
-                found["error"] = error if len(error) <= _MOST_ERROR else f"{error[:2000]}\n[...]\n{error[-8000:]}"
+                found["error"] = error if len(error) <= _MOST_ERROR else f"{error[:1000]}\n[...]\n{error[-4000:]}"
             with open(self.path, "a") as file:
                 print(json.dumps(found), file=file)
 
