@@ -232,6 +232,8 @@ def adapt(
 def launch_adapters() -> None:
     """Those that take the most registers."""
     gated = partial(lora.lora, gated="silu")
+    for tokens, rank in ((64, 16), (4096, 64)):
+        adapt(tokens, rank, torch.bfloat16, op=partial(lora.lora, deterministic=True), widths=(2048, 512, 512))
     for dtype in (torch.bfloat16, torch.float32):
         adapt(64, 16, dtype, depth=8192)  # in 16 splits
         adapt(64, 64, dtype, widths=(8192, 8192), op=gated)

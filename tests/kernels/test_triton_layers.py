@@ -295,14 +295,19 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         assert all(sums) and sums[: len(sums) // 2] == sums[len(sums) // 2 :], name
     assert not any(m["fused"] for m in made if m["kernel"] in {f"_{name}_kernel" for name in WALKS})
     # A row is read some dozens of times, and none of its threads waits for the others in between.
-    assert not any(m["waiting_loops"] for m in made if m["kernel"] == "_thresholds")
+    # Of each token it computes no more than it has to.
+    searches = [m for m in made if m["kernel"] == "_thresholds"]
+    assert not any(m["waiting_loops"] or m["wide_compares"] > 16 for m in searches)
     # However the experts' weights lie, a thread reads several numbers of them together; not of weights of pairs.
     assert all(m["narrow_loads"] < 8 for m in made if m["kernel"] == "_grouped_kernel")
     # Of matrices that lie as a trainer allocates them, 16 bytes at a time: the first adapters are such ones.
     assert next(m["narrow_loads"] for m in made if m["kernel"] == "shrink_kernel") == 0
     # An expand's threads pass on the sum of a shrink's splits to one another, and not each of up to 16.
-    expands = [m["waiting_loops"] for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
-    assert max(map(max, expands)) <= 8
+    expands = [m for m in made if m["kernel"] in ("expand_kernel", "expand_gated_kernel")]
+    assert max(max(m["waiting_loops"]) for m in expands) < 20
+    # Deterministic ones add these in one order, of few tokens and many, whatever the highest rank.
+    few, many = ([tensor for tensor in m["sums"] if "f32" in tensor] for m in expands[:2])
+    assert few and few == many
 
 
 @pytest.mark.parametrize(
