@@ -7,6 +7,7 @@ transformers' ``AttentionInterface``; the context of the step travels as a keywo
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -114,13 +115,14 @@ class ModelShell:
         Embeddings that are tied to it give the layers what these take.
         """
         head, embeddings = self.module.get_output_embeddings(), self.module.get_input_embeddings()
-        plain = (p for p in self._base.parameters() if not is_packed(p) and p is not embeddings.weight)
-        wide = head.weight.dtype
-        others = {p.dtype for p in plain if p.is_floating_point()}
-        others.discard(wide)  # that of routers, which may stay in fp32 among narrower weights
-        if len(others) != 1 or torch.promote_types(wide, *others) != wide:
+        wide, numbers = head.weight.dtype, Counter[torch.dtype]()
+        for parameter in self._base.parameters():
+            if not is_packed(parameter) and parameter is not embeddings.weight and parameter.is_floating_point():
+                numbers[parameter.dtype] += parameter.numel()
+        # What few are is no matter: routers may stay in fp32 among narrower layers.
+        narrow = max(numbers, key=lambda dtype: numbers[dtype], default=wide)
+        if narrow == wide or numbers.keys() - {wide} != {narrow} or torch.promote_types(wide, narrow) != wide:
             return False
-        (narrow,) = others
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(wide),))
         embeddings.register_forward_hook(lambda _, inputs, output: output.to(narrow))
         return True
