@@ -92,9 +92,8 @@ class RequestMaker:
     # -- checks: each raises InvalidRequestError --------------------------------------------------------------------
 
     def check_prompts(self, prompts: list[Read], params: list[SamplingParams]) -> None:
-        self.eos_ids = (
-            self.find_eos_ids()
-        )  # the generation config and the tokenizer may name others than at the last call
+        # The generation config and the tokenizer may name others than at the last call.
+        self.eos_ids = self.find_eos_ids()
         for row, ((prompt, _), p) in enumerate(zip(prompts, params, strict=True)):
             self._check_prompt(f"prompt {row}", prompt, p)
 
