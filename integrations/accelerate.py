@@ -32,9 +32,9 @@ from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import Prompts
+from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import is_sharded
-from stoker.weight_sync.version import uninterrupted
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
 

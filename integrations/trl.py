@@ -33,7 +33,7 @@ from stoker.integrations.trl_prepared import as_prepared
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from stoker.weight_sync.version import uninterrupted
+from stoker.weight_sync.interrupts import uninterrupted
 
 _ABSENT = object()
 

@@ -31,9 +31,9 @@ from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.rollout import EngineConfig, RolloutEngine
-from stoker.weight_sync.adapters import active_adapters
+from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.naming import unwrap
-from stoker.weight_sync.version import uninterrupted
+from stoker.weight_sync.peft_adapters import active_adapters
 
 check_version()  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402

@@ -16,7 +16,10 @@ from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.weight_sync.adapter_files import model_of, read_adapter
-from stoker.weight_sync.adapters import (
+from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.other_model_adapters import AdapterCopies, AdapterOfModel
+from stoker.weight_sync.peft_adapters import (
     active_adapters,
     check_adapters,
     layout,
@@ -25,10 +28,7 @@ from stoker.weight_sync.adapters import (
     numbers,
     sum_of,
 )
-from stoker.weight_sync.agreement import agree, ranks_of, telling
-from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.naming import unwrap
-from stoker.weight_sync.other_models import AdapterCopies, AdapterOfModel
+from stoker.weight_sync.rank_agreement import agree, ranks_of, telling
 from stoker.weight_sync.source import WeightSource
 
 # What is known of adapters, each by their names.

@@ -24,7 +24,7 @@ from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
 from stoker.weight_sync.adapter_files import model_of
-from stoker.weight_sync.agreement import ranks_of, telling
+from stoker.weight_sync.rank_agreement import ranks_of, telling
 
 
 class Live(Enum):

@@ -24,13 +24,13 @@ from stoker.kernels.errors import (
 from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.shells import ShellMaker
-from stoker.weight_sync.adapters import Switches, active_adapters
-from stoker.weight_sync.agreement import ALONE, Ranks, agree, ranks_of, refuse, telling
-from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap
+from stoker.weight_sync.peft_adapters import Switches, active_adapters
+from stoker.weight_sync.rank_agreement import ALONE, Ranks, agree, ranks_of, refuse, telling
 from stoker.weight_sync.shards import is_sharded
 from stoker.weight_sync.source import WeightSource, source_for
-from stoker.weight_sync.tree import Tree
 
 
 class ModelBinding:

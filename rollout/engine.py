@@ -29,8 +29,8 @@ from stoker.rollout.requests import params_per_prompt, read_sequences, token_log
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
-from stoker.weight_sync.agreement import in_step
 from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.rank_agreement import in_step
 from stoker.weight_sync.receiving import NewWeights
 
 

@@ -14,7 +14,7 @@ from transformers.integrations import deepspeed
 
 from stoker.kernels.errors import InvalidConfigError, WeightsMismatchError, WeightTransferError
 from stoker.rollout.config import EngineConfig
-from stoker.weight_sync.files import not_rewritten
+from stoker.weight_sync.consistent_reads import not_rewritten
 from stoker.weight_sync.naming import named_tensors
 
 _log = logging.getLogger("stoker")

@@ -12,7 +12,7 @@ from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.messages import shown
-from stoker.weight_sync.version import uninterrupted
+from stoker.weight_sync.interrupts import uninterrupted
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}

@@ -34,7 +34,7 @@ from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.live import Loop
 from stoker.rollout.plain_numbers import as_ids
 from stoker.rollout.requests import RequestMaker
-from stoker.weight_sync.agreement import agree, ranks_of, telling
+from stoker.weight_sync.rank_agreement import agree, ranks_of, telling
 
 _log = logging.getLogger("stoker")
 _SHARE_OF_FREE_MEMORY = 0.3  # for an "auto" KV cache: the trainer's activations and gradients are still to come

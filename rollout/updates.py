@@ -17,11 +17,11 @@ from stoker.rollout.messages import shown
 from stoker.rollout.plain_numbers import as_int, is_int
 from stoker.rollout.verification import verify
 from stoker.weight_sync.adapter_files import model_of
-from stoker.weight_sync.agreement import in_step, ranks_of, telling
 from stoker.weight_sync.checksum import WeightReport
+from stoker.weight_sync.interrupts import uninterrupted
+from stoker.weight_sync.rank_agreement import in_step, ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging
-from stoker.weight_sync.version import uninterrupted
 
 _T = TypeVar("_T")
 

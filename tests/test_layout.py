@@ -94,7 +94,7 @@ def test_imports_keep_to_the_floors(room: str) -> None:
         ("stoker.kernels", "import transformers"),
         ("stoker.kernels", "from stoker.engine import core"),
         ("stoker.kernels.reference", "from ...engine.core import Core"),
-        ("stoker.engine", "import stoker.weight_sync.version"),
+        ("stoker.engine", "import stoker.weight_sync.interrupts"),
         ("stoker.engine", "from stoker import weight_sync"),
         ("stoker.engine", "from .. import weight_sync"),
         ("stoker.engine", "from stoker import *"),

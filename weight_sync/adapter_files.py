@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
-from stoker.weight_sync.adapters import by_expert, changes_base, check_config
-from stoker.weight_sync.other_models import AdapterOfModel
+from stoker.weight_sync.other_model_adapters import AdapterOfModel
+from stoker.weight_sync.peft_adapters import by_expert, changes_base, check_config
 
 _PART = re.compile(
     r"(?P<path>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B|magnitude_vector)(\.(?!weight$|bias$)[^.]+)?"

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stoker.kernels.errors import EngineStateError
-from stoker.weight_sync.agreement import lost
 from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.rank_agreement import lost
 from stoker.weight_sync.shards import Piece, Shards
 
 # Collectives reach their bandwidth from some 10 MB a rank on; more only takes memory.

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
-from stoker.weight_sync.files import not_rewritten
+from stoker.weight_sync.consistent_reads import not_rewritten
 from stoker.weight_sync.manifest import not_weights, spec_of
 from stoker.weight_sync.staging import Casts, Staging
 from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, reason_of

@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
-from stoker.weight_sync.meshes import FLAT, Box, Layout, device_of, group_over, layout_of
+from stoker.weight_sync.bitsandbytes_state import is_laid_out_for_cpu, scales_of, state_of
+from stoker.weight_sync.dtensor_layout import FLAT, Box, Layout, device_of, group_over, layout_of
 from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk_adapters
-from stoker.weight_sync.scales import is_laid_out_for_cpu, scales_of, state_of
 
 
 class Piece(NamedTuple):

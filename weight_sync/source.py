@@ -34,12 +34,12 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.weight_sync.adapters import check_adapters
-from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.bitsandbytes_state import has_eight_bits
 from stoker.weight_sync.mirror import Consumer
-from stoker.weight_sync.mirrored import MirroredSource
+from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import engine_dtypes, named_tensors, unwrap, walk
-from stoker.weight_sync.scales import has_eight_bits
+from stoker.weight_sync.peft_adapters import check_adapters
 from stoker.weight_sync.shards import has_units, is_shard, is_sharded
 
 

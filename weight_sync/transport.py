@@ -17,8 +17,8 @@ import torch.multiprocessing  # registers how tensors travel through a Connectio
 from torch import Tensor
 
 from stoker.kernels.errors import WeightTransferError, first_line
+from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.manifest import Answer, Judge, Manifest, announce, answer
-from stoker.weight_sync.version import uninterrupted
 
 BUCKET_BYTES = 256 * 2**20
 OLD_STAYS = "The engine keeps the weights and the version it had"

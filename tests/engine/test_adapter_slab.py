@@ -29,8 +29,8 @@ from stoker.engine.device import runtime_for
 from stoker.kernels.errors import EngineStateError
 from stoker.kernels.reference.lora import AdapterWeights, LoraTable, LoraWeights, PointerBlock, TokenRows
 from stoker.rollout import EngineConfig, RolloutEngine, adapter_sources, adapters
-from stoker.weight_sync.adapters import live_adapters
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.peft_adapters import live_adapters
 
 CPU = torch.device("cpu")
 LOADED: dict[str, dict[str, Any]] = {

@@ -31,8 +31,8 @@ from stoker.rollout import (
     shells,
     updates,
 )
-from stoker.weight_sync import comparing, gather, mirror, mirrored
-from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync import gather, mirror, mirror_comparison, mirrored_source
+from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.mirror import Mirror
 
 
@@ -105,8 +105,8 @@ def building(rank: int, sharding: str) -> None:
             config = replace(CONFIG, **settings) if fails else CONFIG
             told(rank, lambda: RolloutEngine(model, config=config), own)
 
-    refused("none left", mirrored, "read")
-    refused("none left", mirrored, "Mirror")
+    refused("none left", mirrored_source, "read")
+    refused("none left", mirrored_source, "Mirror")
     refused("none left", gather, "buffers_for")
     refused("holds no block", kv_cache_memory=1)
     refused("is beyond the model's", max_model_len=2**20)
@@ -154,7 +154,7 @@ def verifying(rank: int) -> None:
     model, fails = by_fsdp2(small()), rank == dist.get_world_size() - 1
     with RolloutEngine(model, config=CONFIG) as engine:
         # The first two checksums are of tensors that are whole, here and there.
-        for owner, name, calls in ((comparing, "checksums", 2), (comparing.Comparison, "differing", 0)):
+        for owner, name, calls in ((mirror_comparison, "checksums", 2), (mirror_comparison.Comparison, "differing", 0)):
             with noted(name), pytest.MonkeyPatch.context() as patch:
                 if fails:
                     patch.setattr(owner, name, out_of_memory(getattr(owner, name), calls))
@@ -306,18 +306,18 @@ def interrupts(rank: int) -> None:
                 call()
         dist.barrier()
 
-    interrupted(mirrored, "read", lambda: RolloutEngine(model, config=CONFIG).close())
+    interrupted(mirrored_source, "read", lambda: RolloutEngine(model, config=CONFIG).close())
     interrupted(shells, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
     with RolloutEngine(model, config=CONFIG) as engine:
         interrupted(updates.WeightUpdates, "_read_version", engine.update_weights)
         assert engine.weight_version == 1
-        interrupted(comparing, "checksums", engine.verify_weights)
+        interrupted(mirror_comparison, "checksums", engine.verify_weights)
         interrupted(adapter_sources, "read_adapter", lambda: engine.load_adapter("theirs", theirs))
         assert engine.adapters == ("default", "theirs") and engine.verify_weights().ok
         assert engine.update_weights() == 2
     with AcceleratedEngine(Accelerator(cpu=True), model, config=CONFIG) as rollouts:
         rollouts._changed = True  # as by an optimizer's step
-        interrupted(mirrored, "read", lambda: rollouts.generate_batch([PROMPT]))
+        interrupted(mirrored_source, "read", lambda: rollouts.generate_batch([PROMPT]))
         for _ in range(1 + rank):  # a collective in one of them would never end
             rollouts.generate_batch([PROMPT])
         assert rollouts.engine.weight_version == 1

@@ -34,8 +34,8 @@ from stoker.rollout import (
     WeightsMismatchError,
     WeightTransferError,
 )
-from stoker.weight_sync import agreement, gather, meshes
-from stoker.weight_sync.mirrored import MirroredSource
+from stoker.weight_sync import dtensor_layout, gather, rank_agreement
+from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.source import source_for
 
 GATE = "model.layers.0.mlp.gate_proj.weight"
@@ -51,7 +51,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def lose_a_rank(rank: int, how: str) -> str | None:
     """The last rank dies before an update or inside of its gather, or stays away; what the others are told."""
-    agreement.GRACE_S = 1.5
+    rank_agreement.GRACE_S = 1.5
     model = by_fsdp2(small())
     engine = RolloutEngine(model, config=replace(CONFIG, gather_memory="16KiB"))
     train(model, sgd(model), 1)
@@ -145,8 +145,8 @@ def formed_anew(rank: int, folder: str) -> None:
     earlier = None
     for turn in range(2):
         if rank < 2:
-            made = meshes._group_of((0, 1))
-            assert meshes._group_of((0, 1)) is made and made.size() == 2
+            made = dtensor_layout._group_of((0, 1))
+            assert dtensor_layout._group_of((0, 1)) is made and made.size() == 2
             gc.collect()
             assert earlier is None or earlier() is None
             earlier = weakref.ref(made)

@@ -24,7 +24,7 @@ from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.errors import EngineStateError, WeightTransferError
 from stoker.kernels.reference import checksum
 from stoker.rollout import RolloutEngine
-from stoker.weight_sync import agreement, gather
+from stoker.weight_sync import gather, rank_agreement
 
 IN_FP8 = replace(CONFIG, quantization="fp8", gather_memory=2**16)
 LAYERS, GATHER_BYTES = 12, 2**20  # of what is measured
@@ -178,7 +178,7 @@ def fail_inside(rank: int) -> None:
                 raise RuntimeError("the network is gone")
             return collective(*arguments, **fields)
 
-        agreement.GRACE_S = 0.1
+        rank_agreement.GRACE_S = 0.1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gather, "all_gather", fail_at_the_fourth)
             with pytest.raises(WeightTransferError, match="in parts old and new"):

@@ -24,7 +24,7 @@ from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, PointerBlock, expert_slots
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
-from stoker.weight_sync.adapters import by_expert
+from stoker.weight_sync.peft_adapters import by_expert
 
 OPS = {"reference": REFERENCE, "triton": TRITON, "deterministic": DETERMINISTIC}
 

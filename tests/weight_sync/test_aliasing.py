@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.rollout import EngineConfig, RolloutEngine, WeightsMovedError
-from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.aliased_source import AliasedSource
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from stoker.weight_sync import dtensor_layout
 from stoker.weight_sync import gather as gathering
-from stoker.weight_sync import meshes
 from stoker.weight_sync import shards as sharding
 from stoker.weight_sync.shards import Shards
 
@@ -108,7 +108,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         get_world_size=lambda: world.size,
         new_group=lambda ranks, **_: world.group(ranks),
     )
-    for module in (meshes, sharding):
+    for module in (dtensor_layout, sharding):
         monkeypatch.setattr(module, "dist", calls)
     return world
 
@@ -151,7 +151,7 @@ def part_of(full: Tensor, mesh: Mesh, placements: Sequence[Any]) -> Tensor:
 
 def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) -> Shards | None:
     """None where it is whole on this rank."""
-    layout = meshes.layout_of(name, mesh, placements, full.shape)
+    layout = dtensor_layout.layout_of(name, mesh, placements, full.shape)
     local = part_of(full, mesh, placements)
     assert layout.local == tuple(local.shape)
     if layout.group is None:
@@ -160,7 +160,7 @@ def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) ->
     by_rows = not any(getattr(p, "dim", 0) for p in placements) and (
         len(placements) > 1 or type(placements[0]) is Shard
     )
-    assert not by_rows or layout.shape == meshes.FLAT, "what is cut by rows alone can be cut anywhere"
+    assert not by_rows or layout.shape == dtensor_layout.FLAT, "what is cut by rows alone can be cut anywhere"
     local = local.reshape(layout.part)
     pieces = tuple((sharding.Piece(name, 0, box, layout.shape),) for box in layout.boxes)
     return Shards((name,), layout.group, CPU, local.contiguous(), pieces)

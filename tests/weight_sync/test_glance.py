@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError, WeightsMovedError
-from stoker.weight_sync import tree as tree_module
+from stoker.weight_sync import module_tree as tree_module
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4)
 

@@ -21,7 +21,7 @@ from stoker.rollout import (
     WeightsMismatchError,
 )
 from stoker.weight_sync.mirror import Mirror
-from stoker.weight_sync.mirrored import MirroredSource
+from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.source import source_for
 
 # -- another dtype ---------------------------------------------------------------------------------------------------

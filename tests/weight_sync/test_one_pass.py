@@ -8,15 +8,15 @@ from families import make_model
 from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
-from stoker.weight_sync import looking
+from stoker.weight_sync import change_detection
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors were taken on the way, each time."""
     counts: list[int] = []
-    take = looking.take
-    monkeypatch.setattr(looking, "take", lambda to, came: counts.append(len(to)) or take(to, came))
+    take = change_detection.take
+    monkeypatch.setattr(change_detection, "take", lambda to, came: counts.append(len(to)) or take(to, came))
     return counts
 
 
@@ -56,14 +56,14 @@ def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
     with engine_that_guesses(model) as engine:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         step(model)
-        whole = looking.take
+        whole = change_detection.take
 
         def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> list[int]:
             whole(targets[::2], sources[::2])
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(looking, "take", half)
+            patch.setattr(change_detection, "take", half)
             engine.update_weights()
         assert taken, "it had begun"
         with torch.no_grad():

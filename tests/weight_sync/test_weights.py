@@ -16,7 +16,7 @@ from stoker.engine.device import CpuRuntime
 from stoker.engine.layers.fused_layers import fuse_layers
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
 from stoker.rollout import RolloutEngine, SamplingParams, shells
-from stoker.weight_sync.aliased import AliasedSource
+from stoker.weight_sync.aliased_source import AliasedSource
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
+from stoker.weight_sync.bitsandbytes_state import is_packed, scales_of
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.naming import main_dtype, named_tensors, unwrap
-from stoker.weight_sync.scales import is_packed, scales_of
 from stoker.weight_sync.staging import copy_each
 
 # A name, its tensor, and where that lies: address, dtype, shape, stride.

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.adapters import (
+from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.mirrored_source import MirroredSource
+from stoker.weight_sync.naming import named_tensors, unwrap
+from stoker.weight_sync.peft_adapters import (
     active_adapters,
     biases_of,
     changes_base,
@@ -20,9 +23,6 @@ from stoker.weight_sync.adapters import (
     mismatches,
     sum_of,
 )
-from stoker.weight_sync.mirror import Mirror
-from stoker.weight_sync.mirrored import MirroredSource
-from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.shards import Held, is_sharded
 
 _REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|modules_to_save"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
+from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.shards import Shards, by_group, groups_of, is_sharded
-from stoker.weight_sync.version import uninterrupted
 
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did
 

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, UnsupportedModelError
-from stoker.weight_sync import adapters, naming
-from stoker.weight_sync.aliased import AliasedSource
-from stoker.weight_sync.tree import Tree
+from stoker.weight_sync import naming, peft_adapters
+from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.module_tree import Tree
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", block_size=4, max_num_seqs=4)
 
@@ -269,7 +269,7 @@ def test_a_model_that_is_as_it_was_is_not_walked_over_again(adapted: bool, monke
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
     calls: list[str] = []
     with RolloutEngine(model, config=CONFIG) as engine:
-        for owner, name in ((AliasedSource, "moved"), (naming, "walk"), (adapters, "walk")):
+        for owner, name in ((AliasedSource, "moved"), (naming, "walk"), (peft_adapters, "walk")):
             original = getattr(owner, name)
 
             def counted(*args: Any, original: Any = original, name: str = name) -> Any:
@@ -359,11 +359,11 @@ def test_what_adapters_are_set_to_is_noticed(change: str) -> None:
     config = {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["lm_head"]}
     model: Any = get_peft_model(make_model("llama"), LoraConfig(**config, trainable_token_indices=[3, 5]))
     model.add_adapter("other", LoraConfig(**config))
-    switches = adapters.Switches(model)
+    switches = peft_adapters.Switches(model)
     assert switches.same()
     SWITCHES[change](model)
     assert not switches.same()
-    assert adapters.Switches(model).same()
+    assert peft_adapters.Switches(model).same()
 
 
 def test_a_config_that_becomes_one_that_is_not_run_is_refused() -> None:

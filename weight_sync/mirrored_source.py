@@ -18,14 +18,14 @@ from stoker.kernels.errors import (
     WeightTransferError,
 )
 from stoker.kernels.host_memory import StableBuffers
-from stoker.weight_sync.agreement import agree, number_of, parts_of, refuse, telling, unite
+from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
+from stoker.weight_sync.change_detection import Changes, find_changes
 from stoker.weight_sync.checksum import unfit
-from stoker.weight_sync.comparing import compare
 from stoker.weight_sync.gather import MEMORY_BYTES, prepare
-from stoker.weight_sync.looking import Found, look
 from stoker.weight_sync.mirror import Consumer, Mirror
+from stoker.weight_sync.mirror_comparison import compare
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
-from stoker.weight_sync.scales import give_state, with_scales
+from stoker.weight_sync.rank_agreement import agree, number_of, parts_of, refuse, telling, unite
 from stoker.weight_sync.shards import Held, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
 
@@ -236,11 +236,11 @@ class MirroredSource:
     def _read(self) -> Held:
         return read(self.model)
 
-    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> Found:
+    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> Changes:
         assert self.mirror is not None
-        return look(held, self.mirror, self._seen, expected, self._refusal(held, self.mirror))
+        return find_changes(held, self.mirror, self._seen, expected, self._refusal(held, self.mirror))
 
-    def _take(self, found: Found, alike: Sequence[str] = ()) -> int:
+    def _take(self, found: Changes, alike: Sequence[str] = ()) -> int:
         mirror, held, changed = self.mirror, found.held, found.changed
         assert mirror is not None
         parts = parts_of(held.shards)
@@ -257,7 +257,7 @@ class MirroredSource:
         mirror.complete, self._from_elsewhere, self._seen = True, False, found.now
         return written
 
-    def _bring(self, found: Found) -> int:
+    def _bring(self, found: Changes) -> int:
         """Write what has changed, on all ranks together; returns the bytes written. Where one of them fails, all do."""
         mirror, held, changed, written = self.mirror, found.held, found.changed, 0
         assert mirror is not None

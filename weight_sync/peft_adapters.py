@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
+from stoker.weight_sync.module_tree import at_a_glance
 from stoker.weight_sync.naming import (
     beside,
     is_of_peft,
@@ -33,7 +34,6 @@ from stoker.weight_sync.naming import (
 )
 from stoker.weight_sync.shards import has_units, is_shard
 from stoker.weight_sync.staging import same_place
-from stoker.weight_sync.tree import at_a_glance
 
 # MiCA trains A alone, and runs as any other.
 _VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant", "MiCALinearVariant", "MiCAEmbeddingVariant"}

@@ -11,7 +11,7 @@ from stoker.weight_sync.shards import Held
 
 
 @dataclass(frozen=True)
-class Found:
+class Changes:
     """now: checksums; changed: since the last look; written: already; refusal: why not to take it."""
 
     held: Held
@@ -21,13 +21,13 @@ class Found:
     refusal: Exception | None
 
 
-def look(
+def find_changes(
     held: Held,
     mirror: Mirror,
     before: Mapping[tuple[str, ...], int],
     expected: Collection[tuple[str, ...]],
     refusal: Exception | None,
-) -> Found:
+) -> Changes:
     """before: checksums of the last look. Where that can be, what is expected to have changed is taken on the way."""
     if mirror.consumer is None and mirror.passing:
         held = held.of(lambda name: name not in mirror.passing)
@@ -46,4 +46,4 @@ def look(
     sums = checksums([*(held.full[n] for n in rest), *(s.local for s in held.shards)], mirror.device)
     now.update(zip([*((name,) for name in rest), *(s.names for s in held.shards)], sums, strict=True))
     changed = {names for names, number in now.items() if before.get(names) != number}
-    return Found(held, now, changed, written, refusal)
+    return Changes(held, now, changed, written, refusal)

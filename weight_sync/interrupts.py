@@ -1,4 +1,4 @@
-"""An update is one step: weights, version and caches change together or not at all."""
+"""Ctrl-C during an update waits until it is over, so that weights, version and caches change together or not at all."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Deferred:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not. Inside another one it changes nothing.
+    """A first interrupt (Ctrl-C) waits until the block is done or has failed; a second one does not wait.
 
-    Outside of the main thread, where no interrupt arrives, nothing is changed either.
+    Nested blocks are one. Outside of the main thread, where no interrupt arrives, nothing is changed.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stoker.weight_sync.agreement import Parts, agree, lost, parts_of, telling
 from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.gather import all_gather, prepare
 from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.rank_agreement import Parts, agree, lost, parts_of, telling
 from stoker.weight_sync.shards import Held, Shards, by_group
 
 
