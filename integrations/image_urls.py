@@ -8,7 +8,7 @@ from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 from stoker.kernels.errors import InvalidRequestError, first_line
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 
 _WITHIN_S = 30.0
 _MOST = 64 * 2**20  # bytes

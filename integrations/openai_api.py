@@ -15,8 +15,8 @@ from stoker.integrations.json_schemas import pattern_of
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.messages import shown
 from stoker.rollout.prompts import read_chat
+from stoker.rollout.user_values import shown
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 
 
 def gae(

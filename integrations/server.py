@@ -46,7 +46,7 @@ from stoker.kernels.errors import (
 )
 from stoker.rollout import LIVE, RolloutEngine, RolloutHandle, RolloutOutput
 from stoker.rollout.adapters import AdapterChoice
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 
 _STATUS: tuple[tuple[type[StokerError], int], ...] = (  # the first that fits
     (UnknownModelError, 404),

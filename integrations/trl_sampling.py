@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout import SamplingParams
 from stoker.rollout.constraints import ConstraintMaker
-from stoker.rollout.plain_numbers import as_ids
+from stoker.rollout.user_values import as_ids
 
 # Keys of ``args.generation_kwargs``: transformers' names, the other spelling of three of them, and three it lacks.
 _TRANSLATED = {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"}

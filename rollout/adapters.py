@@ -22,7 +22,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.reference.lora import AdapterWeights
 from stoker.rollout.binding import ModelBinding
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.rank_agreement import ranks_of, telling
 

@@ -23,7 +23,7 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.ops import Ops, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
-from stoker.rollout.shells import ShellMaker
+from stoker.rollout.shell_builder import ShellBuilder
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import check_kinds, kinds, unwrap
@@ -70,7 +70,7 @@ class ModelBinding:
         self.shapes: list[LayerShape]
         self.ops: Ops
         self._in_fp8 = in_fp8
-        self._shells = ShellMaker(
+        self._shells = ShellBuilder(
             in_fp8=in_fp8, deterministic=deterministic, max_loras=max_loras, max_lora_rank=max_lora_rank
         )
         self.fused_layers = 0

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from stoker.kernels.errors import InvalidConfigError
-from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_int, is_int
+from stoker.rollout.user_values import as_int, is_int, shown
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

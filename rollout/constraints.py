@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from stoker.engine.constraints import Constraint
 from stoker.kernels.errors import InvalidRequestError
 from stoker.kernels.reference.constraints import FIRST, FREE, HEADER, MAY_END, REFUSED
-from stoker.rollout.messages import shown
 from stoker.rollout.regex import DEAD, START, ByteAutomaton, byte_automaton, distinct
 from stoker.rollout.token_texts import Texts, TokenTexts
+from stoker.rollout.user_values import shown
 
 MOST_BYTES = 64 << 20  # of one pattern's table
 MOST_TOGETHER = 512 << 20  # of the tables of all patterns that requests have, or that were used last

@@ -15,20 +15,20 @@ from stoker.engine.device import runtime_for
 from stoker.engine.request import Request
 from stoker.engine.scoring import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.rollout import setup
+from stoker.rollout import assembly
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.handles import RolloutHandle, wait
-from stoker.rollout.live import Loop
 from stoker.rollout.loading import load_model
+from stoker.rollout.loop import Loop
 from stoker.rollout.memory import TAGS, EngineMemory, check_tags, tags_of
-from stoker.rollout.messages import shown
 from stoker.rollout.outputs import RolloutBatch, TokenLogprobs
 from stoker.rollout.prompts import Prompt, Prompts, read_prompts, tokenizer_of
 from stoker.rollout.requests import params_per_prompt, read_sequences, token_logprobs
 from stoker.rollout.sampling_params import SamplingParams
 from stoker.rollout.stats import EngineStats, stats_of
 from stoker.rollout.updates import WeightUpdates
+from stoker.rollout.user_values import shown
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.rank_agreement import in_step
 from stoker.weight_sync.receiving import NewWeights
@@ -49,15 +49,15 @@ class RolloutEngine:
 
     @torch.inference_mode(False)  # or the buffers made here could not be written to outside of the caller's
     def __init__(self, model: nn.Module, *, config: EngineConfig | None = None, tokenizer: Any = None) -> None:
-        setup.check_arguments(model, config, tokenizer)
+        assembly.check_arguments(model, config, tokenizer)
         self.config = config or EngineConfig()
         self.processor, self.tokenizer = tokenizer, tokenizer_of(tokenizer)
         self._closed = False
         try:
             with in_step(model):
-                with setup.on_all_ranks(model, self.config):
-                    self._binding = setup.bind(self.config, model)
-                with setup.on_all_ranks(model, self.config):
+                with assembly.on_all_ranks(model, self.config):
+                    self._binding = assembly.bind(self.config, model)
+                with assembly.on_all_ranks(model, self.config):
                     self._build()
         except BaseException:  # an interrupt, say, up to the last line: nobody has the engine, to close it
             if hasattr(self, "_binding"):
@@ -66,17 +66,17 @@ class RolloutEngine:
 
     def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)
-        self.max_model_len = setup.max_model_len(self.config, self._binding)
+        self.max_model_len = assembly.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
-        self.config = setup.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
-        sized = setup.with_rows_that_can_run(self.config, self._binding, self.runtime, self.max_model_len)
-        self._kv = setup.kv_cache(sized, self._binding, self.runtime, self.max_model_len)
+        self.config = assembly.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
+        sized = assembly.with_rows_that_can_run(self.config, self._binding, self.runtime, self.max_model_len)
+        self._kv = assembly.kv_cache(sized, self._binding, self.runtime, self.max_model_len)
         self._adapters = Adapters(self._binding)
-        self.core = setup.core(sized, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
+        self.core = assembly.core(sized, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
         self._loop = Loop(self.core, self._adapters.runnable, self._binding.in_order)
         self._updates = WeightUpdates(self._binding, self.core, self._adapters, self._loop)
         self._memory = EngineMemory(self.core, self._kv, self._binding, self._adapters)
-        self._requests = setup.requests(
+        self._requests = assembly.requests(
             self.config, self._binding, self._kv, self.max_model_len, self.core, self._loop, self.tokenizer
         )
         self._binding.fuse()

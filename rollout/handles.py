@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.live import Loop
-from stoker.rollout.messages import shown
+from stoker.rollout.loop import Loop
 from stoker.rollout.outputs import RolloutOutput
-from stoker.rollout.plain_numbers import is_real
+from stoker.rollout.user_values import is_real, shown
 
 
 @dataclass(frozen=True, kw_only=True)

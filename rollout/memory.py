@@ -11,7 +11,7 @@ from stoker.engine.core import EngineCore
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 from stoker.weight_sync.interrupts import uninterrupted
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in

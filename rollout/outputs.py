@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from stoker.kernels.errors import InvalidRequestError, StokerError
-from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_int, is_int
+from stoker.rollout.user_values import as_int, is_int, shown
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from stoker.engine.images.inputs import ImageInputs, is_by_token
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_ints, holds_integers
+from stoker.rollout.user_values import as_ints, holds_integers, shown
 
 # Text, token ids, a chat, or all that a processor makes of a prompt with images.
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Tensor | NDArray[Any] | Mapping[str, Any]

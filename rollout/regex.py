@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 
 DEAD, START = 0, 1
 MOST_STATES = 30_000  # two bytes hold a state's number

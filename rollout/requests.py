@@ -22,12 +22,11 @@ from stoker.engine.sampler import LOGPROBS_MODES
 from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
 from stoker.rollout.constraints import ConstraintMaker
-from stoker.rollout.messages import shown
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs
-from stoker.rollout.plain_numbers import as_int, as_ints, is_int, is_real
 from stoker.rollout.prompts import Read, check_ids, read_prompts
 from stoker.rollout.sampling_params import LARGEST, SMALLEST, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker, completion_text, special_tokens
+from stoker.rollout.user_values import as_int, as_ints, is_int, is_real, shown
 
 _SEED_MASK = 2**63 - 1
 

@@ -9,9 +9,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_ids, as_int, as_ints, is_int, is_real
 from stoker.rollout.regex import check
+from stoker.rollout.user_values import as_ids, as_int, as_ints, is_int, is_real, shown
 
 LogprobsMode = Literal["scaled", "raw", "processed"]
 _MODES: tuple[LogprobsMode, ...] = ("scaled", "raw", "processed")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout.messages import shown
+from stoker.rollout.user_values import shown
 
 _CUT = "\N{REPLACEMENT CHARACTER}"  # in place of what is no whole character
 _FALLBACK = re.compile("<0x([0-9A-F]{2})>")

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 from stoker.engine.core import EngineCore
 from stoker.kernels.errors import InvalidRequestError, StokerError
 from stoker.rollout.adapters import Adapters, deleted
-from stoker.rollout.arrivals import Arrivals
 from stoker.rollout.binding import ModelBinding
-from stoker.rollout.live import Loop
-from stoker.rollout.messages import shown
-from stoker.rollout.plain_numbers import as_int, is_int
+from stoker.rollout.external_weights import ExternalWeights
+from stoker.rollout.loop import Loop
+from stoker.rollout.user_values import as_int, is_int, shown
 from stoker.rollout.verification import verify
 from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.checksum import WeightReport
@@ -31,7 +30,7 @@ class WeightUpdates:
 
     def __init__(self, binding: ModelBinding, core: EngineCore, adapters: Adapters, loop: Loop) -> None:
         self._binding, self._core, self._adapters, self._loop = binding, core, adapters, loop
-        self._arrivals = Arrivals(binding)
+        self._external = ExternalWeights(binding)
         self._behind = False  # caches and version, of weights that a change which came to no end has left
         self._is_new = True  # nothing has looked at the weights yet
         self._told = False  # of changes that ``notice`` may still find: nothing has run under the version of an update
@@ -55,7 +54,7 @@ class WeightUpdates:
             elif self._binding.moved():  # what arrives is to fit what there is now; the shell is another one then
                 self._between_steps("update its weights", self._rebind)
         if weights is not None:  # outside of the gate: while they come, others go on
-            staged = self._arrivals.receive(weights)
+            staged = self._external.receive(weights)
             with self._loop.gate("update its weights"):
                 check(idle=False)  # what has begun meanwhile goes on under these
                 self._check_above(version)
@@ -83,7 +82,7 @@ class WeightUpdates:
             if staged is None:  # a glance: whatever starts afterwards calls ``notice`` first
                 self.last_bytes = self._look(self._binding.refresh)
             else:
-                self.last_bytes = self._look(lambda: self._arrivals.put_in_service(staged))
+                self.last_bytes = self._look(lambda: self._external.put_in_service(staged))
             # What is under way goes on under these weights, and what slots derive is made of them, before a call looks.
             derives = self._binding.shell.lora.derives
             now = self._core.has_work or any(map(derives, self._binding.adapters.weights.values()))

@@ -28,7 +28,7 @@ from stoker.rollout import (
     WeightsMovedError,
     WeightTransferError,
     adapter_sources,
-    shells,
+    shell_builder,
     updates,
 )
 from stoker.weight_sync import gather, mirror, mirror_comparison, mirrored_source
@@ -110,7 +110,7 @@ def building(rank: int, sharding: str) -> None:
     refused("none left", gather, "buffers_for")
     refused("holds no block", kv_cache_memory=1)
     refused("is beyond the model's", max_model_len=2**20)
-    refused("none left", shells, "fuse_layers")
+    refused("none left", shell_builder, "fuse_layers")
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_matches(engine, small())
 
@@ -210,7 +210,7 @@ def fusing(rank: int, passing: bool) -> None:
             by_fsdp2(model)
         with pytest.MonkeyPatch.context() as patch:
             if fails:
-                patch.setattr(shells, "fuse_layers", out_of_memory(shells.fuse_layers, 0))
+                patch.setattr(shell_builder, "fuse_layers", out_of_memory(shell_builder.fuse_layers, 0))
             told(rank, engine.update_weights, "none left")
         with pytest.raises(WeightsMovedError, match=r"call update_weights\(\) on every rank once"):
             engine.generate_batch([PROMPT], PARAMS)
@@ -307,7 +307,7 @@ def interrupts(rank: int) -> None:
         dist.barrier()
 
     interrupted(mirrored_source, "read", lambda: RolloutEngine(model, config=CONFIG).close())
-    interrupted(shells, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
+    interrupted(shell_builder, "fuse_layers", lambda: RolloutEngine(model, config=CONFIG).close())
     with RolloutEngine(model, config=CONFIG) as engine:
         interrupted(updates.WeightUpdates, "_read_version", engine.update_weights)
         assert engine.weight_version == 1

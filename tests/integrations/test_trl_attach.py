@@ -26,7 +26,7 @@ from stoker.rollout import (
     WeightsMovedError,
 )
 from stoker.rollout.binding import ModelBinding
-from stoker.rollout.shells import ShellMaker
+from stoker.rollout.shell_builder import ShellBuilder
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
@@ -183,7 +183,7 @@ def test_an_interrupt_leaves_the_trainer_as_it_was(make_trainer: MakeTrainer) ->
     before = condition(trainer)
     assert all(resizable for _, resizable in before[2])
     attaching = {attach.__code__, RolloutEngine.__init__.__wrapped__.__code__, ModelBinding.fuse.__code__}
-    fused = ShellMaker.fuse.__code__
+    fused = ShellBuilder.fuse.__code__
 
     def interrupted_at(line: int) -> bool:
         lines = itertools.count()

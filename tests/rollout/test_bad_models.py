@@ -317,7 +317,7 @@ def test_a_vocabulary_that_grows_is_noticed():
 
 def test_a_constructor_that_is_interrupted_leaves_the_model_as_it_was(monkeypatch):
     model = make_model("llama")
-    monkeypatch.setattr("stoker.rollout.shells.fuse_layers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("stoker.rollout.shell_builder.fuse_layers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         RolloutEngine(model, config=CONFIG)
     assert all(p.untyped_storage().resizable() for p in model.parameters())

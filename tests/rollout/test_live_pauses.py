@@ -13,8 +13,9 @@ import pytest
 from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.rollout import RolloutEngine, live
-from stoker.rollout.live import Loop
+from stoker.rollout import RolloutEngine
+from stoker.rollout import loop as loop_module
+from stoker.rollout.loop import Loop
 
 
 def test_pause_wait_and_pause_abort() -> None:
@@ -75,7 +76,7 @@ def test_a_pause_in_one_thread_holds_the_others() -> None:
 
 
 def test_who_waits_in_a_pause_hears_of_its_end_and_of_its_own_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_PATIENCE", 600.0)
+    monkeypatch.setattr(loop_module, "_PATIENCE", 600.0)
     with build() as engine:
         handle, timed_out = engine.submit(PROMPTS[0], long()), threading.Event()
         engine.pause()
@@ -270,7 +271,7 @@ def test_who_waits_for_long_says_who_has_paused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once: whoever has paused may be gone, and all others would wait in silence."""
-    monkeypatch.setattr(live, "_LONG_PAUSE", 0.0)
+    monkeypatch.setattr(loop_module, "_LONG_PAUSE", 0.0)
     with build() as engine:
         handle = engine.submit(PROMPTS[0], long())
         pausing = threading.Thread(target=engine.pause, name="the harness")

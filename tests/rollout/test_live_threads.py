@@ -17,11 +17,12 @@ from mirrored import copies
 
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import InvalidRequestError
-from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine, live, requests
+from stoker.rollout import EngineConfig, EngineStateError, RolloutEngine, requests
+from stoker.rollout import loop as loop_module
 
 
 def test_threads_share_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_PATIENCE", 600.0)  # each hears of the end of another's turn
+    monkeypatch.setattr(loop_module, "_PATIENCE", 600.0)  # each hears of the end of another's turn
     with build(max_num_seqs=3) as engine:
         expected = [engine.generate_batch([p], long(i, n=2))[0] for i, p in enumerate(PROMPTS)]
         failures: list[BaseException] = []
@@ -301,7 +302,7 @@ def test_a_call_that_waits_for_the_end_of_the_engine_comes_after_it(call: str) -
 
 def test_one_of_those_who_wait_steps_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """And who has what it waits for goes on at once: were each to have a turn for that, the others made a step in theirs."""
-    monkeypatch.setattr(live, "_PATIENCE", 60.0)
+    monkeypatch.setattr(loop_module, "_PATIENCE", 60.0)
     with build() as engine:
         longest, *others = [engine.submit(p, long(max_tokens=40 - 8 * i)) for i, p in enumerate(PROMPTS)]
         step, by, back = engine.core.step, [], threading.Event()
@@ -326,7 +327,7 @@ def test_one_of_those_who_wait_steps_for_all(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_another_steps_where_the_one_who_stepped_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_PATIENCE", 60.0)
+    monkeypatch.setattr(loop_module, "_PATIENCE", 60.0)
     with build() as engine:
         short, *others = [engine.submit(p, long(max_tokens=4 + 20 * i)) for i, p in enumerate(PROMPTS)]
         with beside(short.result), beside(others[0].result), beside(others[1].result), beside(others[2].result):
@@ -341,7 +342,7 @@ def test_a_thread_that_steps_no_more_without_a_word_is_missed(
     monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
     """As after Ctrl-C in the line that names the next one."""
-    monkeypatch.setattr(live, "_PATIENCE", 0.05)
+    monkeypatch.setattr(loop_module, "_PATIENCE", 0.05)
     with build() as engine:
         handle = engine.submit(PROMPTS[0], long())
         engine._loop._leader = -1

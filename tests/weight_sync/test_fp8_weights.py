@@ -247,7 +247,7 @@ def test_a_device_without_such_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_without_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.rollout.shells.fuse_layers", lambda *_: (0, False))
+    monkeypatch.setattr("stoker.rollout.shell_builder.fuse_layers", lambda *_: (0, False))
     model = make_model("llama")
     places = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(UnsupportedModelError, match="quantization='fp8' rounds the weights of fused layers"):

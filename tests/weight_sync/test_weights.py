@@ -15,7 +15,7 @@ from stoker.engine.cache.prefix_cache import PrefixCache
 from stoker.engine.device import CpuRuntime
 from stoker.engine.layers.fused_layers import fuse_layers
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
-from stoker.rollout import RolloutEngine, SamplingParams, shells
+from stoker.rollout import RolloutEngine, SamplingParams, shell_builder
 from stoker.weight_sync.aliased_source import AliasedSource
 
 
@@ -166,8 +166,8 @@ def test_layers_are_fused_on_the_models_device_which_need_not_be_the_current_one
         seen.append(tuple(chosen))
         return fuse_layers(*args)
 
-    monkeypatch.setattr(shells, "runtime_for", Chosen)
-    monkeypatch.setattr(shells, "fuse_layers", fuse)
+    monkeypatch.setattr(shell_builder, "runtime_for", Chosen)
+    monkeypatch.setattr(shell_builder, "fuse_layers", fuse)
     with RolloutEngine(model, config=CONFIG) as engine:
         set_data(model)
         engine.update_weights()

@@ -1,9 +1,10 @@
-"""Numbers that a user gave, of Python's, numpy's or torch's."""
+"""Values that a user gave: numbers of numpy and torch made Python's own, and what error messages show of any."""
 
 from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
+from reprlib import Repr
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -11,6 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"}
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def shown(value: object) -> str:
+    """``repr``, and of something long not more than its beginning: a prompt or a tokenizer would fill the screen."""
+    return _REPR.repr(value)
 
 
 def holds_integers(values: Tensor | NDArray[Any] | np.generic) -> bool:

@@ -1,4 +1,4 @@
-"""Shells over the weights of a source: how they are made, and how their layers are fused."""
+"""Builds a ``ModelShell`` over the weights of a source, and fuses its layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fused(NamedTuple):
     rounded: Fp8Weights | None
 
 
-class ShellMaker:
+class ShellBuilder:
     """in_fp8: fused layers multiply by weights that are rounded."""
 
     def __init__(self, *, in_fp8: bool, deterministic: bool, max_loras: int, max_lora_rank: int) -> None:

@@ -31,9 +31,9 @@ from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.constraints import ConstraintMaker
-from stoker.rollout.live import Loop
-from stoker.rollout.plain_numbers import as_ids
+from stoker.rollout.loop import Loop
 from stoker.rollout.requests import RequestMaker
+from stoker.rollout.user_values import as_ids
 from stoker.weight_sync.rank_agreement import agree, ranks_of, telling
 
 _log = logging.getLogger("stoker")

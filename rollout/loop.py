@@ -1,4 +1,4 @@
-"""Who steps the engine.
+"""Who steps the core, and who may change it between two steps.
 
 There is no thread of the engine's own. Whoever waits for a result steps it, one thread at a time, and each step serves
 every request there is; nothing runs behind a trainer's back.

@@ -11,8 +11,8 @@ from stoker.weight_sync.receiving import NewWeights, receive
 from stoker.weight_sync.staging import Casts, Staging
 
 
-class Arrivals:
-    """Between the two, which the engine's steps may lie between, the model here may change: what came is refused then."""
+class ExternalWeights:
+    """The engine may run steps between ``receive`` and ``put_in_service``. Where the model changed meanwhile, what came is refused."""
 
     def __init__(self, binding: ModelBinding) -> None:
         self._binding = binding
