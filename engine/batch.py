@@ -11,9 +11,9 @@ from stoker.engine.sampler import SamplingRows
 from stoker.engine.scorer import ScoreRows
 from stoker.engine.step_context import ImageRows
 from stoker.kernels.ops import Ops
+from stoker.kernels.reference.decode_window import Record
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.kernels.reference.recurrent import StateRows
-from stoker.kernels.reference.window import Record
 
 
 @dataclass(frozen=True, slots=True)

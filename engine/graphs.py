@@ -18,7 +18,7 @@ from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.model import ModelShell
 from stoker.engine.runner import EagerStep, Pending
 from stoker.engine.sampler import Sampler, SamplingRows
-from stoker.kernels.reference.window import Record
+from stoker.kernels.reference.decode_window import Record
 
 _log = logging.getLogger("stoker")
 _Key = tuple[object, ...]

@@ -22,7 +22,7 @@ from stoker.engine.cache.kv_cache import LayerShape
 from stoker.engine.layers.experts import EXPERTS, knows_interface
 from stoker.engine.layers.quantised import is_packed, take_over_quantised
 from stoker.engine.layers.recurrent import RecurrentLayers
-from stoker.engine.settings import Settings, is_setting
+from stoker.engine.module_settings import Settings, is_setting
 from stoker.engine.step_context import PackedPositions, ShapeProbe, cache_name
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterRows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.engine.request import Request
-from stoker.engine.scoring import TokenScores
+from stoker.engine.request_scores import TokenScores
 
 
 @dataclass(frozen=True, slots=True)

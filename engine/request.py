@@ -10,7 +10,7 @@ from itertools import islice
 
 from stoker.engine.constraints import Constraint
 from stoker.engine.images.inputs import ImageInputs
-from stoker.engine.scoring import Scoring
+from stoker.engine.request_scores import Scoring
 from stoker.kernels.errors import RequestFailedError, StokerError
 
 

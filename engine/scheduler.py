@@ -16,7 +16,7 @@ from typing import Any
 from stoker.engine.adapters.slots import AdapterSlots
 from stoker.engine.cache.block_layout import BlockLayout
 from stoker.engine.cache.block_tables import BlockTables
-from stoker.engine.cache.prefixes import Prefixes
+from stoker.engine.cache.prefix_reuse import PrefixReuse
 from stoker.engine.cache.state_cache import StateCache, StateLayout
 from stoker.engine.counters import Counters
 from stoker.engine.plan import Plan, Sampled
@@ -43,7 +43,7 @@ class Scheduler:
     counters: Counters = field(default_factory=Counters)
     tables: BlockTables = field(init=False)
     states: StateCache = field(init=False)
-    prefixes: Prefixes = field(init=False)
+    prefixes: PrefixReuse = field(init=False)
     _free_slots: list[int] = field(init=False)
     _filled: int = field(init=False)  # that ran after the last plan, where it admitted and left no slot free
 
@@ -53,7 +53,7 @@ class Scheduler:
     def _reset_blocks(self, weight_version: int) -> None:
         self.tables = BlockTables(self.num_blocks, self.block_size, self.block_layout)
         self.states = StateCache(self.state_layout, self.block_size)
-        self.prefixes = Prefixes(self.tables, self.states, self.enable_prefix_caching, weight_version)
+        self.prefixes = PrefixReuse(self.tables, self.states, self.enable_prefix_caching, weight_version)
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._filled = 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stoker.engine.device import HostCopy, Runtime
 from stoker.engine.model import ModelShell
 from stoker.engine.plan import Plan
-from stoker.engine.scoring import TokenScores
+from stoker.engine.request_scores import TokenScores
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 

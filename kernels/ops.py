@@ -17,6 +17,7 @@ from stoker.kernels.reference import (
     attention_plan,
     checksum,
     constraints,
+    decode_window,
     fp8,
     gates,
     linear,
@@ -26,7 +27,6 @@ from stoker.kernels.reference import (
     recurrent,
     routing,
     sampling,
-    window,
 )
 from stoker.kernels.reference.constraints import ConstraintRows
 from stoker.kernels.reference.fp8 import FP8
@@ -110,7 +110,7 @@ REFERENCE = Ops(
     truncate=sampling.truncate,
     constrain=constraints.constrain,
     follow=constraints.follow,
-    advance=window.advance,
+    advance=decode_window.advance,
     checksums=checksum.checksums,
 )
 

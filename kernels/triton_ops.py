@@ -11,9 +11,10 @@ from stoker.kernels import (
     causal_conv,
     checksum,
     constraints,
+    decode_window,
     fp8,
     gates,
-    latent,
+    latent_attention,
     linear,
     linear_invariant,
     lora,
@@ -24,7 +25,6 @@ from stoker.kernels import (
     routing,
     sampling,
     truncation,
-    window,
 )
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.ops import REFERENCE, Ops
@@ -40,7 +40,7 @@ TRITON = replace(
     route=routing.route,
     experts=moe.experts,
     qk_norm_rotary_write=norm_rotary.qk_norm_rotary_write,
-    latent_heads_write=latent.latent_heads_write,
+    latent_heads_write=latent_attention.latent_heads_write,
     gated_rms_norm=gates.gated_rms_norm,
     delta_gates=gates.delta_gates,
     plan_attention=attention_plan.plan_attention,
@@ -56,7 +56,7 @@ TRITON = replace(
     truncate=truncation.truncate,
     constrain=constraints.constrain,
     follow=constraints.follow,
-    advance=window.advance,
+    advance=decode_window.advance,
     checksums=checksum.checksums,
     static_plans=True,
     shared_from=attention_plan.LEAST_SHARED,

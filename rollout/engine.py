@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stoker.engine.device import runtime_for
 from stoker.engine.request import Request
-from stoker.engine.scoring import Scoring
+from stoker.engine.request_scores import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout import assembly
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters

@@ -18,8 +18,8 @@ from torch import Tensor
 from stoker.engine.constraints import Constraint
 from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.request import Adapter, Request, SamplingSpec
+from stoker.engine.request_scores import Scoring, Variant
 from stoker.engine.sampler import LOGPROBS_MODES
-from stoker.engine.scoring import Scoring, Variant
 from stoker.kernels.errors import InvalidRequestError, RequestFailedError, StokerError, UnsupportedModelError
 from stoker.rollout.constraints import ConstraintMaker
 from stoker.rollout.outputs import Completion, RolloutBatch, RolloutOutput, TokenLogprobs

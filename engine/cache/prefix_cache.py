@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from stoker.engine.cache.block_pool import BlockPool
-from stoker.engine.scoring import Scoring, Variant
+from stoker.engine.request_scores import Scoring, Variant
 
 _VARIANTS = 4  # of scores that are kept with a block, the latest ones
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from stoker.engine.layers.fused_mixers import Mixer
+from stoker.engine.layers.fused_moe import is_mixture, mixture_of
 from stoker.engine.layers.linears import Linears
-from stoker.engine.layers.routing import is_mixture, mixture_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from stoker.engine.layers.experts import may_be_rounded
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.engine.layers.fused_forms import FusedForms, Maker
+from stoker.engine.layers.fused_model import FusedModel
+from stoker.engine.layers.fused_moe import shared_mlps, take_over_mixtures
 from stoker.engine.layers.layer_structure import Structure, structure_of
-from stoker.engine.layers.plain_model import PlainModel
 from stoker.engine.layers.probe import in_full_precision
 from stoker.engine.layers.rotary import Rotary
-from stoker.engine.layers.routing import shared_mlps, take_over_mixtures
 from stoker.engine.model import ModelShell
 from stoker.kernels.ops import Ops
 
@@ -82,16 +82,16 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
         if len(layers) < shell.num_layers:
             kept = shell.num_layers - len(layers)
             _log.info("%d of %d layers run as the model's own code, which is slower", kept, shell.num_layers)
-        if rotary is None or len(layers) < shell.num_layers or not PlainModel.is_plain(shell):
+        if rotary is None or len(layers) < shell.num_layers or not FusedModel.fits(shell):
             return len(layers), False
-        plain = PlainModel(shell, ops, rotary)
-        if not plain.agrees():
+        fused_model = FusedModel(shell, ops, rotary)
+        if not fused_model.agrees():
             return len(layers), False
-        if plain.per_layer is not None:
-            project = plain.per_layer.project
+        if fused_model.per_layer is not None:
+            project = fused_model.per_layer.project
             shell.lora.replaced(project.paths[0], {project.paths: project.lora})
-            shell.lora.replaced(plain.per_layer.norm_path, {})
-        shell.hidden, shell.logits, shell.refresh = plain.hidden, plain.logits, plain.refresh
+            shell.lora.replaced(fused_model.per_layer.norm_path, {})
+        shell.hidden, shell.logits, shell.refresh = fused_model.hidden, fused_model.logits, fused_model.refresh
     return len(layers), all(layer.runs_on_ops for layer in layers)
 
 

@@ -9,7 +9,7 @@ import torch
 from families import make_model, randomise
 from fused import CONFIG, assert_like_hugging_face, fused_layers
 
-from stoker.engine.layers import fused_forms, plain_model
+from stoker.engine.layers import fused_forms, fused_model
 from stoker.engine.layers.probe import Recorder
 from stoker.rollout import RolloutEngine
 
@@ -95,7 +95,7 @@ def test_layers_are_compared_in_full_precision(monkeypatch: pytest.MonkeyPatch, 
             seen.add(settings.fp32_precision)
             return super().attend(*args, **options)
 
-    for module in (fused_forms, plain_model):
+    for module in (fused_forms, fused_model):
         monkeypatch.setattr(module, "Recorder", Noting)
     try:
         if said_by == "the older setting":

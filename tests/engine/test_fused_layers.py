@@ -14,8 +14,8 @@ from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention, Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from stoker.engine.layers import plain_model as plain_model_module
-from stoker.engine.layers.plain_model import PlainModel
+from stoker.engine.layers import fused_model as fused_model_module
+from stoker.engine.layers.fused_model import FusedModel
 from stoker.rollout import RolloutEngine, SamplingParams, binding
 
 # Layers that keep a mixture of experts, in the models of ``families.py``.
@@ -58,10 +58,10 @@ MULTIPLIERS = {
 }
 
 
-def plain_model(engine: RolloutEngine) -> PlainModel | None:
+def fused_model(engine: RolloutEngine) -> FusedModel | None:
     """What runs in place of the model's own forward."""
     owner = getattr(engine._binding.shell.hidden, "__self__", None)
-    return owner if isinstance(owner, PlainModel) else None
+    return owner if isinstance(owner, FusedModel) else None
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of what transformers is to lose
@@ -71,7 +71,7 @@ def test_the_families_that_are_fused(family: str) -> None:
         layers = fused_layers(engine)
         assert len(layers) == engine.stats().num_layers
         assert [layer.index for layer in layers if not layer.complete] == OWN_MLP.get(family, [])
-        assert plain_model(engine) is not None
+        assert fused_model(engine) is not None
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
@@ -112,7 +112,7 @@ def test_layers_that_are_given_no_rotary_embedding(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Gemma3Attention, "forward", attend_unturned)
     model = make_model("gemma3")
     with RolloutEngine(model, config=CONFIG) as engine:
-        assert len(fused_layers(engine)) == engine.stats().num_layers and plain_model(engine) is not None
+        assert len(fused_layers(engine)) == engine.stats().num_layers and fused_model(engine) is not None
         assert_like_hugging_face(engine, model)
 
 
@@ -120,10 +120,10 @@ def test_layers_that_are_given_no_rotary_embedding(monkeypatch: pytest.MonkeyPat
 def test_rotary_embeddings_are_kept_in_pieces_or_where_they_are_large_not_at_all(
     name: str, value: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain_model_module, name, value)
+    monkeypatch.setattr(fused_model_module, name, value)
     model = make_model("gemma3")
     with RolloutEngine(model, config=CONFIG) as engine:
-        plain = plain_model(engine)
+        plain = fused_model(engine)
         assert plain is not None and (plain.kept is not None) == kept
         assert_like_hugging_face(engine, model)
         for kind, tables in (plain.kept or {}).items():
@@ -138,7 +138,7 @@ def test_a_softcap_on_the_logits_is_seen_where_they_are_small() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(0.01)  # the embeddings too: they are tied
         with RolloutEngine(model, config=CONFIG) as engine:
-            assert plain_model(engine) is not None
+            assert fused_model(engine) is not None
             model.lm_head.weight.mul_(1e4)
             engine.update_weights()
             assert_like_hugging_face(engine, model)
@@ -239,7 +239,7 @@ def test_a_layer_that_does_something_else_stays_as_it_is(
     with RolloutEngine(model, config=CONFIG) as engine:
         assert [fused.index for fused in fused_layers(engine)] == [0, 1]
         assert "1 of 3 layers run as the model's own code" in caplog.text
-        assert plain_model(engine) is None
+        assert fused_model(engine) is None
         assert_like_hugging_face(engine, model)
 
 
@@ -268,7 +268,7 @@ def test_placeholders_that_are_taken_for_padding() -> None:
     model = make_model("gemma4+images")
     model.config.image_token_id, model.config.video_token_id = PROMPTS[0][3], PROMPTS[2][20]
     with RolloutEngine(model, config=CONFIG) as engine:
-        assert plain_model(engine) is not None
+        assert fused_model(engine) is not None
         assert_like_hugging_face(engine, model)
 
 
@@ -299,10 +299,10 @@ def test_under_the_model_s_own_forward_fused_layers_take_what_it_gives(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rotary embeddings in its own form, positions, and inputs of each layer."""
-    monkeypatch.setattr(PlainModel, "agrees", lambda self: False)
+    monkeypatch.setattr(FusedModel, "agrees", lambda self: False)
     model = make_model(family)
     with RolloutEngine(model, config=CONFIG) as engine:
-        assert len(fused_layers(engine)) == engine.stats().num_layers and plain_model(engine) is None
+        assert len(fused_layers(engine)) == engine.stats().num_layers and fused_model(engine) is None
         assert_like_hugging_face(engine, model)
 
 
@@ -369,4 +369,4 @@ def test_in_bf16_the_probes_pass(family: str) -> None:
     model = make_model(family).bfloat16()
     with RolloutEngine(model, config=CONFIG) as engine:
         assert len(fused_layers(engine)) == engine.stats().num_layers
-        assert plain_model(engine) is not None
+        assert fused_model(engine) is not None

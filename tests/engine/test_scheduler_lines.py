@@ -23,7 +23,7 @@ from traffic import Traffic
 import stoker.engine.scheduler
 from stoker.engine.plan import Sampled
 from stoker.engine.request import Request, Status
-from stoker.engine.scoring import Scoring, TokenScores, Variant
+from stoker.engine.request_scores import Scoring, TokenScores, Variant
 
 ENGINE = str(Path(stoker.engine.scheduler.__file__).parent)
 

@@ -19,10 +19,11 @@ from stoker.kernels import (
     causal_conv,
     checksum,
     constraints,
+    decode_window,
     fp8,
     gates,
     grouping,
-    latent,
+    latent_attention,
     linear,
     linear_invariant,
     linear_streamed,
@@ -34,15 +35,14 @@ from stoker.kernels import (
     routing,
     sampling,
     truncation,
-    window,
 )
 from stoker.kernels.reference.constraints import ConstraintRows
+from stoker.kernels.reference.decode_window import Record
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.moe import Gate
 from stoker.kernels.reference.norm_rotary import Norm, QKNorm
 from stoker.kernels.reference.recurrent import StateRows
 from stoker.kernels.reference.routing import Choice
-from stoker.kernels.reference.window import Record
 
 
 def zeros(*size: int) -> torch.Tensor:
@@ -79,8 +79,8 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     rows = torch.zeros(64, 3, dtype=torch.long)
     for record in (None, Record(rows[:, 0], rows, torch.zeros(64, 3), rows[:, 0], rows[:, 0])):
         fields = dict.fromkeys(names, rows[:, 0]) | {"logprobs": torch.zeros(64), "record": record}
-        window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
-    window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields, window_tables=rows, window_slots=rows[:, 0])
+        decode_window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields)
+    decode_window.advance(rows[:, 0], rows, rows[:, 0], rows, 16, **fields, window_tables=rows, window_slots=rows[:, 0])
     checksum.checksums([zeros(dim, hidden), zeros(dim)])
     for source, target in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
         weights = zeros(dim, hidden).to(source)
@@ -165,7 +165,7 @@ def launch_latent(heads: int, plain: int, rotated: int, value: int) -> None:
     inputs = zeros(8, heads, plain + rotated), zeros(8, heads, plain + value), projected[:, 2048:]
     caches = zeros(4, 16, heads, plain + rotated), zeros(4, 16, heads, value)
     for interleaved, factor in ((True, None), (False, torch.ones(8, 1))):
-        latent.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
+        latent_attention.latent_heads_write(*inputs, tables, *caches, slots, interleaved=interleaved, factor=factor)
 
 
 def launch_routed() -> None:
@@ -299,11 +299,11 @@ if __name__ == "__main__":
     of_layers = [
         fp8,
         norm_rotary,
-        latent,
+        latent_attention,
         linear,
         linear_invariant,
         linear_streamed,
-        window,
+        decode_window,
         checksum,
         sampling,
         truncation,

@@ -7,7 +7,7 @@ import torch
 from families import draw, make_model
 from scored import check, clean_engine, computed, engine_of, model_of, shared_engine  # noqa: F401
 
-from stoker.engine.scoring import Scoring, TokenScores, Variant
+from stoker.engine.request_scores import Scoring, TokenScores, Variant
 from stoker.rollout import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")

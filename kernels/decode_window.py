@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
-from stoker.kernels.reference.window import Record
+from stoker.kernels.reference.decode_window import Record
 
 
 # How the log-probabilities are aligned follows from the number of rows: a kernel specialised on it would be compiled again,

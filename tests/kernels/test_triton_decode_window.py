@@ -10,7 +10,7 @@ import torch
 from triton_oracle import DEVICE
 
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.kernels.reference.window import Record
+from stoker.kernels.reference.decode_window import Record
 from stoker.kernels.triton_ops import TRITON
 
 VOCAB, BLOCK_SIZE = 9, 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.layers.layer_structure import norm_of
-from stoker.engine.layers.mixture_parts import Parts, tensors_of
+from stoker.engine.layers.moe_structure import Parts, tensors_of
 from stoker.kernels.reference.routing import Choice, route
 
 _EPSILONS = (1e-20, 1e-6)  # that sums of weights are kept off zero by

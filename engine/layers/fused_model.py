@@ -61,7 +61,7 @@ class PerLayerInputs:
         return self.ops.rms_norm(projected, *self.norm, residual=of_tokens, scale=self.scale).unbind(1)
 
 
-class PlainModel:
+class FusedModel:
     """Embedding, fused layers, norm, head: the forward of most decoders.
 
     The rotary embeddings depend on their frequencies alone, so up to ``_KEPT_BYTES`` they are looked up: computing them is
@@ -69,7 +69,7 @@ class PlainModel:
     """
 
     def __init__(self, shell: ModelShell, ops: Ops, rotary: Rotary) -> None:
-        """shell: one of which ``is_plain`` is true."""
+        """shell: one of which ``fits`` is true."""
         body: Any = shell.text
         self.last_norm, norm = _last_norm(shell)
         assert norm is not None
@@ -91,7 +91,7 @@ class PlainModel:
         self.project = self._project if self._head_is_last() else shell.logits_through(self._project)
 
     @staticmethod
-    def is_plain(shell: ModelShell) -> bool:
+    def fits(shell: ModelShell) -> bool:
         """Whether a model has the parts. That it has no more, ``agrees`` tells."""
         return (
             _layers(shell) is not None

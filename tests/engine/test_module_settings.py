@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.engine.settings import Settings
+from stoker.engine.module_settings import Settings
 from stoker.kernels.errors import UnsupportedModelError
 
 

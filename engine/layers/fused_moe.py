@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.layers.experts import is_taken_over, run_experts
 from stoker.engine.layers.layer_structure import Branch
-from stoker.engine.layers.mixture_parts import Pair, Parts, blocks_of, parts_of, tensors_of
+from stoker.engine.layers.moe_structure import Pair, Parts, blocks_of, parts_of, tensors_of
 from stoker.engine.layers.probe import POSITIONS, TOLERANCE
-from stoker.engine.layers.routers import Way, biases_of, way_of
+from stoker.engine.layers.router_probe import Way, biases_of, way_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 

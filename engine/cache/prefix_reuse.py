@@ -6,10 +6,10 @@ from stoker.engine.cache.block_tables import BlockTables
 from stoker.engine.cache.prefix_cache import PrefixCache
 from stoker.engine.cache.state_cache import StateCache
 from stoker.engine.request import Request
-from stoker.engine.scoring import Scoring
+from stoker.engine.request_scores import Scoring
 
 
-class Prefixes:
+class PrefixReuse:
     """Finds what a request that begins need not compute: blocks of another sample of its prompt, or of the prefix cache."""
 
     def __init__(self, tables: BlockTables, states: StateCache, enabled: bool, weight_version: int) -> None:
