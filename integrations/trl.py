@@ -27,9 +27,9 @@ from torch import nn
 from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.integrations.trl_callbacks import Listener, remove_callback
 from stoker.integrations.trl_checks import check_trainer
-from stoker.integrations.trl_cost import RolloutCost
+from stoker.integrations.trl_engine_config import resolve_auto
 from stoker.integrations.trl_images import with_images
-from stoker.integrations.trl_prepared import as_prepared
+from stoker.integrations.trl_metrics import RolloutMetrics
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
@@ -111,11 +111,11 @@ class _EngineBackend:
         self._to_sleep = False  # after them
         self._training = self._dropped = False  # dropped: copies of weights that slept
         self._longest: int | None = None  # that a prompt and its turns can be: known from the first one on
-        self._cost = RolloutCost()
+        self._metrics = RolloutMetrics()
         config = config or EngineConfig(seed=trainer.args.seed)
         config = replace(config, seed=config.seed + trainer.accelerator.process_index)
         self._trained = _Trained(trainer)
-        config = as_prepared(trainer, self._trained, config)
+        config = resolve_auto(trainer, self._trained, config)
         self.engine = RolloutEngine(self._trained, config=config, tokenizer=tokenizer_of(trainer))
 
     def seam(self) -> list[tuple[Any, str, Any]]:
@@ -151,7 +151,7 @@ class _EngineBackend:
                 "detach(trainer) and attach(trainer) again"
             )
         self._trained.look(self._trainer)
-        with self._cost.timed():
+        with self._metrics.timed():
             wake_weights(self.engine)
         with uninterrupted():  # or this process would take them once more, while no other one does
             self.engine.update_weights()
@@ -187,7 +187,7 @@ class _EngineBackend:
         images: of each prompt the list of those that its ids have placeholders for, or None.
         """
         with nullcontext() if self._turns_to_come else self._rollout():
-            with self._cost.timed():
+            with self._metrics.timed():
                 params = self._params(prompts, n)
                 given = with_images(self._trainer.processing_class, prompts, images)
                 self._wake_up()
@@ -196,7 +196,7 @@ class _EngineBackend:
                 while _was_aborted(batch):  # by a pause of another thread's: these are no completions to train on
                     batch = self.engine.generate_batch(given, params)
             batch.raise_for_errors()
-            self._cost.count(sum(len(c.token_ids) for output in batch for c in output.completions))
+            self._metrics.count(sum(len(c.token_ids) for output in batch for c in output.completions))
         return batch
 
     @contextmanager
@@ -212,14 +212,14 @@ class _EngineBackend:
             with sleep_after(end):
                 yield
         except BaseException:
-            self._cost.forget()
+            self._metrics.forget()
             raise
-        self._cost.log(self._trainer, self.engine.weight_version)
+        self._metrics.log(self._trainer, self.engine.weight_version)
 
     def _sleep_if_told(self) -> None:
         if self._to_sleep:
             self._to_sleep = False
-            with self._cost.timed():
+            with self._metrics.timed():
                 self._send_to_sleep()
 
     def _wake_up(self) -> None:
@@ -233,7 +233,7 @@ class _EngineBackend:
         sleep."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._cost.timed():
+            with self._metrics.timed():
                 self._wake_up()
             self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
             return rollout(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from stoker.integrations.async_steps import AsyncSteps
-from stoker.integrations.leavable_threads import LeavableThreads
+from stoker.integrations.daemon_executor import DaemonExecutor
 from stoker.kernels.errors import RequestFailedError
 from stoker.rollout import RolloutEngine, SamplingParams
 
@@ -29,7 +29,7 @@ class EngineLoop(_AsyncRolloutLoop):  # type: ignore[misc]
         self._seeds = Random(seed)
         self._policy = policy
         self._steps = AsyncSteps(engine)
-        self._tool_pool = LeavableThreads("stoker-user-functions")
+        self._tool_pool = DaemonExecutor("stoker-user-functions")
         self._loop.set_default_executor(self._tool_pool)  # which reward functions run in
 
     def run(self) -> None:

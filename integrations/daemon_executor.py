@@ -1,4 +1,4 @@
-"""Threads for functions of the user's, which may never return."""
+"""An executor for functions of the user's, which may never return."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class LeavableThreads(ThreadPoolExecutor):
-    """As many as there are calls at a time. A process that exits does not wait for them, as it does for the base class's.
+class DaemonExecutor(ThreadPoolExecutor):
+    """As many daemon threads as there are calls at a time: a process that exits does not wait for them.
 
-    Of that it is one as asyncio takes no other for its own calls.
+    The base class's threads it would wait for, and none are started; but asyncio takes no other class for its own calls.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a rollout costs, for a TRL trainer's own metrics."""
+"""How long rollouts take and how many tokens they have, for a TRL trainer's own metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class RolloutCost:
+class RolloutMetrics:
     """Seconds and tokens of the rollout under way.
 
     Threads of a ``rollout_func`` may generate at the same time: a second in which several do is one.

@@ -9,7 +9,7 @@ import time
 import pytest
 from small_engine import in_another_process
 
-from stoker.integrations.leavable_threads import LeavableThreads
+from stoker.integrations.daemon_executor import DaemonExecutor
 
 
 def fail() -> None:
@@ -17,7 +17,7 @@ def fail() -> None:
 
 
 def test_calls_run_at_the_same_time_and_threads_serve_again() -> None:
-    threads, together = LeavableThreads("calls"), threading.Barrier(3, timeout=30)
+    threads, together = DaemonExecutor("calls"), threading.Barrier(3, timeout=30)
     for _ in range(4):
         assert sorted(f.result(30) for f in [threads.submit(together.wait) for _ in range(3)]) == [0, 1, 2]
         time.sleep(0.05)
@@ -32,7 +32,7 @@ def test_calls_run_at_the_same_time_and_threads_serve_again() -> None:
 
 def test_asyncio_takes_them_for_its_own_calls() -> None:
     async def where() -> str:
-        asyncio.get_running_loop().set_default_executor(LeavableThreads("calls"))
+        asyncio.get_running_loop().set_default_executor(DaemonExecutor("calls"))
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
     assert asyncio.run(where()) == "calls"
@@ -41,9 +41,9 @@ def test_asyncio_takes_them_for_its_own_calls() -> None:
 def test_a_process_exits_though_a_call_does_not_return() -> None:
     code = """
 import threading
-from stoker.integrations.leavable_threads import LeavableThreads
+from stoker.integrations.daemon_executor import DaemonExecutor
 begun, never = threading.Event(), threading.Event()
-LeavableThreads("calls").submit(lambda: (begun.set(), never.wait()))
+DaemonExecutor("calls").submit(lambda: (begun.set(), never.wait()))
 begun.wait()
 print("exits")
 """

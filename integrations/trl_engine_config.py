@@ -1,4 +1,4 @@
-"""Where, and in what dtype, a trainer is going to have its model: FSDP and DeepSpeed take it when training begins."""
+"""The device and dtype of an engine whose model FSDP or DeepSpeed is going to take over when training begins."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stoker.weight_sync.shards import is_sharded
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def as_prepared(trainer: Any, model: nn.Module, config: EngineConfig) -> EngineConfig:
-    """The config with what it leaves on "auto" said, where the model as it is now does not say it.
+def resolve_auto(trainer: Any, model: nn.Module, config: EngineConfig) -> EngineConfig:
+    """The config with "auto" replaced by the device and dtype that the model will have, where those it has now are others.
 
     Under FSDP and DeepSpeed transformers' Trainer leaves a model on the host until it trains. DeepSpeed then casts it;
     accelerate's FSDP makes its parameters fp32 under mixed precision, while the forward goes on in the dtype they had.
