@@ -29,7 +29,7 @@ _FIRST, _SPREAD = 16, 16  # queries whose keys are compared: the first of all, a
 
 @contextmanager
 def attending_by(config: Any, implementation: str) -> Iterator[None]:
-    """Within, text attends, and its masks are made, as ``implementation`` names it."""
+    """Context manager: text attends, and its masks are made, as ``implementation`` names it."""
     before: str = config._attn_implementation
     route_text(config, implementation)
     try:
@@ -54,7 +54,7 @@ class MaskRule:
     visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
     def __getitem__(self, part: Any) -> MaskRule:
-        """Of some of the queries: Gemma 4's last layers may run on these alone."""
+        """The rule for some of the queries, which is the same: Gemma 4's last layers may run on these alone."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -132,7 +132,7 @@ def _paged(
 def _probed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """With a ``ShapeProbe``, which keeps the mask's rule."""
+    """As ``_paged``, in a ``ShapeProbe``, which keeps the mask's rule."""
     if isinstance(attention_mask, MaskRule):
         options["stoker_context"].masks[module.layer_idx] = attention_mask
         attention_mask = None

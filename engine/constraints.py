@@ -30,7 +30,7 @@ class Constraint:
     vocab: int
 
     def after(self, tokens: Sequence[int]) -> int:
-        """The state after these."""
+        """The state after these tokens."""
         state = FIRST
         for token in tokens:
             if state >= FIRST:
@@ -40,7 +40,7 @@ class Constraint:
 
 
 def _nothing() -> None:
-    """What a slot follows whose state on the device is that of another."""
+    """Stands for the constraint of a slot whose state on the device is out of date."""
 
 
 class Constraints:
@@ -59,7 +59,7 @@ class Constraints:
         self._end = 0  # of the last automaton
 
     def start(self, requests: Iterable[tuple[int, Constraint | None, Sequence[int], int]]) -> None:
-        """Begin requests in slots: slot, what it follows, the tokens it has sampled, where the first end may be."""
+        """Begin requests in slots. Of each: slot, constraint, tokens sampled so far, position of the first token that may end it."""
         requests = [r for r in requests if r[1] is not None or r[0] in self._of_slot]
         if not requests:
             return
@@ -99,7 +99,7 @@ class Constraints:
         self._places.clear()
 
     def _place(self, constraint: Constraint) -> None:
-        """Have an automaton on the device, and, where there is no room behind the others, all that slots follow anew.
+        """Put an automaton on the device. Where there is no room behind the others, write all that slots follow anew.
 
         What was launched before has read what was there.
         """

@@ -49,11 +49,11 @@ class EngineCore:
         self._steps = 0
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue them. Images have been encoded."""
+        """Queue requests, whose images have been encoded."""
         self.scheduler.add(requests)
 
     def encoder(self) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
-        """What has the model's features of images, as ``ImageReader.begin``. For one use, between two steps."""
+        """A function that encodes the images of prompts, as that of ``ImageReader.begin``. For one use, between two steps."""
         ensure = self.images.begin(self.runner.model)
 
         def between_steps(prompts: Sequence[ImageInputs], adapter: Adapter | None) -> None:
@@ -69,7 +69,7 @@ class EngineCore:
 
     @property
     def under_way(self) -> list[Request]:
-        """All that was added and is not through."""
+        """All requests that were added and have not ended."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     @property
@@ -78,7 +78,7 @@ class EngineCore:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
-        """Launch a plan, and read the oldest where enough are under way; returns the requests that finished."""
+        """Launch a plan, and read the oldest one if enough are under way; returns the requests that finished."""
         plan = self.scheduler.plan()
         self._steps += 1
         if plan is not None:
@@ -129,7 +129,7 @@ class EngineCore:
             raise self._lost(plan, error) from error
 
     def drain(self) -> None:
-        """Read all that was launched; requests stay where they are."""
+        """Read the results of all launched plans; requests stay where they are."""
         while self._launched:
             self._read(*self._launched[0])
             self._launched.popleft()

@@ -45,11 +45,11 @@ class Runtime:
         raise NotImplementedError
 
     def channel(self, nbytes: int) -> Channel:
-        """Static memory for what every plan sends."""
+        """A ``Channel`` of static memory for what every plan sends."""
         return Channel(nbytes, self.device)
 
     def upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """What a plan sends besides, of any size, in one copy. The arrays stay as they are."""
+        """Send arrays of any size in one copy; returns them as tensors on the device. The arrays stay as they are."""
         return [torch.from_numpy(array) for array in arrays]
 
     def staging_memory(self, nbytes: int) -> Tensor:
@@ -57,7 +57,7 @@ class Runtime:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def chosen(self) -> AbstractContextManager[object]:
-        """Within, this device is the current one, on which kernels are launched."""
+        """Context manager: this device is the current one, on which kernels are launched."""
         return nullcontext()
 
     def to_host(self, tensor: Tensor) -> HostCopy:
@@ -65,7 +65,7 @@ class Runtime:
         return HostCopy(tensor.clone())
 
     def let_go(self, memory: Tensor) -> None:
-        """Static memory that is about to be dropped: nobody gets it before all that was launched has read it."""
+        """Tell of static memory that is about to be dropped: nobody gets it before all that was launched has read it."""
 
     def capture(self, body: Callable[[], None]) -> Callable[[], None]:
         """Record what ``body`` launches, running none of it; returns what launches it all again."""
@@ -179,7 +179,7 @@ class CudaRuntime(Runtime):
             raise
 
     def _leave_pool(self) -> None:
-        """Later captures have a pool of their own.
+        """Have later captures use a new pool of memory.
 
         Torch keeps a cuBLAS workspace for every stream that has multiplied, for ``_side`` in the pool of its first graph.
         It would keep that part from being given back, and a graph of another pool must not use it, as it may be gone any

@@ -75,7 +75,7 @@ class GraphStep:
         self.runtime.release_graph_memory()
 
     def _forget(self, keys: Iterable[_Key]) -> None:
-        """What a replay that was launched writes to stays until it is over."""
+        """Drop graphs. The memory that a launched replay writes to stays until it is over."""
         for key in list(keys):
             graph = self._graphs.pop(key)
             for memory in () if graph is None else (graph.step, *graph.outputs):

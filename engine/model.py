@@ -106,7 +106,7 @@ class ModelShell:
         self.has_wide_head = self._cast_to_wide_head()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it runs on now, by name: that of layers which others have replaced, too."""
+        """The tensors that it runs on now, by name; those of layers that fused ones have replaced, too."""
         return {name: registry[leaf] for name, (registry, leaf) in self._places.items()}
 
     def _cast_to_wide_head(self) -> bool:
@@ -182,7 +182,7 @@ class ModelShell:
 
     @contextmanager
     def _first_is_nan(self) -> Iterator[None]:
-        """Within, the first token's embedding is NaN, and so is all that depends on it, be it times zero."""
+        """Context manager: the first token's embedding is NaN, and so is all that depends on it, even times zero."""
 
         def spoil(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             return output.index_fill(1, torch.zeros(1, dtype=torch.long, device=output.device), torch.nan)
@@ -215,7 +215,7 @@ class ModelShell:
 
     @contextmanager
     def _placing(self, context: Any) -> Iterator[None]:
-        """Within, a language model is called with what images make of its inputs, in place of that of their placeholders."""
+        """Context manager: the language model gets images' embeddings and positions in place of those of their placeholders."""
         images, rotary = context.images, context.rotary
         if images is None and rotary is None:
             yield
@@ -271,7 +271,7 @@ class _GivenHiddenStates(nn.Module):
         object.__setattr__(self, "base", base)  # not a child: its parameters have names already
 
     def __getattr__(self, name: str) -> Any:
-        """What the class reads of its base model besides, such as the multiplier of its logits."""
+        """Whatever else the class reads of its base model, such as the multiplier of its logits."""
         try:
             return super().__getattr__(name)
         except AttributeError:

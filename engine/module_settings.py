@@ -1,4 +1,4 @@
-"""What modules compute with besides tensors: scales, bounds, how many experts. And whether it is what it was."""
+"""What modules compute with besides tensors (scales, bounds, numbers of experts), and whether any of it has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_OF_ROLLOUTS = re.compile(
 
 
 def is_setting(value: Any) -> bool:
-    """Whether an attribute of a module may be what it computes with."""
+    """Whether an attribute of a module may be a setting."""
     return value is None or isinstance(value, int | float | str)
 
 
@@ -31,7 +31,7 @@ class Settings:
         self._values: list[Any] = []
 
     def taken_over(self, path: str, owner: dict[str, Any], name: str, own: Any) -> Any:
-        """What a module computes with, for which the config says ``own``, and that of the model ``owner`` says: it may by now.
+        """The value of a setting in the model's module, ``owner``, which is watched; ``own``, as the config says, where it has none.
 
         Raises ``UnsupportedModelError`` for an array in place of a number.
         """
@@ -55,7 +55,7 @@ class Settings:
             self._values.append(owner.get(name))
 
     def watch_numbers(self, config: Any) -> None:
-        """Of a model's configuration, some of which its forward reads: a softcap, say. Switches are the trainer's."""
+        """Watch the numbers of a model's configuration, as its forward may read them (a softcap). Switches are the trainer's."""
         for name, value in vars(config).items():
             if value is None or type(value) in (int, float):
                 self.watch(vars(config), name)

@@ -18,7 +18,7 @@ _MOST_LAYOUTS = 64
 
 
 def place(specs: Iterable[Spec]) -> tuple[list[slice], int]:
-    """Where in a block of bytes arrays lie that follow one another, and the size of the block."""
+    """(where arrays lie one after another in a block of bytes, the size of the block)."""
     spans, end = [], 0
     for dtype, shape in specs:
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -59,7 +59,7 @@ class Channel:
 
 
 class PinnedChannel(Channel):
-    """A CUDA device's: copies run when their turn comes, so the next plan is written to another block meanwhile."""
+    """A CUDA device's channel: copies run when their turn comes, so the next plan is written to another block meanwhile."""
 
     def __init__(self, nbytes: int, device: torch.device, depth: int) -> None:
         self.static = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -81,7 +81,7 @@ class PinnedChannel(Channel):
 class PackedInputs:
     """Named arrays: written on the host, then read on the device. Those of equal sizes are always the same tensors.
 
-    layout: of sizes, the arrays there are; most: the largest sizes. channel: makes the memory.
+    layout: gives the arrays for some sizes. most: the largest sizes. channel: makes the memory.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class PackedInputs:
 
     @property
     def static(self) -> Tensor:
-        """Where they are on the device."""
+        """The memory on the device."""
         return self._channel.static
 
     def open(self, *sizes: int) -> tuple[dict[str, NDArray[Any]], Callable[[], dict[str, Tensor]]]:
-        """The arrays, with garbage in them, and what sends them to the device once they are written."""
+        """(the arrays, with garbage in them; a function that sends them to the device once they are written)."""
         block = self._channel.open()
         if (block, *sizes) not in self._views:
             if len(self._views) == _MOST_LAYOUTS:  # of long prompts, hardly ever the same

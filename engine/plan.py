@@ -1,4 +1,4 @@
-"""The two messages around a step: what the scheduler has to be done, and what came of it."""
+"""The two messages around a step: what the scheduler wants computed, and what was sampled."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def bucket(n: int, limit: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArrays:
-    """All int64, on the host."""
+    """The rows and tokens of a plan, int64, on the host."""
 
     rows: int  # with padding, as tokens are
     tokens: int

@@ -145,11 +145,11 @@ class Request:
         return self.remaining == self.pending and (self.scoring is None or self.scoring.launched)
 
     def fail(self, error: StokerError) -> None:
-        """End before it was queued."""
+        """End a request that was not queued."""
         self.end("error", error)
 
     def end(self, reason: str | None = None, error: StokerError | None = None) -> None:
-        """Nothing more is to come, so the table of its pattern is not held any more. reason, error: if not known before."""
+        """Finish: nothing more is to come, so its constraint is let go. reason, error: if not known before."""
         self.finish_reason, self.error = reason or self.finish_reason, error or self.error
         # Last of these: other threads read results once they see it, and take no lock for that.
         self.status = Status.FINISHED
@@ -187,7 +187,7 @@ class Request:
         return False
 
     def _take_all(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> bool:
-        """The short way for the usual case, that nothing happens; False, and nothing taken, where something may."""
+        """Take all tokens at once where none of them can end the completion; else False, and nothing is taken."""
         if self.stop_string is not None or self.spec.top_logprobs or self.remaining <= len(tokens):
             return False
         if not self.spec.stop_ids.isdisjoint(tokens):

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: which of them a plan scores, and what a request has of them so far.
+"""The scores of given tokens that a request wants: which of them a plan computes, and which have arrived.
 
 The score of token ``i`` comes from the hidden state at position ``i - 1``, which exists only in the step that computes that
 position. So a request that wants scores never skips a position it still needs: of what the prefix cache holds, it takes the
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Under which softmax tokens are scored, and how many of the most likely ones are noted."""
+    """The softmax under which tokens are scored, and how many of the most likely ones are noted."""
 
     temperature: float
     top_k: int
@@ -93,7 +93,7 @@ class Scoring:
         self.borrowed.clear()
 
     def take(self, scores: TokenScores | None) -> None:
-        """scores: of the next tokens that a plan was to score; None where it was to score none."""
+        """Take the scores that a plan computed; None where it was to score none."""
         if scores is not None:
             self.scores.copy(scores, scores.first, scores.end)
             self.arrived += scores.end - scores.first
@@ -101,7 +101,7 @@ class Scoring:
             self.settle()
 
     def settle(self) -> None:
-        """Copy what is borrowed. It has arrived."""
+        """Copy the borrowed scores, which have arrived."""
         borrowed, self.borrowed = self.borrowed, []  # first: one that was preempted may have lent to its own lender
         for lender, first, end in borrowed:
             lender.settle()

@@ -1,4 +1,4 @@
-"""Runs a batch: model, sampler, and on to the next step of the window; the results are read when they are asked for."""
+"""Runs a batch: model and sampler, for each step of its window. Results are read when they are asked for."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class EagerStep:
             return Pending(tuple(self.runtime.to_host(t[:, : batch.num_rows]) for t in results), scores)
 
     def step(self, batch: Batch, noise: Tensor | None) -> SamplerOutput:
-        """One step of the batch, which stays where it is; what is sampled is kept nowhere."""
+        """One step of the batch, without moving it on; what is sampled is kept nowhere."""
         return self._sample(batch, self._hidden(batch), noise)
 
     def _hidden(self, batch: Batch) -> Tensor:

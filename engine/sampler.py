@@ -55,7 +55,7 @@ class SamplerOutput:
 
     @property
     def columns(self) -> list[Tensor]:
-        """Those of them that there are."""
+        """The tensors that are not None."""
         return [t for t in (self.tokens, self.logprobs, self.top_ids, self.top_logprobs) if t is not None]
 
 

@@ -59,7 +59,7 @@ class Scheduler:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that tokens are computed and sampled with."""
+        """The version of the weights that tokens are computed and sampled with."""
         return self.prefixes.weight_version
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -129,12 +129,12 @@ class Scheduler:
         return Plan(requests, starts, counts, num_samples, scored, num_steps, admitted, pairs, window_pairs, *states)
 
     def _next(self, request: Request, budget: int) -> int:
-        """Tokens the request computes now."""
+        """How many tokens the request computes in this plan."""
         left, images = self._left(request), request.images
         return min(left, budget) if images is None else images.fitting(request.computed, left, budget)
 
     def _left(self, request: Request) -> int:
-        """Tokens the request could compute now."""
+        """How many tokens the request could compute now."""
         left = request.total - request.computed
         if not request.remaining:
             # It only scores, so nothing follows its last token. The first of a group stops where the others can go on.
@@ -201,7 +201,7 @@ class Scheduler:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def _make_room(self, request: Request, num_new: int, copies: _Copies) -> bool:
-        """Blocks for the next tokens of a running request, of the latest one's if need be; False where that was itself."""
+        """Take blocks for a running request's next tokens, preempting the latest ones if need be; False where it was itself preempted."""
         while not self.tables.reserve(request, num_new, copies):
             self._preempt(self.running[-1])
             if request.status is not Status.RUNNING:
@@ -209,7 +209,7 @@ class Scheduler:
         return True
 
     def _reserve_window(self, requests: Sequence[Request]) -> int:
-        """How many decode steps can run in a row, their blocks allocated.
+        """How many decode steps can run in a row; allocates their blocks.
 
         A request whose length ends within the window sits the rest of it out: that costs less than looking up at every
         end. Where others wait for its place, a small share of the rows may stand idle so.

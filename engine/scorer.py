@@ -50,7 +50,7 @@ class ScoreRows:
 
     @classmethod
     def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> ScoreRows | None:
-        """tensors: ``arrays``, on the device."""
+        """None where the plan scores nothing. tensors: ``arrays``, on the device."""
         if not tensors:
             return None
         top_k = max(r.scoring.variant.top_k for r, t in zip(plan.requests, plan.scored, strict=True) if t and r.scoring)
@@ -66,7 +66,7 @@ class PendingScores:
     columns: tuple[HostCopy, ...]  # as ``TokenScores.columns``, for all requests one after the other
 
     def read(self) -> list[TokenScores | None]:
-        """Wait for them; of each request, None where nothing of it was scored."""
+        """Wait for the scores of each request; None where nothing of it was scored."""
         columns = [copy.wait() for copy in self.columns]
         scores: list[TokenScores | None] = []
         offset = 0

@@ -1,4 +1,4 @@
-"""What layers ask of a step: attention over the KV cache, and states that move on."""
+"""What layers call during a step: attention over the KV cache, and recurrences that move states on."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class StepContext:
         visibility: Visibility,
         **options: Any,
     ) -> Tensor:
-        """From the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
+        """``attend`` from the projection, before norm and rotation, as ``Ops.qk_norm_rotary_write`` takes it."""
         caches, how = self.layers[layer], {"interleaved": interleaved, "factor": factor, "grouped": grouped}
         query = self.ops.qk_norm_rotary_write(
             qkv, heads, kv_heads, norm, cos_sin, *caches, self._where(visibility), **how
@@ -97,7 +97,7 @@ class StepContext:
         visibility: Visibility,
         **options: Any,
     ) -> Tensor:
-        """From the projections of latent attention, before rotation, as ``Ops.latent_heads_write`` takes them."""
+        """``attend`` from the projections of latent attention, before rotation, as ``Ops.latent_heads_write`` takes them."""
         caches, rotation = self.layers[layer], {"interleaved": interleaved, "factor": factor}
         query = self.ops.latent_heads_write(
             query, key_value, key_rotary, cos_sin, *caches, self._where(visibility), **rotation
@@ -119,7 +119,7 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class ShapeProbe:
-    """Stands in for a context once, to see what each layer would store. No token sees another in it."""
+    """Stands in for a context, to see what each layer would store. No token sees another in it."""
 
     images: ClassVar[None] = None
     rotary: ClassVar[None] = None
@@ -131,7 +131,7 @@ class ShapeProbe:
     told: dict[int, Visibility] = field(default_factory=dict)  # what attention is told of what these hide
 
     def shapes(self, num_layers: int) -> list[LayerShape]:
-        """Of every layer, also of those that keep nothing."""
+        """What every layer stores, also of those that store nothing."""
         found = ((self.attended.get(i, LayerShape()), self.states.get(i, ())) for i in range(num_layers))
         return [replace(shape, states=tuple(states)) for shape, states in found]
 
@@ -173,7 +173,7 @@ class ShapeProbe:
 
 @cache
 def cache_name(forward: Callable[..., Any]) -> str:
-    """What a forward calls the cache that it is given.
+    """The name of the parameter in which a forward takes its cache.
 
     Transformers renamed it in 5.24, and takes the older name, with a warning, until 5.40. Code from elsewhere may have that still.
     """

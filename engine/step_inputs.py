@@ -64,8 +64,8 @@ class StepInputs:
         vocab: int,
         beside: Sequence[int],
     ) -> None:
-        """max_blocks: of one sequence; token_bytes: what one layer keeps of a token; vocab: one more than the largest id;
-        beside: of each kind of blocks, as ``BlockLayout``'s."""
+        """max_blocks: of one sequence. token_bytes: what one layer keeps of a token. vocab: one more than the largest id.
+        beside: ``BlockLayout.beside``, for as many kinds of blocks as there are."""
         self.ops = ops
         self.runtime = runtime
         self.max_rows = max_num_seqs
@@ -189,7 +189,7 @@ class StepInputs:
         )
 
     def _upload(self, plan: Plan) -> list[Tensor]:
-        """What is not static: blocks that are new, which go into the tables by slot, and what is scored, which is returned."""
+        """Send what is not static: new blocks, which go into the tables by slot, and ``ScoreRows.arrays``, which are returned."""
         new_blocks, *scored = self.runtime.upload(self._new_blocks(plan), *ScoreRows.arrays(plan))
         if new_blocks.numel():
             for table, blocks in zip(self._tables, new_blocks[2:], strict=True):
@@ -197,7 +197,7 @@ class StepInputs:
         return scored
 
     def _send(self, plan: Plan, step: PlanArrays) -> dict[str, Tensor]:
-        """Write all arrays of the layout, padded, and have them on the device."""
+        """Write all arrays of the layout, padded, and send them to the device."""
         widths = self._widths
         if max(widths) > _WIDE:  # of one request, of which others may know nothing
             longest = [max(counts) for counts in zip(*map(_counts_of, plan.requests), strict=True)]
@@ -246,7 +246,7 @@ class StepInputs:
         return where
 
     def _put_turns(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
-        """Rotary positions minus places of a step's tokens, None where all are 0. A row for all three where they agree."""
+        """Rotary positions minus places of a step's tokens; None where all are 0. One row where the three agree."""
         if all(features.turns is None for _, _, _, features in of_images):
             return None
         turns = np.zeros((3, tokens), dtype=np.int64)
@@ -307,7 +307,7 @@ class StepInputs:
             row[len(values) :] = values[-1] if values else self._lists[name][-1, 0]
 
     def _widen(self, wanted: dict[str, int]) -> None:
-        """Room for so many of each list; to a power of two, as steps are captured anew for each width."""
+        """Make room for so many ids of each list, rounded up to a power of two, as steps are captured anew for each width."""
         wider = {
             name: np.pad(
                 self._lists[name], ((0, 0), (0, _power_of_two(count) - self._lists[name].shape[1])), mode="edge"
@@ -345,7 +345,7 @@ class StepInputs:
 
 
 def _lists_of(request: Request) -> tuple[Sequence[float], ...]:
-    """As in ``_lists``."""
+    """The request's lists, in the order of ``_LISTS``."""
     bias = request.spec.bias  # may be most of a vocabulary's, for which zip(*bias) takes half a second
     return sorted(request.spec.stop_ids), [token for token, _ in bias], [by for _, by in bias]
 

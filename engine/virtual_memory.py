@@ -34,7 +34,7 @@ class DeviceBuffer(Protocol):
         """Give the memory back. Given back already: nothing happens."""
 
     def restore(self) -> None:
-        """Take it again. Out of memory: ``RuntimeError`` or ``MemoryError``, and it stays given back."""
+        """Take the memory again. Out of memory: ``RuntimeError`` or ``MemoryError``, and it stays given back."""
 
 
 class PlainBuffer:
@@ -85,7 +85,7 @@ class Driver(Protocol):
 
 
 class VirtualBuffer:
-    """Bytes that come back where they were."""
+    """Bytes whose addresses stay when they are given back and taken again."""
 
     stable_addresses = True
 
@@ -229,7 +229,7 @@ class CudaDriver:
 
 
 def virtual_buffer(nbytes: int, device: torch.device) -> VirtualBuffer | None:
-    """None where there is no such memory: on a CPU, or where a device refuses it, with a warning."""
+    """A ``VirtualBuffer`` on the device; None on a CPU, and with a warning where the device refuses it."""
     if device.type != "cuda":
         return None
     try:

@@ -20,14 +20,14 @@ def is_linear(module: Any) -> bool:
 
 
 def is_router(module: Any) -> bool:
-    """A small module with a matrix that is no linear's, which runs with the sum of both: its result may be a choice."""
+    """Whether it is a small module with a matrix that is no linear's. It runs with base and adapter summed: its result may be a choice."""
     weight = getattr(module, "weight", None)
     other = is_linear(module) or isinstance(module, nn.Linear | nn.Embedding)
     return not other and isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def shape_of(module: Any) -> tuple[int, int]:
-    """Outputs and inputs of what has A and B."""
+    """(outputs, inputs) of the module that an adapter's A and B are over."""
     if isinstance(module, nn.Linear | QuantisedLinear):
         return module.out_features, module.in_features
     rows, columns = module.weight.shape
@@ -35,7 +35,7 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Modules that run with a state of the adapter's: those saved whole, and those with a bias that are no linears."""
+    """Modules that have weights of the adapter's own: those saved whole, and those with a bias that are no linears."""
     states = {path: dict(state) for path, state in link.saved.items()}
     for path, bias in link.biases.items():
         if not is_linear(modules.get(path)):
@@ -44,7 +44,7 @@ def states_of(link: AdapterWeights, modules: Mapping[str, Any]) -> dict[str, dic
 
 
 def with_tied(tokens: Mapping[str, TokenRows], modules: Mapping[str, Any]) -> dict[str, TokenRows]:
-    """Of modules, and of every one that has an embedding's weight too: PEFT keeps these tied to it, and it not to them."""
+    """``tokens``, and the same for every module that shares an embedding's weight: PEFT ties these to it, and not it to them."""
     found = dict(tokens)
     for path, rows in tokens.items():
         if isinstance(module := modules[path], nn.Embedding):

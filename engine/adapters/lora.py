@@ -47,17 +47,17 @@ class Adapted:
 
     @property
     def rows(self) -> AdapterRows | None:
-        """Of the step that runs, where it has adapters and they change any of these modules."""
+        """The adapters of the present step's tokens; None where none of them changes any of these modules."""
         return self.layers.rows if self._active else None
 
     def reach(self, length: int) -> None:
-        """Have tables for so many adapters on top of each other."""
+        """Have tables for ``length`` adapters on top of each other."""
         while len(self.tables) < length:
             self.tables.append(self._empty())
             self.layers.without_block.append(self.tables[-1])
 
     def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
-        """What a slot does to one of the linears, in that order, which the tables have to reach."""
+        """Set what a slot does to one of the linears. chain: in this order; the tables have to ``reach`` its length."""
         for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
             table.put(index, slot, weights)
         self._active = [table for table in self.tables if not table.empty]
@@ -104,12 +104,12 @@ class LoraLayers:
 
     @property
     def has_hooks(self) -> bool:
-        """On modules, of which some may be called with chosen rows."""
+        """Whether modules have hooks. Some of these may be called with chosen rows, not with all of a step."""
         return self._hooked or self._replacements.has_hooks
 
     @property
     def rows(self) -> AdapterRows | None:
-        """Of the step that runs; None where no token has an adapter."""
+        """The adapters of the present step's tokens; None where no token has one."""
         return self._rows
 
     @rows.setter
@@ -119,7 +119,7 @@ class LoraLayers:
         self._rows = self._replacements.rows = rows
 
     def group(self, paths: Sequence[str]) -> Adapted:
-        """Linears that would be run together."""
+        """What adapts linears that are to run together."""
         linears = [self._modules[path] for path in paths]
         return Adapted(self, [shape_of(m)[0] for m in linears], [m.bias for m in linears])
 
@@ -134,7 +134,7 @@ class LoraLayers:
             self._adapted |= {linear: (group, index) for index, linear in enumerate(paths)}
 
     def _links(self, adapter: AdapterWeights) -> Iterator[AdapterWeights]:
-        """What of them tokens go through: an adapter of a multimodal model may be over its vision tower, too."""
+        """The parts of an adapter that text goes through: one of a multimodal model may be over its vision tower, too."""
         for link in adapter.links:
             yield link.where(lambda path: not self._is_beside(path)) if self._beside else link
 
@@ -142,7 +142,7 @@ class LoraLayers:
         return any(_at_or_below(path, other) for other in self._beside)
 
     def beside(self, adapter: AdapterWeights) -> list[AdapterWeights]:
-        """What of them, in order, images go through and no text."""
+        """The parts of an adapter, in order, that images go through and no text."""
         links = [link.where(self._is_beside) for link in adapter.links] if self._beside else []
         return [link for link in links if any(True for _ in replace(link, then=None).tensors())]
 

@@ -1,4 +1,4 @@
-"""What adapters put in place of a module's own output: that of weights of theirs, and rows of an embedding or of the head."""
+"""What adapters put in place of a module's output: that of their own weights, and rows of an embedding or of the head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replacements:
 
     @property
     def places(self) -> list[object]:
-        """Where everything is that slots put in place of something else."""
+        """What slots put in place of other tensors, with their addresses."""
         saved = [
             (path, slot, [t.data_ptr() for t in state.values()])
             for path, by_slot in self._saved.items()
@@ -132,7 +132,7 @@ def _rows_of(step: AdapterRows, slot: int, out: Tensor) -> Tensor:
 
 class _Bare(nn.Module):
     def __init__(self, module: nn.Module) -> None:
-        """A module without its hooks."""
+        """Calls a module without its hooks."""
         super().__init__()
         self.module = module
 

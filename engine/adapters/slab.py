@@ -23,7 +23,7 @@ class Packed:
 
 
 def lies_on(adapter: AdapterWeights, device: torch.device) -> bool:
-    """Whether all of an adapter is there, so that a slot reads its tensors where they are."""
+    """Whether all of an adapter's tensors are on the device, so that a slot reads them where they are."""
     return all(t.device == device for t in adapter.tensors())
 
 
@@ -80,7 +80,7 @@ class Slab:
         return len(self._memory)
 
     def let_go(self) -> None:
-        """Before it is dropped."""
+        """Call it before the slab is dropped: launched work may still read it."""
         self._runtime.let_go(self._memory)
 
     def fill(self, packed: Packed) -> AdapterWeights:

@@ -9,10 +9,10 @@ from stoker.kernels.reference.attention_plan import Visibility
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Pages that a sequence's block takes of layers that see all keys, and of those with a window, one of them 1.
+    """How many pages a block takes: ``pages`` in layers that see all keys, ``window_pages`` in those with a window. One is 1.
 
-    window_pages: 0 where all layers keep their keys in the same blocks; windows: what the others see, else.
-    beside: of both kinds, how many layers lie side by side where one of the other kind does, one of them 1.
+    window_pages: 0 where all layers keep their keys in the same blocks. windows: what the layers with a window see.
+    beside: for both kinds, how many layers lie side by side where one of the other kind does. One of them is 1.
     """
 
     pages: int = 1
@@ -22,7 +22,7 @@ class BlockLayout:
 
     @property
     def span(self) -> int:
-        """Pages of a slab."""
+        """Pages in a slab."""
         return max(self.pages, self.window_pages)
 
     def first_seen(self, position: int) -> int:
@@ -30,7 +30,7 @@ class BlockLayout:
         return min(window.first(position) for window in self.windows)
 
     def sizes(self, blocks: int, window_blocks: int) -> tuple[int, int]:
-        """So many blocks of both kinds, as slabs and pieces."""
+        """(slabs, pieces) that so many blocks of both kinds are."""
         if not self.window_pages:
             return blocks, 0
         if self.pages == self.window_pages:
@@ -38,7 +38,7 @@ class BlockLayout:
         return (blocks, window_blocks) if self.pages > 1 else (window_blocks, blocks)
 
     def needed(self, tokens: int, block_size: int, chunk: int) -> int:
-        """Slabs that a sequence may take alone, of so many tokens of which ``chunk`` at most are computed at a time."""
+        """The most slabs that a sequence of ``tokens`` takes, of which at most ``chunk`` are computed at a time."""
         blocks = window_blocks = -(-tokens // block_size)
         if self.window_pages:
             seen = max(min(v.window or tokens, v.chunk or tokens) for v in self.windows)
@@ -47,7 +47,7 @@ class BlockLayout:
         return slabs + -(-pieces // self.span)
 
     def most_tokens(self, num_pages: int, block_size: int, chunk: int) -> int:
-        """Tokens of the longest sequence that fits alone, a multiple of the block size."""
+        """The length of the longest sequence that fits alone, a multiple of the block size."""
         slabs = num_pages // self.span - 1
         low, high = 0, slabs * self.span
         while low < high:

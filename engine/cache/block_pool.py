@@ -36,12 +36,12 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Pages."""
+        """Pages that are free, with content or without."""
         return len(self._empty) * self.span + len(self._idle) * self.span + self._num_free_pieces
 
     @property
     def _num_free_pieces(self) -> int:
-        """In slabs of which something is held."""
+        """Free pages in slabs of which something is held."""
         return len(self._loose) + len(self._cached) - self._num_idle_broken * self.span
 
     def fits(self, slabs: int, pieces: int = 0) -> bool:
@@ -141,14 +141,14 @@ class BlockPool:
                 self._empty.append(slab)
 
     def _break(self, slab: int) -> int:
-        """An empty slab is in pieces now; returns the first, all others are loose."""
+        """Cut an empty slab into pieces; returns the first, and all others are loose."""
         if self.span > 1:
             self._broken.add(slab)
             self._loose |= dict.fromkeys(reversed(self._pages(slab)[1:]))
         return slab * self.span
 
     def _mend(self, slab: int) -> None:
-        """A slab without content is no longer in pieces."""
+        """Make a slab without content whole again, if it is in pieces."""
         if slab in self._broken:
             self._broken.discard(slab)
             self._num_idle_broken -= slab in self._idle
@@ -156,7 +156,7 @@ class BlockPool:
                 del self._loose[page]
 
     def _clear(self, slab: int) -> int:
-        """An idle slab's content goes; it is neither idle nor empty then."""
+        """Evict an idle slab's content. The slab is neither idle nor empty then."""
         for block in self._pages(slab) if slab in self._broken else (slab * self.span,):
             if self._cached.pop(block, None) is not None:
                 self._loose[block] = None
@@ -177,7 +177,7 @@ class BlockPool:
 
     @property
     def empty_pages(self) -> list[int]:
-        """Free, and nothing in them worth keeping."""
+        """Pages that are free, with no content worth keeping."""
         return [*self._loose, *(page for slab in self._empty for page in self._pages(slab))]
 
     def check(self, held: Iterable[Iterable[int]]) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks a request holds: of the layers that see all its keys, and of those with a window, as long as they are seen."""
+"""Which blocks a request holds, for layers that see all keys, and for those with a window as long as it sees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.engine.request import Request, Status
 
 
 class BlockTables:
-    """The pool, and how requests take blocks of it and give them up. A window's blocks are given up once no query sees them.
+    """Takes blocks of the pool for requests, and gives them up; a window's as soon as no query sees them.
 
     ``window_ids`` of a request are as long as its ``block_ids``, 0 where it holds none any more.
     """
@@ -22,7 +22,7 @@ class BlockTables:
         self.pool = BlockPool(num_pages, layout.span)
 
     def fits(self, blocks: int) -> bool:
-        """Whether sequences can have so many blocks more."""
+        """Whether sequences can have ``blocks`` more blocks."""
         return self.pool.fits(*self.layout.sizes(blocks, blocks))
 
     def reserve(self, request: Request, num_new: int, copies: tuple[dict[int, int], dict[int, int]]) -> bool:
@@ -79,13 +79,13 @@ class BlockTables:
             self.pool.share(block)
 
     def release(self, request: Request) -> None:
-        """Give up all blocks."""
+        """Give up all blocks of a request."""
         self.pool.free(reversed(request.block_ids))
         self.pool.free(block for block in reversed(request.window_ids) if block)
         request.block_ids, request.window_ids, request.unseen_blocks = [], [], 0
 
     def first_seen(self, position: int) -> int:
-        """Number of the first block that a query there needs of a window."""
+        """Index of the first block that a query at ``position`` sees through a window."""
         return self.layout.first_seen(position) // self.block_size
 
     def seen_upto(self, window_ids: Sequence[int], computed: int) -> int:
@@ -108,7 +108,7 @@ class BlockTables:
 
     @property
     def _kinds(self) -> tuple[int, ...]:
-        """0: of layers that see all, 1: of those with a window. Slabs before pieces, as the pool counts on it."""
+        """The kinds of blocks, 0 (layers that see all keys) and 1 (with a window), slabs before pieces, as the pool counts on it."""
         if not self.windowed:
             return (0,)
         return (0, 1) if self.layout.pages > 1 else (1, 0)
@@ -122,10 +122,9 @@ class BlockTables:
             held.append(self._allocate(kind, held[-1] if held else 0))
 
     def _give_up_unseen(self, request: Request, *, keep_prompt: bool) -> None:
-        """Of its window's blocks, those that nothing sees which is still to be computed.
+        """Give up the blocks of a request's windows that no token sees which is still to be computed.
 
-        keep_prompt: nor what the last block of its prompt sees, as long as samples of the same prompt wait, which begin
-        there.
+        keep_prompt: but not what the last block of its prompt sees, while other samples of the prompt wait, which begin there.
         """
         if not self.windowed:
             return
@@ -140,7 +139,7 @@ class BlockTables:
         request.unseen_blocks = max(request.unseen_blocks, first)
 
     def check(self, running: Sequence[Request]) -> None:
-        """Prove the books. Raises AssertionError."""
+        """Prove that blocks, holders and tables agree. Raises AssertionError."""
         self.pool.check(ids for r in running for ids in (r.block_ids, [block for block in r.window_ids if block]))
         for r in running:
             assert len(r.block_ids) * self.block_size >= r.computed

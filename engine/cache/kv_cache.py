@@ -39,7 +39,7 @@ class StateShape:
     operation: str = "causal_conv"  # of ``Ops``, that moves it on
 
     def nbytes(self, num_rows: int) -> int:
-        """So that what comes after it is aligned."""
+        """Bytes of ``num_rows`` rows, rounded up so that what follows is aligned."""
         return -(-num_rows * math.prod(self.size) * self.dtype.itemsize // _ALIGNED) * _ALIGNED
 
 
@@ -57,7 +57,7 @@ class LayerShape:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a token's key, and of its value."""
+        """(bytes of a token's key, bytes of its value)."""
         if self.same_as is not None:
             return 0, 0
         return self.heads * self.key_dim * self.dtype.itemsize, self.heads * self.value_dim * self.dtype.itemsize
@@ -68,8 +68,11 @@ class LayerShape:
 
 
 def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: int) -> BlockLayout:
-    """Blocks of their own for layers with a window, where either kind's are all alike, what one keeps is a multiple of what
-    another does, and the longest sequence takes less."""
+    """The layout that gives layers with a window blocks of their own, where that saves memory; else the plain one.
+
+    It takes layers of either kind that are all alike, one of which keeps a multiple of what one of the other kind does,
+    and a longest sequence that takes less so.
+    """
     kinds = _kinds(shapes)
     beside = _beside(*({(shapes[i].sizes, shapes[i].dtype) for i in kind} for kind in kinds))
     for shape in shapes:  # who attends to the keys of another has to find them
@@ -89,7 +92,7 @@ def block_layout(shapes: Sequence[LayerShape], block_size: int, max_model_len: i
 
 
 def _kinds(shapes: Sequence[LayerShape]) -> tuple[list[int], list[int]]:
-    """Layers with keys of their own: those that see all keys, and those with a window."""
+    """(layers that see all keys, layers with a window), of those that have keys of their own."""
     own = [i for i, shape in enumerate(shapes) if shape.token_bytes]
     return [i for i in own if shapes[i].visibility == PLAIN], [i for i in own if shapes[i].visibility != PLAIN]
 
@@ -107,8 +110,7 @@ def _beside(*kinds: set[tuple[tuple[int, int], torch.dtype]]) -> tuple[int, int]
 
 
 def _page(shapes: Sequence[LayerShape], layout: BlockLayout) -> list[dict[int, int]]:
-    """For each part of a page, the layers whose keys and values it may hold, and how many such places after their block's
-    first theirs is."""
+    """For each part of a page, the layers whose keys and values it may hold, with the place of each after its block's first."""
     whole, windowed = _kinds(shapes)
     if not layout.window_pages:
         return [{i: 0} for i in sorted(whole + windowed)]
@@ -153,18 +155,18 @@ class KVCache:
 
     @staticmethod
     def block_bytes(shapes: Sequence[LayerShape], block_size: int, layout: BlockLayout | None = None) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         page = _page(shapes, layout or BlockLayout())
         return block_size * sum(max(shapes[layer].token_bytes for layer in part) for part in page)
 
     @property
     def token_bytes(self) -> int:
-        """What another token of a long sequence takes."""
+        """Bytes that one more token of a long sequence takes."""
         layout = self.block_layout
         return layout.pages * self.block_bytes(self.shapes, 1, layout)
 
     def most_tokens(self, chunk: int) -> int:
-        """Of the longest sequence there is room for, ``chunk`` tokens of it computed at a time at most."""
+        """The length of the longest sequence there is room for, at most ``chunk`` tokens of it computed at a time."""
         return self.block_layout.most_tokens(self.num_blocks, self.block_size, chunk)
 
     @property
@@ -183,7 +185,7 @@ class KVCache:
 
     @property
     def stable_addresses(self) -> bool:
-        """Whether the cache lies where it lay when its memory is taken again."""
+        """Whether the cache lies at the same addresses when its memory is taken again."""
         return self._buffer is not None and self._buffer.stable_addresses
 
     def allocate(self) -> None:
@@ -216,7 +218,7 @@ class KVCache:
         self.layers = layers
 
     def _state_tensors(self, buffer: Tensor) -> tuple[list[tuple[Tensor, ...]], int]:
-        """Of every layer, and where they end."""
+        """The state tensors of every layer, and the byte at which they end."""
         layout, start = self.state_layout, 0
         if layout is None:
             return [() for _ in self.shapes], start

@@ -68,7 +68,7 @@ class PrefixCache:
         return blocks
 
     def lookup_window(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of layers with a window, as many as keys, 0 where there is none."""
+        """One block of layers with a window for each key, 0 where there is none."""
         return [self._window_of.get(key, 0) for key in keys]
 
     def insert(self, key: bytes, block: int, *, window: bool = False) -> bool:
@@ -82,7 +82,7 @@ class PrefixCache:
         return True
 
     def keep_scores(self, keys: Sequence[bytes], tokens: Sequence[int], scoring: Scoring, since: int) -> None:
-        """Keep a sequence's scores with the blocks of it that are cached. keys: of its blocks, in order.
+        """Keep a sequence's scores with the blocks of it that are cached. keys: those of its blocks, in order.
 
         since: the first token that a plan computes, before which no block is new.
         """

@@ -1,4 +1,4 @@
-"""What of a request's beginning is computed already, and what of it is kept for others."""
+"""How much of a request's beginning is computed already, and what of it is kept for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PrefixReuse:
     """Finds what a request that begins need not compute: blocks of another sample of its prompt, or of the prefix cache."""
 
     def __init__(self, tables: BlockTables, states: StateCache, enabled: bool, weight_version: int) -> None:
-        """enabled: whether anything is kept beyond the requests that have it; weight_version: of what is computed now."""
+        """enabled: whether blocks serve others after their request has ended. weight_version: of what is computed now."""
         self.tables, self.states, self.block_size = tables, states, tables.block_size
         self.cache = PrefixCache(tables.pool, tables.block_size, enabled)
         self.weight_version = weight_version
@@ -29,8 +29,7 @@ class PrefixReuse:
         self.states.clear()
 
     def already_computed(self, request: Request, other: Request | None) -> tuple[list[int], list[int], int, bool]:
-        """Blocks that hold the beginning of the request, those of windows, how many tokens of it, and whether the cache had
-        them.
+        """(blocks that hold the beginning of the request, those of windows, how many tokens that is, whether the cache had them).
 
         other: a running sample of the same prompt that has computed all of it. At least one token is left to compute, so
         that there is a hidden state to sample from, and with it all from which a score is still wanted. A block that is
@@ -96,7 +95,7 @@ class PrefixReuse:
         self.cache.keep_scores(request.block_keys, request.tokens, scoring, since)
 
     def extend_keys(self, request: Request, upto: int) -> None:
-        """Have the keys of the full blocks of a request's first ``upto`` tokens."""
+        """Give a request the keys of the full blocks of its first ``upto`` tokens."""
         root = self.cache.root(self.weight_version, request.adapter.key if request.adapter else None)
         salt = None if request.images is None else request.images.salt
         self.cache.extend(request.block_keys, root, request.tokens, upto, salt)
@@ -107,5 +106,5 @@ def _still_to_score(request: Request) -> Scoring | None:
 
 
 def _most(request: Request, scoring: Scoring | None) -> int:
-    """The most tokens of a request that may be there before it begins."""
+    """The most tokens that a request may begin with as computed: one is left to compute, and the scores it still wants."""
     return (request.total if scoring is None else scoring.next) - 1

@@ -1,4 +1,4 @@
-"""Which row of the state tensors holds what, for layers whose state is of a whole sequence and not of its tokens.
+"""Which row of the state tensors holds what, for layers that keep one state of a whole sequence (Mamba-2, delta rule).
 
 A state says only what came of all tokens up to one place, so it can serve another sequence from that place alone. Each
 slot has a row, in which its request's state moves on with ``computed``; besides there are rows for copies of states at the
@@ -62,11 +62,11 @@ class StateCache:
         return (num_prompt - 1) // self.block_size * self.block_size
 
     def known(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """After how many of a sequence's first blocks its state is kept, most first. keys: of its blocks, in order."""
+        """The numbers of first blocks after which a sequence's state is kept, largest first. keys: those of its blocks, in order."""
         return (n for n in range(len(keys), 0, -1) if keys[n - 1] in self._row_of)
 
     def begin(self, slot: int, keys: Sequence[bytes]) -> None:
-        """Have a slot begin with the state after these blocks, which is known; with none of them, anew."""
+        """Have a slot begin with the known state after the blocks with these keys; with no keys, from zeros."""
         if self.layout is None:
             return
         row = self.layout.zeros
@@ -87,7 +87,7 @@ class StateCache:
         self._kept.append((slot, self._coming[key]))
 
     def take(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """What the plan has to copy, (from, to) each: before it runs, and after."""
+        """(copies before the plan runs, copies after it), each a list of (from, to)."""
         before, after = self._begun, self._kept
         if before and self.layout is not None:  # nothing that padding came to stays for ever
             before = [*before, (self.layout.zeros, self.layout.padding)]

@@ -19,14 +19,17 @@ from stoker.kernels.reference.lora import AdapterWeights, LoraWeights
 
 @dataclass(frozen=True, slots=True)
 class ImageAdapter:
-    """linears: by module, what is done to its output, in that order; states: in place of parameters of these names."""
+    """An adapter's part that only images go through.
+
+    linears: by module, what is added to its output, in that order. states: by name, what stands in place of parameters.
+    """
 
     linears: Mapping[str, Sequence[LoraWeights]] = field(default_factory=dict)
     states: Mapping[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def over(self, module: nn.Module) -> Iterator[None]:
-        """Within, the linears of a model have it."""
+        """Context manager: the linears of a model have the adapter."""
         hooks = [
             module.get_submodule(path).register_forward_hook(partial(_after_linear, chain))
             for path, chain in self.linears.items()

@@ -1,4 +1,4 @@
-"""Prompts with images that a model's forward takes together, and each one's part of what it makes of them."""
+"""Joins prompts with images into one forward of the model, and takes its results apart again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_VALUES = 2**23  # of pixels, and the like: some thousand patches, of which
 
 
 def batches(prompts: Sequence[ImageInputs], most: int) -> Iterator[list[ImageInputs]]:
-    """Those whose inputs can be joined together, padded to at most so many tokens; what is larger is alone."""
+    """Prompts whose inputs can be joined, together at most ``most`` tokens with padding. One that is larger is alone."""
     alike: dict[object, list[ImageInputs]] = {}
     for images in prompts:
         alike.setdefault(_kind(images), []).append(images)
@@ -47,7 +47,7 @@ def _values(images: ImageInputs) -> int:
 
 
 def joined(batch: Sequence[ImageInputs], text: int) -> dict[str, Tensor]:
-    """Inputs of one forward. text: a token that stands for no image, which shorter prompts are padded with on the right.
+    """The inputs of one forward over a batch. text: a token that stands for no image, which shorter prompts are padded with on the right.
 
     There it needs no mask: nothing comes after it.
     """
@@ -69,7 +69,7 @@ def row_of(given: Mapping[str, Any], row: int, rows: int, length: int) -> dict[s
         return dict(given)
 
     def part(tensor: Tensor, at: int) -> Tensor:
-        """at: the dimension of the rows, or of all of them in common."""
+        """at: the dimension of the rows. Where it has another size, the tensor is common to all rows."""
         return tensor.narrow(at, row, 1) if tensor.shape[at] == rows else tensor
 
     def mask(tensor: Any) -> Any:

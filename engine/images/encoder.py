@@ -66,7 +66,7 @@ def encode(shell: ModelShell, batch: Sequence[ImageInputs], adapter: ImageAdapte
 
 
 def _token_of_text(shell: ModelShell) -> int:
-    """One that stands for no image: the configuration names those that do."""
+    """A token that stands for no image; the configuration names those that do."""
     settings = vars(shell.module.config).items()
     named = {value for name, value in settings if "token_i" in name and isinstance(value, int)}
     return next(token for token in range(shell.vocab) if token not in named)
@@ -80,7 +80,7 @@ class _HandedOver(Exception):
 
 @contextmanager
 def _intercepted(shell: ModelShell) -> Iterator[None]:
-    """Within, the language model raises what it is called with, and masks are made as for torch's attention."""
+    """Context manager: the language model raises what it is called with, and masks are made as for torch's attention."""
 
     def stop(*_: Any, **arguments: Any) -> None:
         raise _HandedOver(arguments)
@@ -97,7 +97,7 @@ def _intercepted(shell: ModelShell) -> Iterator[None]:
 
 
 def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAdapter) -> dict[str, Any]:
-    """What the language model is called with."""
+    """The arguments that the model calls its language model with."""
     name = type(shell.module).__name__
     try:
         with _intercepted(shell), adapter.over(shell.module):
@@ -116,7 +116,7 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAda
 
 
 def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | None) -> ImageFeatures:
-    """given: what the language model was called with; plain: embeddings of the tokens, [L, D]; window: of layers with one."""
+    """given: what the language model was called with. plain: embeddings of the tokens, [L, D]. window: the layers', if any."""
     unknown = sorted(
         key for key, value in given.items() if key not in _KNOWN | _OF_NO_MATTER and not isinstance(value, bool)
     )

@@ -31,7 +31,7 @@ class ImageFeatures:
     local_spans: bool = False  # so they do in layers with a window alone
 
     def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
-        """Of ``count`` tokens from ``start``, int64 [3, count]."""
+        """The relative rotary positions of ``count`` tokens from ``start`` on, int64 [3, count]."""
         found = np.full((3, count), self.shift, dtype=np.int64)
         if self.turns is not None and start < self.turns.shape[1]:
             known = self.turns[:, start : start + count]
@@ -39,7 +39,7 @@ class ImageFeatures:
         return found
 
     def followed_by(self, rest: ImageFeatures, start: int) -> ImageFeatures:
-        """Of a prompt whose tokens from ``start`` on, behind all of these and text, have others."""
+        """The features of a longer prompt: these, and ``rest``, those of its tokens from ``start`` on."""
         assert len(self.deep) == len(rest.deep)
         shift, turns = self.shift + rest.shift, None
         if self.turns is not None or rest.turns is not None:
@@ -61,7 +61,7 @@ class ImageInputs:
     """A prompt's images as a processor made them, and what the model made of those.
 
     tokens: the prompt, with placeholders; a sequence may go on after it. inputs: what the model's forward takes
-    besides. digest: of these, the same for a prompt that goes on from another without an image more.
+    besides. digest: of the inputs; the same for a prompt that goes on from another one with no more images.
     """
 
     tokens: list[int]
@@ -101,9 +101,9 @@ class ImageInputs:
         return self.tokens[: self.end] == tokens[: self.end] and images.isdisjoint(tokens[self.end :])
 
     def beyond(self, known: ImageInputs) -> tuple[dict[str, Tensor], ImageInputs] | None:
-        """Where it may go on from another prompt with more images: its inputs as far as that one's, and what is beyond.
+        """(its inputs as far as those of ``known`` go, what is beyond), where it may be that prompt with more images; else None.
 
-        Whether these have the other one's digest is left to ask. known: its tensors need no content.
+        Whether the former have the digest of ``known`` is left to ask. known: its tensors need no content.
         """
         end = known.end
         if self.inputs.keys() != known.inputs.keys() or end == len(known.tokens):
@@ -165,7 +165,7 @@ ImagePart = tuple[int, int, int, ImageFeatures]
 
 
 def image_rows(parts: Sequence[ImagePart], upload: Callable[..., list[Tensor]]) -> ImageRows | None:
-    """Those of a step's tokens whose embeddings are given; None where none are. upload: as ``Runtime.upload``."""
+    """The tokens of a step whose embeddings are images'; None where there are none. upload: as ``Runtime.upload``."""
     at: list[NDArray[np.int64]] = []
     given: list[Tensor] = []  # of each part its embeddings, then what is added after layers
     kinds = 0
@@ -185,7 +185,7 @@ def image_rows(parts: Sequence[ImagePart], upload: Callable[..., list[Tensor]]) 
 
 
 def spans_within(parts: Sequence[ImagePart]) -> tuple[tuple[int, int], ...]:
-    """Those of a step's tokens, from and to, that each see all up to the last of them, in order."""
+    """The spans (from, to) of a step's tokens, in order, in which each token sees all up to the last one."""
     return tuple(
         (where + max(begin - start, 0), where + end - start)
         for where, start, count, features in parts

@@ -1,4 +1,4 @@
-"""Has the model's features of images: reads each once for all prompts that share it, as long as the weights stay."""
+"""Makes the features of images: of each once for all prompts that share it, until weights change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 2**29  # of features that no request holds
 
 
 class ImageReader:
-    """What was read last is kept on the host, for a next turn, or for scores of what was sampled."""
+    """Encodes images, and keeps the features used last on the host: for a next turn, or for scores of what was sampled."""
 
     def __init__(self, image_adapter: Callable[[Adapter], ImageAdapter], most: int, *, alone: bool) -> None:
         """image_adapter: what an adapter does where only images go through. most: tokens that a step computes.
@@ -43,10 +43,10 @@ class ImageReader:
         self.forget()
 
     def begin(self, shell: ModelShell) -> Callable[[Sequence[ImageInputs], Adapter | None], None]:
-        """What has the features of images, under the weights there are now and with an adapter. For one use.
+        """A function that sees to the features of prompts' images, under the present weights and an adapter. For one use.
 
-        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of some; the others
-        may have theirs.
+        It raises ``InvalidRequestError`` or ``UnsupportedModelError`` where the model makes nothing of some images; the
+        others may have their features then.
         """
         known: dict[Adapter | None, ImageAdapter] = {None: ImageAdapter()}
 
@@ -83,7 +83,7 @@ class ImageReader:
         return [features for part in parts for features in encode(shell, [part.images], adapter, self._most)]
 
     def _beyond(self, images: ImageInputs, adapter: str | None) -> _Part:
-        """What goes beyond the last of those kept that a prompt goes on from, as a next turn does."""
+        """What of a prompt is beyond the latest known one that it goes on from, as a next turn does."""
         digests: dict[object, bytes] = {}  # by how far: of many with like images each has to be found out once
         for (digest, under), known in reversed(self._kept.items()):
             if under != adapter or (parts := images.beyond(known)) is None:
@@ -116,14 +116,14 @@ class ImageReader:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """rest: of a prompt, what is left to read beyond another one that is known; None where that is all of it."""
+    """What is left to encode of a prompt. rest: what is beyond ``known``; None where that is all of it."""
 
     images: ImageInputs
     rest: ImageInputs | None = None
     known: ImageInputs | None = None
 
     def whole(self, read: ImageFeatures) -> ImageFeatures:
-        """Features of the prompt, of what was read."""
+        """The features of the whole prompt. read: those of what was left to encode."""
         if self.known is None:
             return read
         assert self.known.features is not None

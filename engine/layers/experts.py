@@ -4,7 +4,7 @@ A module is taken over only where the activation between its projections is one 
 on a few numbers. Any other runs as transformers runs it by default, which does not wait for the device either.
 
 Experts that know no such interface, as Llama 4's, run each over every token, of which the router has made zeros of most. They
-are on the operation where the whole block is (``routing``), and run as they are elsewhere until an adapter is over them.
+are on the operation where the whole block is (``fused_moe``), and run as they are elsewhere until an adapter is over them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_taken_over(module: Any) -> bool:
 
 @contextmanager
 def run_on(modules: Iterable[Any], ops: Ops) -> Iterator[None]:
-    """Within, the experts among modules that were taken over run on other operations."""
+    """Context manager: the experts among modules that were taken over run on other operations."""
     states: list[_State] = [getattr(module, _STATE) for module in modules if is_taken_over(module)]
     before = [state.ops for state in states]
     for state in states:
@@ -88,7 +88,7 @@ def _matrices(module: Any) -> dict[str, Tensor]:
 
 
 def matrices(module: nn.Module) -> dict[str, Tensor]:
-    """Those that only ``run_experts`` reads; none of any other module."""
+    """The weights that only ``run_experts`` reads; of any other module, none."""
     return _matrices(module) if is_taken_over(module) and not _is_dense(module) else {}
 
 
@@ -158,7 +158,7 @@ def repeats_tokens(module: nn.Module) -> bool:
 
 
 def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
-    """Of experts that were taken over, (experts, outputs, inputs) of each projection by its name; empty for any other."""
+    """(experts, outputs, inputs) of each projection by name, of experts that were taken over; empty for any other module."""
     if not is_taken_over(module):
         return {}
     shapes = {name: getattr(module, name).shape for name in _projections(module)}
@@ -166,7 +166,7 @@ def expert_tables(module: Any) -> dict[str, tuple[int, int, int]]:
 
 
 def bias_tables(module: Any) -> dict[str, tuple[int, int]]:
-    """The shapes of what ``expert_tables`` have for biases, (experts, outputs) by name."""
+    """(experts, outputs) of the biases of each projection of ``expert_tables``, by name."""
     return {f"{name}{_BIAS}": shape[:2] for name, shape in expert_tables(module).items() if _has_bias(module)}
 
 
@@ -176,7 +176,7 @@ def projection_of(key: str) -> str:
 
 
 def as_run(module: nn.Module, weights: LoraWeights) -> LoraWeights:
-    """An adapter of experts, from how PEFT has it: as if dense ones had their outputs before their inputs."""
+    """An adapter of experts in the order in which it runs. PEFT has A and B of dense ones the other way round."""
     return weights._replace(a=weights.b.mT, b=weights.a.mT) if _is_dense(module) else weights
 
 
@@ -202,12 +202,12 @@ def adapt_experts(module: Any, adapters: Callable[[], ExpertAdapters | None]) ->
 
 
 def _projections(module: nn.Module) -> tuple[str, str]:
-    """Names of the parameters."""
+    """The names of the parameters that are the two projections."""
     return "gate_up_proj" if "gate_up_proj" in module._parameters else "up_proj", "down_proj"
 
 
 def _is_dense(module: Any) -> bool:
-    """Of experts that were taken over."""
+    """Whether experts that were taken over run each over every token (Llama 4's)."""
     state: _State = getattr(module, _STATE)
     return state.dense
 

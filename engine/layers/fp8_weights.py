@@ -1,4 +1,4 @@
-"""The weights of a shell's decoder layers rounded to fp8, which these then multiply by in place of those they are made of."""
+"""Copies of a shell's decoder weights rounded to fp8, which its layers multiply by in place of the weights themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder layer of few operations consists of: mixers and MLPs between their linears, and modules of the original's."""
+"""The branches of a fused decoder layer: a mixer or an MLP between its linears, or a module of the original layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING = Given()
 
 @dataclass(frozen=True, slots=True)
 class NormBefore:
-    """A norm of what branches read."""
+    """A norm before a branch, or before all branches of a block."""
 
     norm: Norm
     module: Any  # the original's
@@ -143,7 +143,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """As ``layer_structure.Block``. It is held outside the module, so that reading it is cheap and no parameter is renamed."""
+    """``layer_structure.Block`` with what runs. It is no module, so that reading it is cheap and no parameter is renamed."""
 
     norm: NormBefore | None
     branches: tuple[Mixing | Mlp | Own, ...]

@@ -32,14 +32,14 @@ from stoker.kernels.reference.norm_rotary import Norm
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes what runs the linears of a shell's modules. fused: weights that lie side by side, by the names of these."""
+    """Makes the fused parts that run a shell's modules. fused: by the names of weights, the tensor in which they lie side by side."""
 
     shell: ModelShell
     ops: Ops
     fused: Mapping[tuple[str, ...], Tensor]
 
     def linears(self, path: str, module: nn.Module, names: tuple[str, ...]) -> Linears:
-        """Of a module and its path, the linears with these names."""
+        """The linears with these names, of a module and its path."""
         modules: list[Any] = [module.get_submodule(name) for name in names]
         weight: Tensor | None
         if len(names) == 1:
@@ -85,7 +85,7 @@ class Maker:
         )
 
     def shared_mlp(self, path: str, block: nn.Module, branch: Branch) -> Mlp | Mixing | None:
-        """As ``mlp``, of a mixture of experts; None where its module does something else."""
+        """As ``mlp``, for the MLP of a mixture of experts that all tokens go through; None where it does something else."""
         module = block.get_submodule(branch.path)
         with on_noise(module, None):
             known = _computes(module, branch, Maker(self.shell, REFERENCE, {}).mlp(path, block, branch))
@@ -93,7 +93,7 @@ class Maker:
 
 
 def _computes(module: nn.Module, branch: Branch, part: Mlp | Mixing) -> bool:
-    """Whether an MLP on noise is that of a branch, for numbers that a bound between its linears would show on."""
+    """Whether an MLP on noise computes what a branch does, on numbers so large that a bound between its linears would show."""
     generator, width = torch.Generator().manual_seed(0), matrix_of(part.linears[0].linears[0]).shape[1]
     x = FAR * torch.randn(POSITIONS.numel(), width, generator=generator, device="cpu", dtype=torch.float32)
     try:
@@ -104,7 +104,7 @@ def _computes(module: nn.Module, branch: Branch, part: Mlp | Mixing) -> bool:
 
 
 class FusedForms:
-    """Of the layers of one shell."""
+    """The fused forms of the layers of one shell, by layer."""
 
     def __init__(self, shell: ModelShell, rotary: Rotary, layers: Sequence[tuple[str, Any, Structure]]) -> None:
         """layers: with their paths. Blocks with experts have to run by their own code still."""
@@ -124,7 +124,7 @@ class FusedForms:
                 self._numbers.append(known[kind])
 
     def found(self, maker: Maker) -> Iterator[FusedDecoderLayer | None]:
-        """Of each layer, with its weights; None where there is none that gives the same output on a few random tokens."""
+        """Each layer's fused form with its weights; None where none gives the same output on a few random tokens."""
         shared = dict[str, Any]()
         with clipping_within_reach(self._shell.module):
             for (path, layer, structure), number in zip(self._layers, self._numbers, strict=True):
@@ -216,7 +216,7 @@ class _Trial:
         return bool(error <= self._tolerance)
 
     def agrees_far(self, form: FusedDecoderLayer) -> bool:
-        """Whether MLPs do so of numbers beyond any bound."""
+        """Whether MLPs agree on numbers beyond any bound."""
         return all(
             _computes(self._layer.get_submodule(branch.path), branch, part)
             for branch, part in zip(self._structure.branches, form.branches, strict=True)
@@ -224,7 +224,7 @@ class _Trial:
         )
 
     def forms(self) -> Iterator[FusedDecoderLayer]:
-        """What the layer may be, in an order that its tensors do not change."""
+        """The forms that the layer may have, in an order that its tensors do not change."""
         if self._returned is None:
             return
         structure = self._structure
@@ -244,7 +244,7 @@ class _Trial:
             ).eval()
 
     def _branches(self, branch: Branch) -> Iterator[Mixing | Mlp | Own]:
-        """What a branch may be."""
+        """The forms that a branch may have."""
         module = self._layer.get_submodule(branch.path)
         of_its_own: dict[str, Any] = {"norm": self._before(branch.norm), "post_norm": self._norm(branch.post_norm)}
         if not branch.inputs:
@@ -278,6 +278,6 @@ class _Trial:
 
 
 def _per_layer_width(layer: Any, structure: Structure) -> int:
-    """Of what the layer is given besides hidden states; 0 where it is given nothing."""
+    """The width of what the layer is given besides hidden states; 0 where it is given nothing."""
     outs = [branch.out for branch in structure.branches if branch.gates_per_layer]
     return int(layer.get_submodule(outs[0]).in_features) if outs else 0

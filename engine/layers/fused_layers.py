@@ -28,7 +28,7 @@ _log = logging.getLogger("stoker")
 
 
 def fusion_groups(shell: ModelShell) -> list[tuple[str, ...]]:
-    """Names of the parameters that would be one matmul if they lay side by side."""
+    """Groups of parameter names that would be one matmul if they lay side by side."""
     groups = []
     for path, _, _, layer, structure in _candidates(shell):
         for group in structure.groups:
@@ -51,7 +51,7 @@ def layer_weights(shell: ModelShell) -> list[list[str]]:
 
 
 def _names_of(path: str, module: nn.Module, linears: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Of the weights of linears below ``path``, which together is one name, and of their biases."""
+    """For several linears below ``path``: the group of their weights' names and, if they have any, that of their biases'."""
     kinds = [kind for kind in ("weight", "bias") if getattr(module.get_submodule(linears[0]), kind) is not None]
     return [tuple(f"{path}.{name}.{kind}" for name in linears) for kind in kinds if len(linears) > 1]
 

@@ -1,4 +1,4 @@
-"""What mixes tokens in a fused layer, from the projection of its input to what its output is projected from."""
+"""The mixers of fused layers: attention, or what stands in its place, between the projections before and after it."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def mixers_of(
     tables: Sequence[Tensor],
     takes_keys: bool,
 ) -> Iterator[Mixer]:
-    """What a layer's attention, or what stands in its place, may be; which of these it is, a probe tells.
+    """The mixers that a layer's attention, or what stands in its place, may be. A probe tells which it is.
 
     inputs: the linears that read its input; inner: those between; out: the one that makes its output; asked: what the layer
     asked of attention when it ran, each time; tables: of ``Rotary``, if any; takes_keys: whether it attends to those of
@@ -288,7 +288,7 @@ def _norm_of_output(module: Any) -> Any:
 
 
 def _has_computed_sinks(module: Any, options: Mapping[str, Any]) -> bool:
-    """Whether they are made from what may change."""
+    """Whether attention's sinks are made from what may change."""
     return options["sinks"] is not None and not any(options["sinks"] is p for p in module.parameters())
 
 

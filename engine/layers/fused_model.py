@@ -1,4 +1,4 @@
-"""A decoder of fused layers, run without the forward of its own class."""
+"""A decoder whose layers are all fused, run without the forward of its own class."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class FusedModel:
         return bool((expected - actual).abs().max() <= TOLERANCE.get(weight.dtype, 0.0) * actual.abs().max())
 
     def _rotary(self, positions: Tensor, kind: str | None) -> tuple[Tensor, ...]:
-        """Of ``Rotary``. positions: int64 [T]."""
+        """The tables of ``Rotary``, looked up where they are kept. positions: int64 [T]."""
         x = self.embed.weight[None, :1]  # as an example of its dtype
         found = self.rotary.at(x, positions, kind)
         assert found is not None
@@ -144,7 +144,7 @@ class FusedModel:
         self.of = self._frequencies()
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
-        """Before the last norm, which only rows that are projected need."""
+        """Hidden states before the last norm, which only rows that are projected need."""
         if self.ids is not None:
             token_ids = self.ids.index_select(0, token_ids)
         x = self.embed(token_ids)[None]

@@ -1,4 +1,4 @@
-"""Mixtures of experts on few operations: the router as one, and what is added to the experts' sum as part of theirs.
+"""Mixtures of experts in few operations: the router is one, and what is added to the experts' sum is part of theirs.
 
 A block is taken over where its parts are known ones: experts that run on the engine's operation, the weight of a router
 with what biases it has, and maybe an MLP that every token goes through, with a gate. How its router chooses is found out,
@@ -26,7 +26,7 @@ _STATE = "stoker_mixture"  # of a block that was taken over
 
 
 def shared_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Branch]]:
-    """Path, block and the MLP in it that every token goes through. It holds on the meta device too."""
+    """(path, block, the MLP in it that every token goes through) of each mixture. Works on the meta device too."""
     for path, block in model.named_modules():
         parts = parts_of(block)
         if parts is not None and parts.shared is not None:
@@ -96,14 +96,14 @@ def is_mixture(module: Any) -> bool:
 
 
 def mixture_of(module: Any) -> Mixture | None:
-    """What a block runs as, where it was taken over and nothing of the step that runs is against it."""
+    """The ``Mixture`` that a block runs as; None where it was not taken over, or adapters of the present step forbid it."""
     mixture: Mixture | None = getattr(module, _STATE, None)
     return mixture if mixture is not None and mixture.applies else None
 
 
 def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Callable[[str, Any, Branch], Any]) -> int:
-    """Replace the forward of the blocks whose numbers are found again. Returns how many were. Of a pair no forward is: the
-    fused layer asks ``mixture_of`` its experts.
+    """Replace the forward of each block that a ``Mixture`` agrees with; returns how many. A pair has no forward to
+    replace: the fused layer asks ``mixture_of`` its experts.
 
     shared: makes what to run for the MLP of all tokens, of the block's path, the block and the branch in it; None where the branch
     is not all of it.
@@ -135,8 +135,8 @@ def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Cal
 
 
 def _agrees(mixture: Mixture) -> bool:
-    """On a few random tokens; and note in what form the block returns what, besides which there may be the router's numbers, that
-    no layer reads."""
+    """Whether it gives the block's numbers on a few random tokens. Notes in what form the block returns them, and whether
+    the router's numbers, which no layer reads, come with them."""
     generator, like = torch.Generator().manual_seed(0), mixture.weight
     x = torch.randn(POSITIONS.numel(), like.shape[1], generator=generator, device="cpu").to(like)
     x = x.to(mixture.experts.down_proj.dtype)

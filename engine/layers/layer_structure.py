@@ -255,8 +255,8 @@ def _multiplier(module: Any, name: str) -> float:
 def _through_linears(
     module: nn.Module, branch: Branch, choices: tuple[tuple[tuple[str, ...], str], ...]
 ) -> Branch | None:
-    """By the first of the choices that a module has as plain linears, of which those that are read together have biases or
-    have none."""
+    """The branch with the first of the choices that a module has as plain linears, of which those that are read together
+    all have biases, or none has."""
     for inputs, out in choices:
         if all(_is_linear(module, name) for name in (*inputs, out)):
             if len({getattr(module, name).bias is None for name in inputs}) > 1:

@@ -14,7 +14,7 @@ from stoker.engine.layers.layer_structure import Branch, mlp_of
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Of a block, by name."""
+    """The parts of a mixture of experts, by name."""
 
     experts: str
     weight: str  # of the router
@@ -25,7 +25,7 @@ class Parts:
 
 
 def parts_of(block: nn.Module) -> Parts | None:
-    """The parts, where there are no others. It holds on the meta device too."""
+    """The parts of a block; None where it is no mixture, or has others too. Works on the meta device too."""
     found = [name for name, module in block.named_children() if are_experts(module)]
     if len(found) != 1:
         return None
@@ -72,7 +72,7 @@ class Pair(nn.Module):
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Parts]]:
-    """Path, block and its parts; the path of a pair is that of its experts."""
+    """(path, block, its parts) of each mixture in a model. The path of a pair is that of its experts."""
     for path, module in list(model.named_modules()):
         if (parts := parts_of(module)) is not None:
             yield path, module, parts

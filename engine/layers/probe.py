@@ -36,7 +36,7 @@ def clipping_of(module: nn.Module) -> Any:
 
 @contextmanager
 def clipping_within_reach(model: nn.Module) -> Iterator[None]:
-    """Within, a model clips at a bound that many numbers are beyond: none may be beyond its own, and a fault would not show."""
+    """Context manager: a model clips at a bound that many numbers are beyond. With its own, none may be, and no fault would show."""
     bounds = {id(c): (c, c.clip_qkv) for c in map(clipping_of, model.modules()) if c is not None}
     try:
         for config, _ in bounds.values():
@@ -49,7 +49,7 @@ def clipping_within_reach(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_full_precision() -> Iterator[None]:
-    """Within, a product of fp32 is one. A trainer may let it be of TF32, which next to kernels that do not looks like a fault."""
+    """Context manager: products of fp32 are in fp32. A trainer may allow TF32, whose rounding would look like a fault."""
     matmul: Any = torch.backends.cuda.matmul
     before, older = matmul.fp32_precision, None
     with suppress(RuntimeError):  # torch's older setting cannot be read where the newer one says otherwise
@@ -66,7 +66,7 @@ def in_full_precision() -> Iterator[None]:
 
 @contextmanager
 def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
-    """Within, a module and all below it have noise for weights, and the one beside it what it has: in fp32, on the CPU.
+    """Context manager: a module and all below it have noise for weights, ``beside`` has its own; all in fp32, on the CPU.
 
     Noise is as large as weights are, and shows what a module computes whatever these are now.
     """
@@ -96,7 +96,7 @@ def on_noise(module: nn.Module, beside: nn.Module | None) -> Iterator[None]:
 
 
 def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """fp32: about one for norms, as a linear's for others; of many experts, the same for each."""
+    """Noise in fp32: around 1 for norms, as large as a linear's for others. Of many experts, each has the same."""
     each = shape if shape.numel() <= _DRAWN else shape[-2:]
     noise = torch.randn(min(each.numel(), _DRAWN), generator=generator, device="cpu", dtype=torch.float32)
     noise = noise * shape[-1] ** -0.5 if len(shape) > 1 else 1.0 + 0.3 * noise

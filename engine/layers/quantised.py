@@ -18,7 +18,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether it is in 4 bits, which may be stored in a float's dtype."""
+    """Whether a weight is in 4 bits, which may be stored in a float's dtype."""
     return getattr(weight, "quant_state", None) is not None
 
 
@@ -77,7 +77,7 @@ class QuantisedLinear(nn.Module):
 
 
 def finds_outliers(shell: nn.Module) -> bool:
-    """Whether a layer of the shell does, so that no step of it can be captured."""
+    """Whether a layer of the shell looks for outliers, so that no step can be captured."""
     return any(module.finds_outliers for module in shell.modules() if isinstance(module, QuantisedLinear))
 
 

@@ -49,7 +49,7 @@ class RecurrentLayers:
 
     @contextmanager
     def within(self, context: Any) -> Iterator[None]:
-        """Run in this context."""
+        """Context manager: the modules run in this step's context."""
         self.context = context
         try:
             yield
@@ -64,7 +64,7 @@ class _Functions:
         self.layers, self.layer = layers, layer
 
     def called_by(self, forward: FunctionType) -> Callable[..., Any]:
-        """``forward``, calling these."""
+        """``forward`` with these functions in place of those it calls."""
         names = forward.__globals__ | {
             _CONVOLUTION: self.convolve,
             "torch_chunk_gated_delta_rule": self.delta_rule,

@@ -1,4 +1,4 @@
-"""What a model's positions give its layers: cosines and sines, and where attention has a temperature a factor of queries."""
+"""Rotary embeddings: the cosines and sines that layers get for positions, and a factor of queries where attention has one."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rotary:
         return self.module(x, position_ids=positions, **({} if kind is None else {"layer_type": kind}))
 
     def tables(self, given: Any, positions: Tensor, kind: str | None) -> tuple[Tensor, ...] | None:
-        """Of what the model gives its layers: cosines and sines, [T, R], and, where there is one, the factor, [T, 1]."""
+        """Cosines and sines, [T, R], and the factor, [T, 1], where there is one. given: what the model gives its layers."""
         if given is None:
             return None
         cos, sin = (angles[0] for angles in ((given.real, given.imag) if isinstance(given, Tensor) else given))

@@ -1,4 +1,4 @@
-"""How a router chooses experts, found out by logits that tell the ways apart."""
+"""Finds out how a router chooses experts: logits are made that tell the known ways apart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
-    """likely: what is tried first."""
+    """The known way in which a block's router chooses; None where it is another. likely: what is tried first."""
     roles = list(dict.fromkeys(itertools.permutations([*parts.biases, *[None] * (3 - len(parts.biases))], 3)))
     for entry in sorted(_entries(block, parts), key=lambda entry: likely is None or entry != likely.entry):
         tried = list(probes(block, parts, entry))
@@ -70,7 +70,7 @@ def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
 
 
 def biases_of(tensors: Mapping[str, Tensor], names: _Names) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As ``route`` takes them, [E] each: ERNIE's has two dimensions."""
+    """The biases as ``route`` takes them, [E] each. (ERNIE's has two dimensions.)"""
     bias, correction, gain = (None if name is None else tensors[name].view(-1) for name in names)
     return bias, correction, gain
 
@@ -92,8 +92,8 @@ def _numbers(block: nn.Module) -> set[float]:
 
 
 def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
-    """How a router may choose, what most do first. Scales of weights, and how many groups of experts there are and are taken,
-    are numbers that modules of the block have as attributes."""
+    """The ways in which a router may choose, commonest first. Scales of weights, the number of groups of experts and how many
+    are taken are among the numbers that modules of the block have as attributes."""
     numbers = _numbers(block)
     whole = sorted(n for n in numbers if isinstance(n, int) and 0 < n < count)
     groups = [(1, 1, 1)]
@@ -173,7 +173,7 @@ def _seen(
 
 @contextmanager
 def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within, what runs as the forward of a module."""
+    """Context manager: ``forward`` runs in place of the module's."""
     before = vars(module).get("forward")
     module.forward = forward
     try:
