@@ -89,7 +89,7 @@ class AdapterSources:
             self._changed |= (before is not None and moved) or (known is not None and known != self._numbers)
 
     def name_of(self, active: tuple[str, ...]) -> str | None:
-        """What adapters go by that are active: None for none. Raises ``UnsupportedModelError`` where another goes by that."""
+        """The name of the active adapters, joined by "+"; None for none. Raises ``UnsupportedModelError`` where another one has it."""
         name = "+".join(active)
         if len(active) > 1 and name in self.weights and self._sums.get(name) != active:
             raise UnsupportedModelError(
@@ -104,7 +104,7 @@ class AdapterSources:
         return changed
 
     def lie_elsewhere(self) -> None:
-        """Those among the weights of a mirror, whose memory is another one now."""
+        """Note that a mirror's memory is another one now, and with it the adapters among its weights."""
         if self._layout is not None:
             self._layout = layout(self._changing())
 
@@ -116,24 +116,27 @@ class AdapterSources:
 
     @property
     def gathered(self) -> list[str]:
-        """Names of those, in the order in which they are pulled: all ranks are to have the same."""
+        """The names of adapters that are gathered, in the order in which they are pulled: all ranks are to have the same."""
         return list(self._gathered)
 
     def pull(self) -> int:
-        """Take what has changed in them, on all ranks together; returns the bytes written."""
+        """Gather what has changed in other models' adapters, on all ranks together; returns the bytes written."""
         self._in_step = False
         written = sum(copies.pull((name,)) for name, copies in self._gathered.items())
         self._in_step = True
         return written
 
     def refuse(self, error: Exception) -> None:
-        """Have other ranks, which wait for this one in ``pull`` or ``mismatches``, fail too."""
+        """Make other ranks fail too, which wait for this one in ``pull`` or ``mismatches``."""
         if (first := next(iter(self._gathered.values()), None)) is not None:
             first.refuse(error)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """For what comes before these: of a base that is whole on each rank, nobody else would be told that it failed."""
+        """Context manager for what comes before ``pull`` or ``mismatches``: where it fails here, other ranks are told.
+
+        Where the base is whole on each rank, nothing else would tell them.
+        """
         try:
             yield
         except Exception as error:
@@ -188,11 +191,11 @@ class AdapterSources:
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _changing(self) -> dict[str, AdapterWeights]:
-        """All but those that were copied."""
+        """All adapters but those that were copied, which never change."""
         return {name: adapter for name, adapter in self.weights.items() if name not in self._copies}
 
     def _find(self, whole: Mapping[str, Tensor], announced: bool) -> dict[str, AdapterWeights]:
-        """The live model's, and what several of them come to that were active at once. whole: as of ``live_adapters``."""
+        """The live model's adapters, and the sums of those that were active at once. whole: as for ``live_adapters``."""
         check_adapters(self._model)
         model = unwrap(self._model)
         adapters = live_adapters(model, whole)
@@ -243,7 +246,7 @@ class AdapterSources:
             )
 
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
-        """Know another one from now on, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
+        """Know one more adapter, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
 
         given: as for ``read_adapter``. ``EngineStateError`` where what there is cannot be read meanwhile. Of a sharded model
         all ranks do so together, and what one of them refuses no rank has.
@@ -298,14 +301,14 @@ class AdapterSources:
         return new, adapter, packed
 
     def unload(self, name: str) -> None:
-        """Forget it, which is no change of the others."""
+        """Forget a loaded adapter."""
         for of_names in _BY_NAME:
             if (known := vars(self)[of_names]) is not None:
                 known.pop(name, None)
 
 
 def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
-    """That of the first one, which is a live one where there is any: kernels take one for all."""
+    """The dtype of the first adapter, a live one where there is any: kernels take one dtype for all."""
     all_weights = ((*a.linears.values(), *a.experts.values()) for a in adapters.values())
     dtypes = (w.a.dtype for weights in all_weights for w in weights)
     return next(dtypes, torch.float32)

@@ -73,7 +73,7 @@ class Adapters:
 
     @property
     def in_slots(self) -> dict[str, AdapterWeights]:
-        """By name, what slots run."""
+        """The adapters that slots run, by name."""
         found = {}
         for adapter in self.slots:
             _, weights, here = self._placed.get(adapter.slot, (None, None, None))
@@ -101,16 +101,16 @@ class Adapters:
 
     @property
     def behind(self) -> bool:
-        """Whether there are others since ``refresh``, as where a change did not come to its end."""
+        """Whether adapters changed since ``refresh``, as where a change was cut off."""
         there = self._binding.adapters.weights
         return self._weights is not there or self._known.keys() != there.keys()
 
     def knows(self, adapter: Adapter | None) -> bool:
-        """Whether it is still there, and no other one under its name."""
+        """Whether an adapter is still there, and no other one under its name."""
         return adapter is None or self._known.get(adapter.name) is adapter
 
     def runnable(self, requests: Sequence[Request]) -> list[Request]:
-        """Those of them whose adapter is still there since it was looked up, in another thread; the others fail."""
+        """The requests whose adapter is still there: another thread may have unloaded it. The others fail."""
         for request in requests:
             if not self.knows(request.adapter):
                 request.fail(deleted(request))
@@ -157,7 +157,7 @@ class Adapters:
 
     @torch.inference_mode(False)  # or what is copied here could not be written to later
     def place(self, adapter: Adapter, *, changed: bool = False) -> None:
-        """Have its weights in its slot, in place of another adapter's or of older ones.
+        """Put an adapter's weights into its slot, in place of another adapter's or of older ones.
 
         changed: the base's numbers may be others now, and the adapter's too, if it is live.
         """
@@ -186,7 +186,7 @@ class Adapters:
         self._placed[slot] = shell, weights, here
 
     def over_images(self, adapter: Adapter) -> ImageAdapter:
-        """What it does where only images go through."""
+        """What an adapter does to modules that only images go through."""
         shell = self._binding.shell
         with torch.autocast(shell.device.type, enabled=False):
             return image_adapter(shell, adapter.name, self._as_run(self._weights[adapter.name]))
@@ -225,7 +225,7 @@ class Adapters:
         return known[1]
 
     def _as_run(self, weights: AdapterWeights) -> AdapterWeights:
-        """In the dtype in which the engine has parameters of theirs, where that is wider: products are of an adapter's dtype."""
+        """Cast weights to the engine's dtype where that is wider: products are made in an adapter's dtype."""
         wider = self._binding.source.wider
         return weights.map(lambda t: t.to(wider.get(t.dtype, t.dtype))) if wider else weights
 

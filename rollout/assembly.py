@@ -1,4 +1,4 @@
-"""What an engine is built of, from its configuration and the model it is bound to."""
+"""Builds the parts of an engine from its configuration and its model, and sizes them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
 
 
 def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
-    """Raises ``InvalidConfigError`` where the model is on another device than the configured one."""
+    """The model bound to a shell. Raises ``InvalidConfigError`` where it is on another device than the configured one."""
     bound = ModelBinding(
         model,
         config.dtype,
@@ -76,7 +76,7 @@ def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:
 
 @contextmanager
 def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
-    """Where the model is sharded, its ranks do together what is within: where one of them fails, so do all."""
+    """Context manager: where the model is sharded and one rank fails within, all do."""
     ranks = ranks_of(model, None if config.device == "auto" else torch.device(config.device))
     with telling(*ranks):
         yield
@@ -86,7 +86,7 @@ def on_all_ranks(model: nn.Module, config: EngineConfig) -> Iterator[None]:
 
 
 def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
-    """Tokens that prompt and completion may have together."""
+    """The most tokens that prompt and completion may have together."""
     limit = getattr(decoder_of(binding.source.module).config, "max_position_embeddings", None)
     if config.max_model_len is None:
         if limit is None:
@@ -98,7 +98,7 @@ def max_model_len(config: EngineConfig, binding: ModelBinding) -> int:
 
 
 def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> EngineConfig:
-    """Where ``kv_cache_memory`` is "auto", fewer sequences at a time if the states of so many would take over half of it."""
+    """The config with fewer sequences at a time, where their states would take over half of an "auto" KV cache."""
     wanted = states = KVCache.state_bytes(binding.shapes, _state_layout(config, binding))
     if config.kv_cache_memory != "auto" or not wanted:
         return config
@@ -121,7 +121,7 @@ def with_room_for_states(config: EngineConfig, binding: ModelBinding, runtime: R
 def with_rows_that_can_run(
     config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int
 ) -> EngineConfig:
-    """Of sequences at a time no more than there could be blocks for, as each that runs has one of its own.
+    """The config with no more sequences at a time than there are blocks for: each that runs has one of its own.
 
     Whatever has a row for each would take memory for nothing. States, where there are such, take more and bound it before.
     """
@@ -136,7 +136,7 @@ def with_rows_that_can_run(
 
 
 def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> KVCache:
-    """The configured memory as blocks, the null block included.
+    """The KV cache in the configured memory, the null block included.
 
     Raises ``InvalidConfigError`` where it cannot be had.
     """
@@ -174,7 +174,7 @@ def kv_cache(config: EngineConfig, binding: ModelBinding, runtime: Runtime, mode
 
 
 def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | None:
-    """Rows for the states of layers that keep such: copies for the prompts of groups of four, and a few at least."""
+    """The rows for recurrent layers' states, with copies for the prompts of groups of four, and at least a few."""
     if not any(shape.states for shape in binding.shapes):
         return None
     kept = max(8, config.max_num_seqs // 4) if config.enable_prefix_caching else 0
@@ -182,12 +182,12 @@ def _state_layout(config: EngineConfig, binding: ModelBinding) -> StateLayout | 
 
 
 def _budget(config: EngineConfig, binding: ModelBinding, runtime: Runtime, model_len: int) -> int:
-    """What "auto" comes to."""
+    """Bytes of an "auto" KV cache."""
     return int(_SHARE_OF_FREE_MEMORY * runtime.free_memory()) - _workspace_bytes(config, binding, model_len)
 
 
 def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int) -> int:
-    """What attention will set aside on the device when its layers first run, and what recurrences take while they do."""
+    """Bytes that attention sets aside on the device when layers first run, and that recurrences take while they run."""
     of_attention, of_recurrence = binding.ops.attention_workspace, binding.ops.recurrent_workspace
     taken = 0
     if of_attention is not None:
@@ -214,7 +214,7 @@ def core(
     model_len: int,
     adapters: Adapters,
 ) -> EngineCore:
-    """Scheduler, static inputs and runner, over a KV cache."""
+    """The core: scheduler, static inputs and runner, over a KV cache."""
     block_size, vocab = config.block_size, binding.shell.vocab
     scheduler = Scheduler(
         num_blocks=kv.num_blocks,

@@ -1,4 +1,4 @@
-"""A live model and the shell that runs on its weights: where weight_sync and engine meet."""
+"""Binds a live model to the shell that runs on its weights: where weight_sync and engine meet."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ModelBinding:
         self.shapes = self._as_kept(shapes)
 
     def _as_kept(self, shapes: Sequence[LayerShape]) -> list[LayerShape]:
-        """In the cache's dtype."""
+        """The shapes with the KV cache's dtype."""
         return [replace(s, dtype=self.kv_dtype) if s.heads and self.kv_dtype else s for s in shapes]
 
     def fuse(self) -> None:
@@ -145,7 +145,7 @@ class ModelBinding:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """For what comes before a gather: where this rank fails within, so do the others, which would wait for it."""
+        """Context manager for what comes before a gather: where this rank fails, so do the others, which would wait for it."""
         try:
             yield
         except Exception as error:
@@ -176,7 +176,7 @@ class ModelBinding:
             )
 
     def _made_anew(self) -> tuple[WeightSource, ModelShell]:
-        """A source of the model as it is now, which nothing was pulled from, and a shell over it."""
+        """A new source of the model as it is now, from which nothing was pulled yet, and a shell over it."""
         if not is_sharded(self.model):  # then these parameters are not its any more
             self.source.check()
         source = self._source_now() if self._needs_new_source() else self.source
@@ -192,7 +192,7 @@ class ModelBinding:
         return source, shell
 
     def _succeed(self, source: WeightSource, shell: ModelShell, ranks: Ranks = ALONE) -> None:
-        """Run on them from now on. ranks: that do so together; where one of them cannot, none does."""
+        """Run on this source and shell from now on. ranks: those that do so together; where one cannot, none does."""
         kept, dropped = self.source, source
         try:
             with telling(*ranks):  # the others may gather what passes through meanwhile
@@ -215,8 +215,10 @@ class ModelBinding:
         return self.shell.settings.changed or self.source.moved(unwrap(self.model))
 
     def _needs_new_source(self) -> bool:
-        """Of what has ``moved``: not where a setting alone has changed, as another copy would take as much memory again, and have
-        nothing that came from elsewhere. But layers are compared with their fused form on weights that are all there.
+        """Whether what has ``moved`` takes a new source.
+
+        Where a setting alone has changed it does not: another copy would take as much memory again, and lack what came from
+        elsewhere. But layers are compared with their fused form on weights that are all there.
         """
         source = self.source
         return source.moved(unwrap(self.model)) or bool(source.passing) or not source.complete
@@ -248,11 +250,11 @@ class ModelBinding:
         return self._seen is not None and all(part.same() for part in self._seen) and not self.shell.settings.changed
 
     def _looks_as_seen(self) -> bool:
-        """The same at a glance."""
+        """``_is_as_seen`` at a glance, which may miss details."""
         return self._seen is not None and all(part.looks_same() for part in self._seen)
 
     def _remember(self) -> None:
-        """What the model is like, where that is known to be what the shell is bound to."""
+        """Note what the model is like, where the shell is known to be bound to it."""
         # Shards come and go with every forward pass, and layers that run different adapters are about to be others.
         if self._seen is None and not is_sharded(self.model) and self.adapters.active is not None:
             self._seen = Tree(self.model), Switches(self.model)
@@ -276,7 +278,7 @@ class ModelBinding:
 
     @property
     def _keepers(self) -> list[WeightSource | AdapterSources | Fp8Weights]:
-        """Of memory of the engine's own."""
+        """The parts that hold memory of the engine's own."""
         return [self.source, self.adapters] if self.rounded is None else [self.rounded, self.source, self.adapters]
 
     @property
@@ -286,12 +288,12 @@ class ModelBinding:
 
     @property
     def stable_addresses(self) -> bool:
-        """Whether the engine's own copies of weights lie where they lay when their memory is taken again."""
+        """Whether the engine's own copies of weights keep their addresses when their memory is taken again."""
         return all(keeper.stable_addresses for keeper in self._keepers)
 
     @property
     def nbytes(self) -> int:
-        """Of the engine's own copies of weights."""
+        """Bytes of the engine's own copies of weights."""
         return sum(keeper.nbytes for keeper in self._keepers)
 
     def derive(self) -> int:
@@ -303,12 +305,12 @@ class ModelBinding:
         return self.rounded.refresh()
 
     def _watch(self) -> None:
-        """Have ``notice`` see every change from now on of tensors that are the trainer's, which rounded ones do not follow."""
+        """Have ``notice`` see every change of the trainer's tensors from now on: rounded ones do not follow them."""
         if self.rounded is not None and isinstance(self.source, AliasedSource):
             self.source.catch_up()
 
     def give_back(self, *, drop: bool) -> None:
-        """Give the memory of the engine's own weights back: to host memory, unless drop, what ``take_again`` could not fill."""
+        """Give the memory of the engine's own weights back. What ``take_again`` could not fill goes to host memory, unless ``drop``."""
         self._refill = not drop and self.source.at_hand
         self._give_back_weights(drop=drop or self._refill)
         self.adapters.give_back(drop=drop)
@@ -319,7 +321,7 @@ class ModelBinding:
         self.source.give_back(drop=drop)
 
     def take_again(self) -> None:
-        """Have the weights' memory again, which was given back. Adapters in it may lie elsewhere, and are the same."""
+        """Take the weights' memory again. Adapters in it may lie elsewhere, and are the same."""
         self.in_order()
         self.source.take_again()
         self.adapters.take_again()
@@ -336,7 +338,7 @@ class ModelBinding:
                 raise
 
     def woken(self) -> None:
-        """Have ``notice`` tell if weights are others than at the last look: what waking has made of them is of those of now."""
+        """Have ``notice`` tell whether weights changed since the last look: what waking made of them is of those of now."""
         if (self.rounded is not None or self.adapters.weights) and self.resident:
             with suppress(StokerError):  # which the next look says again
                 self._changed |= isinstance(self.source, AliasedSource) and self.source.catch_up()
@@ -350,7 +352,7 @@ class ModelBinding:
             )
 
     def in_order(self) -> None:
-        """What is launched from now on comes after all that was launched on these weights, or to write them.
+        """Order streams: what is launched from now on runs after all that was launched to read or write these weights.
 
         Every turn at the engine begins with this: steps and updates may be under streams of their own, and the trainer's steps
         are in that of the update after them.

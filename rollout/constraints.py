@@ -37,7 +37,7 @@ class ConstraintMaker:
     _lock: Any = field(default_factory=Lock)
 
     def __call__(self, regex: str, ends: frozenset[int], excluded: frozenset[int]) -> Constraint:
-        """What has a completion's text match ``regex`` and end by one of ``ends``, ids of which it has no other.
+        """The constraint whose completions match ``regex`` and end by one of the ids ``ends``, which come nowhere else.
 
         excluded: ids that are never sampled. Raises ``InvalidRequestError``.
         """
@@ -110,7 +110,7 @@ def token_automaton(
 def _functions(
     regex: str, steps: NDArray[np.int16], of_byte: NDArray[np.int32], texts: Texts, text: NDArray[np.bool_]
 ) -> _Functions:
-    """For each token which function of the states it is, [V], and these, [F, S]; the first leads nowhere but to ``DEAD``."""
+    """(each token's function of the states, [V]; these functions, [F, S]). The first one leads nowhere but to ``DEAD``."""
     functions = list(np.stack((np.full(steps.shape[1], DEAD), np.arange(steps.shape[1]))).astype(np.int16))
     numbers = {function.tobytes(): number for number, function in enumerate(functions)}
     function_of = text.astype(np.int32)
@@ -152,7 +152,7 @@ def _packed(
     class_of: NDArray[np.int32],
     ends: NDArray[np.bool_],
 ) -> NDArray[np.int16]:
-    """The states between which a completion can be, and what else ``ConstraintRows`` has of an automaton."""
+    """The table of ``ConstraintRows``, with the states alone that a completion can be in."""
     after: list[list[int]] = [np.unique(row[row != DEAD]).tolist() for row in table]
     before: list[list[int]] = [[] for _ in after]
     for state, targets in enumerate(after):

@@ -74,7 +74,7 @@ class RolloutHandle:
     def abort(self) -> None:
         """End the request now; it keeps the tokens it has, with ``finish_reason="abort"``.
 
-        Finished: nothing happens.
+        Does nothing where it has finished.
         """
         self._loop.abort(self._requests)
 
@@ -100,7 +100,7 @@ class RolloutHandle:
                 return
 
     def _news(self, sent: list[int]) -> Iterator[RolloutChunk]:
-        """What there is beyond ``sent`` tokens of each request; these are counted up."""
+        """What each request has beyond its ``sent`` tokens, which are counted up."""
         for i, r in enumerate(self._requests):
             first, end = sent[i], len(r.weight_versions)
             if end > first:
@@ -116,7 +116,7 @@ class RolloutHandle:
 
 
 def abort(handles: Iterable[RolloutHandle]) -> None:
-    """Each as by its own ``abort``, but all in one turn: each turn is a step that those left wait for."""
+    """Abort several handles in one turn: each turn costs those that are left a step."""
     several = list(handles)
     for handle in several:
         handle._loop.abandon(handle._requests)

@@ -1,4 +1,4 @@
-"""Models in folders, and their tensors alone: read by transformers, which knows how names in files became its own."""
+"""Reads models from folders, or their tensors alone, through transformers, which maps names in files to its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("stoker")
 
 @contextmanager
 def _whole_models() -> Iterator[None]:
-    """Within, ``from_pretrained`` loads whole models, also where a trainer has told transformers to part them (ZeRO-3)."""
+    """Context manager: ``from_pretrained`` loads whole models, also where a trainer has told transformers to part them (ZeRO-3)."""
     settings: Any = deepspeed
     trainers = settings._hf_deepspeed_config_weak_ref
     settings.unset_hf_deepspeed_config()

@@ -52,7 +52,7 @@ class _Signal:
                 lock.release()
 
     def wait(self, timeout: float) -> None:
-        """Until it is on, or ``timeout`` seconds."""
+        """Wait until it is on, or ``timeout`` seconds are over."""
         lock = threading.Lock()
         lock.acquire()
         self._waiting.append(lock)
@@ -64,7 +64,7 @@ class _Signal:
 
 
 class _Follower:
-    """A thread that waits while another one steps. As of ``_Signal``, its lock is its own."""
+    """A thread that waits while another one steps. It has a lock of its own, as in ``_Signal``."""
 
     def __init__(self, done: Callable[[], bool]) -> None:
         self.done = done
@@ -87,9 +87,9 @@ class Loop:
     def __init__(
         self, core: EngineCore, runnable: Callable[[Sequence[Request]], list[Request]], in_order: Callable[[], None]
     ) -> None:
-        """runnable: those of some requests that can still start; it fails the others.
+        """runnable: given requests, returns those that can still start, and fails the others.
 
-        in_order: have the device run what is launched now after all that was, under whatever streams.
+        in_order: has the device run what is launched now after all that was, under whatever streams.
         """
         self.core = core
         self._runnable, self._in_order = runnable, in_order
@@ -110,7 +110,7 @@ class Loop:
         self._abandoned: deque[Sequence[Request]] = deque()
 
     def gate(self, action: str) -> threading.RLock:
-        """What to hold while requests are started, and while that is changed which they start on: weights, memory, a pause.
+        """The lock to hold while requests start, and while what they start on changes: weights, memory, a pause.
 
         It is taken before a turn, so ``EngineStateError`` inside a step. action: as of ``do``.
         """
@@ -141,7 +141,7 @@ class Loop:
             self._turn_over.set()
 
     def attempt(self, action: str, change: Callable[[], None]) -> None:
-        """As ``do``, for what may be refused: that goes to the caller, and all requests go on."""
+        """As ``do``, for a change that may be refused: the error goes to the caller, and all requests go on."""
 
         def refused() -> StokerError | None:
             try:
@@ -167,7 +167,7 @@ class Loop:
         return result
 
     def _tell(self) -> None:
-        """Wake those for whom there is now what they wait for."""
+        """Wake the followers that now have what they wait for."""
         for follower in list(self._followers):
             if not follower.found and follower.done():
                 follower.found = True
@@ -209,7 +209,7 @@ class Loop:
 
     @property
     def pause_now(self) -> str | None:
-        """Since when, and by whom; None where nobody has paused."""
+        """Text that says since when the engine is paused, and by whom; None where it is not."""
         by = self._paused_by
         if by is None:
             return None
@@ -217,14 +217,14 @@ class Loop:
         return f"paused {time.monotonic() - self._paused_at:.0f} s ago by thread {by.name}{ended}"
 
     def _tell_of_pause(self) -> None:
-        """In the log, once: whoever has paused may be gone, and nobody else would say why nothing happens."""
+        """Log the pause, once: whoever has paused may be gone, and nobody else would say why nothing happens."""
         if not self._told and (now := self.pause_now) and time.monotonic() - self._paused_at >= _LONG_PAUSE:
             self._told = True
             _log.warning("requests wait for resume(): the engine was %s", now)
 
     @property
     def is_paused_elsewhere(self) -> bool:
-        """By another thread than this one."""
+        """Whether another thread than this one has paused the engine."""
         return self._paused_by not in (None, threading.current_thread())
 
     def check_not_paused(self) -> None:
@@ -305,7 +305,7 @@ class Loop:
                     following.wake()
 
     def _give_way(self) -> None:
-        """Let those have their turn first that want one now: a lock alone would let this thread have every turn."""
+        """Let other threads that want a turn have it first: a lock alone would let this thread have every turn."""
         others, end = set(self._wanted), time.monotonic() + _PATIENCE
         while others & self._wanted and (left := end - time.monotonic()) > 0:
             self._turn_over.clear()
@@ -313,7 +313,7 @@ class Loop:
                 self._turn_over.wait(left)
 
     def _follow(self, follower: _Follower, timeout: float) -> bool:
-        """Wait while another thread steps, ``timeout`` seconds at most; whether there is now what the follower waits for."""
+        """Wait while another thread steps, at most ``timeout`` seconds; returns whether the follower has what it waits for."""
         try:
             self._followers.append(follower)
             steps = self._steps

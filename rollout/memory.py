@@ -1,4 +1,4 @@
-"""What an engine holds and can give back, by tag, and what of it is asleep."""
+"""Sleep and wake: the memory that an engine can give back, by tag, and what of it is asleep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}
 
 
 def tags_of(level: int, tags: str | Iterable[str] | None) -> list[str]:
-    """What to send to sleep. Raises ``InvalidRequestError`` for a level or a tag there is not."""
+    """The tags to send to sleep. Raises ``InvalidRequestError`` for a level or a tag there is not."""
     if level not in tuple(_LEVELS):  # which asks nothing of it
         raise InvalidRequestError(
             f"level={shown(level)}: give 1 (KV cache), 2 (all that is the engine's) or 3 (2, weights dropped)"
@@ -38,7 +38,7 @@ def check_tags(tags: str | Iterable[str]) -> list[str]:
 class EngineMemory:
     """The KV cache, weights that are copies of the engine's own (a mirror), captured graphs, and what attention sets aside.
 
-    That last one goes whenever no graph is left that remembers where it is, and what requests follow with the KV cache then.
+    Attention's memory goes whenever no graph is left that remembers where it is, and patterns' tables go with the KV cache then.
     Interrupts wait until it is done: in the middle of a driver's call nobody would know what it has mapped.
     """
 
@@ -47,14 +47,14 @@ class EngineMemory:
 
     @property
     def asleep(self) -> list[str]:
-        """What has to be woken before anything can run; graphs wake by themselves."""
+        """The tags that have to be woken before anything can run; graphs wake by themselves."""
         weights = self.binding.resident and not self.adapters.emptied
         states = {"weights": weights, "kv_cache": bool(self.kv.layers)}
         return [tag for tag, awake in states.items() if not awake]
 
     @uninterrupted()
     def sleep(self, tags: Iterable[str], *, drop_weights: bool) -> None:
-        """Give memory back, of nothing that is running. drop_weights: do not keep a mirror's numbers in host memory."""
+        """Give memory back while nothing runs. drop_weights: do not keep a mirror's numbers in host memory."""
         tags = set(tags)
         runner = self.core.runner
         self.core.drain()  # a plan of requests that have ended may still run

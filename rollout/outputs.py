@@ -49,7 +49,7 @@ class Completion:
         return None if decode is None else decode()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, a pickle, what another process gets: the text, and not the tokenizer that makes it."""
+        """A copy or a pickle has the text, and not the tokenizer that makes it."""
         return self.__dict__ | {"text": self.text, "_decode": None}
 
 
@@ -171,7 +171,7 @@ class RolloutBatch(Sequence[RolloutOutput]):
 
 
 def _places(lengths: list[int], *, at_the_end: bool = False) -> NDArray[np.bool_]:
-    """Where rows of these lengths lie, [rows, longest]: at the beginning or at the end."""
+    """Mask [rows, longest] of where rows of these lengths lie: at the beginning or at the end."""
     columns, counts = np.arange(max(lengths)), np.array(lengths)[:, None]
     places: NDArray[np.bool_] = columns >= len(columns) - counts if at_the_end else columns < counts
     return places

@@ -114,7 +114,7 @@ def read_chat(name: str, chat: Sequence[dict[str, Any]], tokenizer: Any, /, **se
 
 
 def _variables(processor: Any) -> Collection[str]:
-    """Of its chat template. It would take all others for its own settings: of images, say, to be read from files here."""
+    """The variables of its chat template. It would take other names for its own settings, such as images to read from files here."""
     from transformers.utils.chat_template_utils import _get_template_variables  # private: only such a chat needs it
 
     template = processor.chat_template
@@ -122,7 +122,7 @@ def _variables(processor: Any) -> Collection[str]:
 
 
 def tokenizer_of(tokenizer: Any) -> Any:
-    """A multimodal processor's own, which is what text goes through; any other is it."""
+    """The tokenizer of a multimodal processor; any other object is one itself."""
     return getattr(tokenizer, "tokenizer", tokenizer)
 
 
@@ -194,7 +194,7 @@ def _from_tensor(prompts: Tensor, attention_mask: Tensor | None, tokenizer: Any,
 
 
 def _text(name: str, mask: Tensor) -> Tensor:
-    """Where a mask has text, bool. One that attention adds, 0 for text, or of numbered documents would say something else."""
+    """Where a mask has text, bool. Refuses masks of another meaning: added by attention (0 for text), or of numbered documents."""
     other = mask[(mask != 0) & (mask != 1)]
     if len(other):
         raise InvalidRequestError(f"{name} holds {other[0].item():g}: give 1 for text and 0 for padding")

@@ -1,4 +1,4 @@
-"""From what a user asks to the engine core's requests, checked before any work starts, and from requests to results."""
+"""Makes the core's requests of what a user asks, checked before any work starts, and results of requests."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class RequestMaker:
     def for_generation(
         self, prompts: list[Read], params: list[SamplingParams], adapters: list[Adapter | None]
     ) -> list[tuple[list[Request], Scoring | None]]:
-        """The samples of each prompt, and what will hold its log-probabilities, which one sample of a group computes.
+        """(requests for the samples of each prompt, the ``Scoring`` of its log-probabilities, which one sample of a group computes).
 
         Consecutive equal prompts with one adapter are a group. Raises as ``EngineCore.encoder`` does, naming the prompt.
         """
@@ -334,14 +334,14 @@ class RequestMaker:
 
 @lru_cache(maxsize=16)
 def _bias(logit_bias: Sequence[tuple[int, float]], suppressed: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """As of ``SamplingSpec``. Kept, as all prompts of a call mostly have the same, which may be long."""
+    """``SamplingSpec.bias``. Cached: all prompts of a call mostly have the same, which may be long."""
     return tuple(sorted((dict(logit_bias) | dict.fromkeys(suppressed, -math.inf)).items()))
 
 
 def token_logprobs(
     tokens: list[int], scoring: Scoring, *, entropy: bool = False, error: StokerError | None = None
 ) -> TokenLogprobs:
-    """What was found out about a sequence. The tensors are the caller's own."""
+    """The result of scoring a sequence. The tensors are the caller's own."""
     scores = scoring.scores
     if error is None and not scoring.complete:
         error = RequestFailedError("the sequence was aborted before it was scored: score it again")

@@ -31,7 +31,7 @@ class Fused(NamedTuple):
 
 
 class ShellBuilder:
-    """in_fp8: fused layers multiply by weights that are rounded."""
+    """Makes shells over sources, and fuses them. in_fp8: fused layers multiply by rounded weights."""
 
     def __init__(self, *, in_fp8: bool, deterministic: bool, max_loras: int, max_lora_rank: int) -> None:
         self._in_fp8, self._deterministic = in_fp8, deterministic
@@ -44,7 +44,7 @@ class ShellBuilder:
         return shell
 
     def fuse(self, shell: ModelShell, source: WeightSource, ops: Ops) -> Fused:
-        """Of this shell, or of another one where more weights are to be kept than it was made for."""
+        """Fuse the layers of this shell, or of a new one where more weights have to be kept than it was made for."""
         with runtime_for(source.device).chosen():  # kernels are launched, to compare layers with their fused form
             modules = dict(shell.module.named_modules())
             take_over_experts(shell.module, ops)

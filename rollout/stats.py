@@ -1,4 +1,4 @@
-"""What an engine says of itself."""
+"""``EngineStats``: what an engine holds now, and what it has done."""
 
 from __future__ import annotations
 

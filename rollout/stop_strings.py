@@ -41,7 +41,7 @@ class StopStringChecker:
 
 
 class _Search:
-    """For some of the stop strings, in a text without some of the tokens."""
+    """Looks for some of the stop strings in a text without some of the tokens."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], left_out: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer

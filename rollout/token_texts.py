@@ -70,7 +70,7 @@ class TokenTexts:
         return text
 
     def _check(self, known: list[tuple[bytes, bytes]]) -> None:
-        """That sequences of tokens decode to what was found, drawn from those that are whole characters."""
+        """Check that sequences of tokens decode to what was found; they are drawn from tokens of whole characters."""
         whole = [t for t, (first, later) in enumerate(known) if later and not _is_cut(first) and not _is_cut(later)]
         draw = random.Random(0)
         for _ in range(_CHECKED if whole else 0):
@@ -89,7 +89,7 @@ class TokenTexts:
 
 
 def _bytes(name: str | bytes, text: str) -> bytes | None:
-    """Of a token that decodes to ``text``; None where that is cut, and its name does not say what there was."""
+    """The bytes of a token that decodes to ``text``; None where that is cut, and its name does not say what there was."""
     if _CUT not in text:
         return text.encode()
     cut = _cut_bytes(name)

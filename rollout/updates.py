@@ -62,7 +62,7 @@ class WeightUpdates:
         self.last_seconds = time.perf_counter() - start
 
     def _read_version(self, version: Any) -> int | None:
-        """As an integer that weights may have now. Raises ``InvalidRequestError``."""
+        """The version that a user gave, as an integer. Raises ``InvalidRequestError`` where weights cannot have it now."""
         version = as_int(version)
         if version is None:
             return None
@@ -101,7 +101,7 @@ class WeightUpdates:
         self._look(self._binding.rebind)
 
     def verify(self, check: Callable[[], None]) -> WeightReport:
-        """As ``RolloutEngine.verify_weights``: after an update, of what runs next. check: as of ``update``."""
+        """As ``RolloutEngine.verify_weights``; after an update, for what runs next. check: as for ``update``."""
         with self._loop.gate("verify its weights"), uninterrupted():
             with self._binding.together():
                 check()
@@ -113,10 +113,10 @@ class WeightUpdates:
             return verify(self._binding, self.version, self._adapters.in_slots)
 
     def before_requests(self, *, idle_only: bool = False) -> None:
-        """Where requests are about to be made, inside the loop's gate: see what the weights are now.
+        """Look at the weights before requests are made, inside the loop's gate.
 
         Not while another thread has paused the engine, which may be changing them: what it finds then, ``resume`` notices.
-        idle_only: nor where others' requests are under way.
+        idle_only: nor while others' requests are under way.
         """
         if not self._loop.is_paused_elsewhere and not (idle_only and self._loop.has_work("look at its weights")):
             self.notice()
@@ -164,7 +164,7 @@ class WeightUpdates:
             raise error
 
     def _look(self, look: Callable[[], _T]) -> _T:
-        """Take weights, which caches and version are behind from then on. What is refused has changed nothing."""
+        """Take weights; caches and version are out of date from then on. What is refused has changed nothing."""
         behind, self._behind = self._behind, True
         try:
             return look()

@@ -26,14 +26,14 @@ def holds_integers(values: Tensor | NDArray[Any] | np.generic) -> bool:
 
 
 def as_int(value: Any) -> Any:
-    """An integer of numpy or torch as Python's; whatever else as it is."""
+    """An integer of numpy or torch as Python's; anything else as it is."""
     if isinstance(value, (np.generic, np.ndarray, Tensor)) and not value.ndim:
         return int(value) if holds_integers(value) else value
     return value
 
 
 def as_ints(values: Iterable[Any]) -> list[Any]:
-    """The same of each. Of Python's own, thousands of them as a rule, that is told by one look at their types."""
+    """``as_int`` of each. Python's own, mostly thousands of them, are told by one look at their types."""
     found = list(values)
     return found if set(map(type, found)) <= {int} else list(map(as_int, found))
 
@@ -48,7 +48,7 @@ def as_ids(value: Any) -> list[Any]:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Of what ``as_int`` gave. True and False are no numbers, here and below."""
+    """Whether what ``as_int`` gave is an integer. True and False are no numbers, here and below."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -11,7 +11,7 @@ from stoker.weight_sync.staging import same_place
 
 
 def verify(binding: ModelBinding, version: int, in_slots: Mapping[str, AdapterWeights]) -> WeightReport:
-    """in_slots: adapters, as these hold them. Ranks of a sharded trainer do so together."""
+    """Compare all weights. in_slots: adapters, as slots hold them. Ranks of a sharded trainer call it together."""
     binding.in_order()
     source, shell = binding.source, binding.shell
     with binding.adapters.telling():

@@ -1,4 +1,4 @@
-"""Adapters from elsewhere than the live model: another PEFT model, a state dict in memory, or a folder that PEFT saved."""
+"""Reads adapters that are not the live model's: of another PEFT model, a state dict, or a folder that PEFT saved."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def model_of(source: Any) -> nn.Module | None:
 def read_adapter(
     name: str, source: Any, parameters: Mapping[str, int], device: torch.device, options: Mapping[str, Any]
 ) -> AdapterWeights | AdapterOfModel:
-    """An adapter, which may be another one later where it is a model's.
+    """The adapter that ``source`` is; one that belongs to a model may change later.
 
     source: a ``PeftModel`` (its active adapter), or it and the name of one, whose tensors stay the owner's; a state
     dict and its ``LoraConfig``, or a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, which are
-    copied. parameters: of the base, those that are the experts', which files do not tell from linears, and how many
-    dimensions each has. device, options: as of ``AdapterOfModel``.
+    copied. parameters: the experts' in the base, which files do not tell from linears, with the number of dimensions of
+    each. device, options: as for ``AdapterOfModel``.
 
     Raises ``UnsupportedModelError`` for what the engine does not run and for what does not belong together.
     """
@@ -103,7 +103,7 @@ def _from_folder(name: str, folder: str, parameters: Mapping[str, int]) -> Adapt
 def from_state_dict(
     name: str, tensors: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
 ) -> AdapterWeights:
-    """A copy of an adapter by PEFT's names. Raises ``UnsupportedModelError``."""
+    """A copy of an adapter whose tensors have PEFT's names. Raises ``UnsupportedModelError``."""
     config = SimpleNamespace(**_DEFAULTS | dict(config if isinstance(config, Mapping) else vars(config)))
     check_config(config)
     if changes_base(config):
@@ -164,7 +164,7 @@ def from_state_dict(
 
 
 def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
-    """Of what was saved whole, what is tied to it: PEFT saves that too, and the config does not name it."""
+    """Take what is tied to a module that was saved whole: PEFT saves that too, and the config does not name it."""
     weights = [state["weight"] for state in adapter.saved.values() if "weight" in state]
     for path in adapter.bases.keys() - set(parts):
         if (same := next((w for w in weights if torch.equal(w, adapter.bases[path])), None)) is not None:
@@ -175,7 +175,7 @@ def _take_tied(adapter: AdapterWeights, parts: Iterable[str]) -> None:
 def _take(
     adapter: AdapterWeights, name: str, key: str, part: Mapping[str, Tensor], config: Any, parameters: Mapping[str, int]
 ) -> None:
-    """One layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
+    """Take one layer's part. key: its path, and ``base_layer`` behind it for each layer of another parameter around it."""
     path, *around = key.split(".base_layer")
     if "A" not in part or "B" not in part:
         raise UnsupportedModelError(f"adapter {name!r} has only one of A and B for {path}: its tensors are incomplete")
@@ -204,14 +204,14 @@ def _take(
 
 
 def _targeted_parameter(path: str, around: int, config: Any, parameters: Iterable[str]) -> str | None:
-    """Which of a module's own parameters a layer targets that has so many others around it. None: it is over a linear."""
+    """The parameter of a module that a layer targets which has ``around`` others around it; None where it is over a linear."""
     targets = config.target_parameters or ()
     own = [p for p in parameters if p.rpartition(".")[0] == path and _is_named(p, targets)]
     return own[-1 - around] if around < len(own) else None  # PEFT wraps the first one first
 
 
 def _token_indices(path: str, config: Any) -> tuple[int, ...]:
-    """Those of the tokens that are trained of an embedding; none where the config does not name it."""
+    """The ids of an embedding's trained tokens; none where the config does not name it."""
     indices = config.trainable_token_indices or {}
     if not isinstance(indices, Mapping):
         return tuple(indices)

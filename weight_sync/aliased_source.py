@@ -59,10 +59,10 @@ class AliasedSource:
         return {name: tensor for name, tensor, _ in named_tensors(self.module)}
 
     def keep(self, names: Collection[str]) -> None:
-        """All are there."""
+        """Does nothing: all are there."""
 
     def hand_over(self, consumer: Consumer) -> int:
-        """Nothing passes through."""
+        """Does nothing: no weights pass through."""
         return 0
 
     def write(self, new: Mapping[str, Tensor]) -> int:
@@ -71,7 +71,7 @@ class AliasedSource:
 
     @property
     def optional(self) -> set[str]:
-        """Buffers that no checkpoint has."""
+        """Names of buffers that no checkpoint has."""
         return {name for name, _, in_checkpoints in named_tensors(self.module) if not in_checkpoints}
 
     def refuse(self, error: Exception) -> bool:
@@ -145,7 +145,7 @@ class AliasedSource:
         )
 
     def pull(self, alike: Sequence[str] = ()) -> int:
-        """The engine reads the trainer's tensors: there is nothing to move."""
+        """Moves nothing: the engine reads the trainer's tensors."""
         if self._check_finite:
             tensors = {name: t for name, t in self.tensors().items() if not is_packed(t)}  # whose bits are no numbers
             wrong = list(unfit(((name, t, t.dtype) for name, t in tensors.items()), finite=True))
@@ -156,12 +156,12 @@ class AliasedSource:
         return 0
 
     def catch_up(self) -> bool:
-        """Whether the tensors hold other numbers than at the last look, with no ``pull`` since."""
+        """Whether the tensors hold other numbers than at the last look, if there was no ``pull`` since."""
         before, self._sums = self._sums, self.checksums()
         return before is not None and before != self._sums
 
     def overwritten(self) -> None:
-        """The tensors have been written to on purpose."""
+        """Note that the tensors have been written to on purpose."""
         self._sums = None
         self.complete = True
 
@@ -169,7 +169,7 @@ class AliasedSource:
         self.complete = False
 
     def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
-        """None: these are the trainer's tensors."""
+        """No mismatches: these are the trainer's tensors."""
         return len({id(t) for t in self.tensors().values()}), []
 
     def checksums(self) -> list[int]:
@@ -197,11 +197,11 @@ class AliasedSource:
         self._rehomed = former._rehomed
 
     def superseded(self) -> None:
-        """The other one has its place, and the duty: it uses nothing any more, though an exception may keep it alive."""
+        """Let everything go: the other source has taken this one's place. An exception may keep this one alive."""
         _BOUND.discard(self)
 
     def give_back(self, *, drop: bool) -> None:
-        """The memory is the trainer's."""
+        """Does nothing: the memory is the trainer's."""
 
     def take_again(self) -> None:
         pass
@@ -224,7 +224,7 @@ class AliasedSource:
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
-    """What the numbers of a quantised weight depend on too.
+    """The scales that the numbers of a quantised weight depend on too.
 
     Those of a weight in 8 bits go over to the state of its module with the first forward.
     """
@@ -247,7 +247,7 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
 
 
 def _was_put(tensor: Tensor, addresses: Collection[int]) -> bool:
-    """Whether it is what ``_with_storage`` made, at one of the addresses."""
+    """Whether a tensor is what ``_with_storage`` made, at one of the addresses."""
     storage = tensor.untyped_storage()
     return tensor.data_ptr() in addresses and not storage.resizable() and storage.nbytes() == tensor.nbytes
 

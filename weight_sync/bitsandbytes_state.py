@@ -1,4 +1,4 @@
-"""The scales that bitsandbytes keeps beside weights in 4 bits, where sharding keeps them too: whole, with the module."""
+"""What bitsandbytes keeps beside quantised weights. Sharding leaves the scales of 4 bits whole, with the module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_of(module: nn.Module) -> Any:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether a whole weight is in 4 bits, several of them in a number of whatever dtype."""
+    """Whether a whole weight is in 4 bits, several of which are packed into a number of some dtype."""
     return getattr(weight, "quant_state", None) is not None
 
 
@@ -31,7 +31,7 @@ def is_laid_out_for_cpu(state: Any) -> bool:
 
 
 def scales_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """What the numbers of a weight depend on besides its bytes, by the names that bitsandbytes saves most of it under."""
+    """The scales of a weight in 4 bits, by the names under which bitsandbytes saves most of them."""
     while state is not None:
         yield from ((prefix + part, t) for part in _PARTS if isinstance(t := getattr(state, part, None), Tensor))
         state, prefix = getattr(state, "state2", None), f"{prefix}nested_"  # CPUs' own layouts have no such attribute

@@ -1,4 +1,4 @@
-"""What a rank sees by itself of the trainer's tensors: which are others than at the last look, by their checksums."""
+"""Finds by checksums which of the trainer's tensors on this rank have changed since the last look."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from stoker.weight_sync.shards import Held
 
 @dataclass(frozen=True)
 class Changes:
-    """now: checksums; changed: since the last look; written: already; refusal: why not to take it."""
+    """What a look found. now: checksums. changed: names, since the last look. written: names taken already. refusal: why not to
+    take the rest."""
 
     held: Held
     now: dict[tuple[str, ...], int]
@@ -28,7 +29,10 @@ def find_changes(
     expected: Collection[tuple[str, ...]],
     refusal: Exception | None,
 ) -> Changes:
-    """before: checksums of the last look. Where that can be, what is expected to have changed is taken on the way."""
+    """Look at what this rank holds. before: the checksums of the last look.
+
+    Tensors that are ``expected`` to have changed are written to the mirror on the way, in one pass, where nothing can refuse it.
+    """
     if mirror.consumer is None and mirror.passing:
         held = held.of(lambda name: name not in mirror.passing)
     if not mirror.complete:

@@ -39,7 +39,7 @@ class WeightReport:
 def checksums(
     tensors: Iterable[Tensor], device: torch.device | None = None, dtypes: Sequence[torch.dtype] | None = None
 ) -> list[int]:
-    """One number each, which another content of that shape would not have, but by rare chance; see the operation's reference.
+    """One number for each tensor, which other content of its shape has by rare chance only (see ``kernels.reference.checksum``).
 
     Made where the tensors are, and read by one copy from ``device``; None: where the first of them is. dtypes: of each
     content after a cast, whose number it then is; casts take a temporary of at most 64 MiB.
@@ -76,7 +76,7 @@ def take(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[int]:
 
 
 def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Pieces as the operation sees them, after their casts, in lots on one device; with the tensor's number."""
+    """Pieces of tensors after their casts, in lots on one device, each with the number of its tensor."""
     lot: list[tuple[int, Tensor]] = []
     room = PIECE_BYTES
     for i, tensor, dtype in tensors:

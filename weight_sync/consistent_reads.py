@@ -1,4 +1,4 @@
-"""Files of weights that another process may write to while they are read."""
+"""Notices that files of weights were written to while they were read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Stamp = tuple[tuple[int, int], tuple[int, int]]  # which file it is; its size a
 
 @contextmanager
 def not_rewritten(path: str) -> Iterator[None]:
-    """Within, ``path`` is read, a file of weights or a folder of them: what was read is then of one writing.
+    """Context manager around reading ``path``, a file of weights or a folder of them: what was read is of one version.
 
-    Raises ``WeightTransferError`` where it may not be: a file was written to meanwhile, or some of several were replaced. One
-    that is alone may be replaced: either was read as a whole.
+    Raises ``WeightTransferError`` where it may not be: a file was written to meanwhile, or some of several were replaced. A
+    single file may be replaced, as one or the other was read as a whole.
     """
     before = _stamps(path)
     yield

@@ -36,7 +36,7 @@ class Layout:
 
 
 def device_of(mesh: DeviceMesh, of_parts: torch.device) -> torch.device:
-    """Where a trainer computes with parts, which may wait in host memory."""
+    """The device on which a trainer computes with parts, which may wait in host memory."""
     kind = mesh.device_type
     if kind == of_parts.type:
         return of_parts
@@ -49,7 +49,7 @@ def _splits(mesh: DeviceMesh, placements: Sequence[Any]) -> list[int]:
 
 
 def group_over(mesh: DeviceMesh, placements: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Of the ranks among which this one's parts lie; None where it has the whole, or is not in the mesh."""
+    """The group of ranks that hold the parts beside this one's; None where it has the whole, or is not in the mesh."""
     sharded, coordinate = _splits(mesh, placements), mesh.get_coordinate()
     if not sharded or coordinate is None:
         return None
@@ -109,7 +109,7 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _places(mesh: DeviceMesh) -> dict[int, list[int]]:
-    """By rank, which part it has of what each dimension of the mesh splits.
+    """For each rank, which part it has of what each dimension of the mesh splits.
 
     That is its rank in the dimension's group, as torch's collectives have it, and these are in ascending order: in a mesh
     of another order it is not its coordinate.
@@ -129,7 +129,7 @@ class _Cuts:
     packed: Mapping[int, int]
 
     def box(self, sizes: Sequence[int], places: Sequence[int]) -> Box:
-        """What a rank holds that has these ``places``."""
+        """The box that the rank with these ``places`` holds."""
         box = [(0, n) for n in self.shape]
         for i, dim in self.turns:
             low, high = box[dim]
@@ -139,7 +139,7 @@ class _Cuts:
         return tuple(box)
 
     def as_sharded(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Of a box, as a part has them that is in the tensor's own shape."""
+        """The lengths of a box in the tensor's own dimensions."""
         left = iter(lengths)
         found: list[int] = []
         while len(found) + len(self.packed) < len(self.shape):
@@ -149,7 +149,7 @@ class _Cuts:
 
 
 def _cuts(shape: Sequence[int], sizes: Sequence[int], placements: Sequence[Any]) -> _Cuts | None:
-    """None where that is not known.
+    """How placements cut a tensor; None where that is not known.
 
     Mesh dimensions split a tensor dimension from left to right, each what the one before left. A strided one whose factor
     is the number of parts that those to its right make (FSDP over tensor parallelism) comes after these, and splits what

@@ -46,7 +46,7 @@ class _Part:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a piece lies in it: of a flat parameter others than those that are gathered may."""
+        """Whether a piece lies in it. A flat parameter may have rows that are not gathered."""
         return any(p.within(self.low, self.high) for of_rank in self.shards.pieces for p in of_rank)
 
     def pack(self, share: Tensor) -> None:
@@ -124,7 +124,7 @@ def share_bytes(group: dist.ProcessGroup, memory_bytes: int, device: torch.devic
 
 
 def buffers_for(buckets: Sequence[Bucket], device: torch.device) -> Tensor:
-    """What ``gather`` needs besides: two of the largest bucket, uint8 [2, bytes]."""
+    """The memory that ``gather`` needs: two of the largest bucket, uint8 [2, bytes]."""
     return torch.empty(2, max((b.share * b.group.size() for b in buckets), default=0), dtype=torch.uint8, device=device)
 
 

@@ -1,4 +1,4 @@
-"""What a transfer is to bring, as its sender announces it, and what a receiver answers: why it refuses, or what it lacks."""
+"""The manifest of a transfer, by which its sender announces it, and a receiver's answer: a refusal, or what it lacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Manifest:
         return min(self.bucket_bytes, sum(s.nbytes for s in self.specs))
 
     def only(self, numbers: Collection[int]) -> Manifest:
-        """This transfer, of no other tensors than those."""
+        """The same transfer with only the tensors of these numbers."""
         return replace(self, specs=tuple(self.specs[number] for number in sorted(numbers)))
 
     def buckets(self) -> Iterator[list[tuple[TensorSpec, int, int]]]:
@@ -108,7 +108,7 @@ def _in_lots(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[TensorSpec, T
 
 
 def answer(judge: Judge | None, manifest: Manifest) -> Answer:
-    """A receiver's. One without a judge takes everything."""
+    """A receiver's answer to a manifest. One without a judge takes everything."""
     if judge is None:
         return None, range(len(manifest.specs))
     refusal = judge(manifest.specs)

@@ -20,11 +20,11 @@ class Consumer(Protocol):
     """What keeps something that it makes of weights, in place of these."""
 
     def refresh(self, names: Collection[str]) -> int:
-        """Make it anew of these, which are in memory now; returns the bytes that were written."""
+        """Make it anew from these weights, which are in memory now; returns the bytes that were written."""
         ...
 
     def mismatches(self, names: Collection[str]) -> list[str]:
-        """Those of them, which are in memory now, of which it would make something else."""
+        """The names of those weights, which are in memory now, from which it would make something else."""
         ...
 
 
@@ -73,7 +73,7 @@ class Mirror(OffloadableMemory):
         self.consumer: Consumer | None = None
 
     def write(self, new: Mapping[str, Tensor]) -> int:
-        """Take these; returns the bytes that were written, by the consumer too."""
+        """Write new tensors; returns the bytes that were written, the consumer's included."""
         kept = {name: tensor for name, tensor in new.items() if name not in self.passing}
         written = copy_each([self.tensors[name] for name in kept], kept.values())
         for names in self.let_through(new):
@@ -82,7 +82,7 @@ class Mirror(OffloadableMemory):
         return written
 
     def let_through(self, new: Mapping[str, Tensor]) -> Iterator[list[str]]:
-        """Those of them in ``passing``, layer by layer, while their numbers are in memory."""
+        """Yields the names of those in ``passing``, layer by layer, while their numbers are in memory."""
         by_layer: dict[int, list[str]] = {}
         for name in filter(self.layer_of.__contains__, new):
             by_layer.setdefault(self.layer_of[name], []).append(name)
@@ -98,7 +98,7 @@ class Mirror(OffloadableMemory):
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Within, those in ``passing`` have memory."""
+        """Context manager: those in ``passing`` have memory."""
         storage = self._room.untyped_storage()
         before = storage.nbytes()
         storage.resize_(len(self._room))
@@ -109,19 +109,19 @@ class Mirror(OffloadableMemory):
 
     @torch.no_grad()
     def fill_room(self) -> None:
-        """Let those in ``passing`` be noise as large as weights are, which shows what a layer computes as well as these do."""
+        """Fill those in ``passing`` with noise as large as weights are, which shows as well what a layer computes."""
         generator = torch.Generator(self._room.device).manual_seed(0)
         tensors = (self.tensors[name] for layer in self.layers for name in sorted(layer))
         for tensor in {(t.storage_offset(), t.shape): t for t in tensors}.values():  # most layers are alike
             tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
 
     def close_room(self) -> None:
-        """Give the memory back that those in ``passing`` have had since the beginning."""
+        """Give the first memory of those in ``passing`` back."""
         self._room.untyped_storage().resize_(0)
 
 
 class _Layout:
-    """Where some tensors begin, in bytes, those of a group side by side."""
+    """The first byte of each of some tensors, those of a group side by side."""
 
     def __init__(
         self,

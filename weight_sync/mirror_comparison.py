@@ -1,4 +1,4 @@
-"""Whether a mirror has what the trainer holds, told by checksums: of whole tensors, and of the parts that ranks hold."""
+"""Compares a mirror with what the trainer holds, by checksums of whole tensors and of the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from stoker.weight_sync.shards import Held, Shards, by_group
 def compare(
     read: Callable[[], Held], mirror: Mirror, parts: Parts, gather_bytes: int, alike: Sequence[str] = ()
 ) -> tuple[int, list[str]]:
-    """How many tensors were compared, and the names of those that are not the trainer's, as the mirror's dtypes have them.
+    """(number of tensors compared, names of those that differ from the trainer's in the mirror's dtypes).
 
     read: gives what this rank holds. parts: as all ranks know them, also where one cannot read its own; these tell each other
-    the checksums of theirs, so all of them call it together. alike: as of ``agree``.
+    the checksums of theirs, so all of them call it together. alike: as for ``agree``.
     """
     passing, consumer, device, dtypes = mirror.passing, mirror.consumer, mirror.device, mirror.dtypes
     with ExitStack() as memory:
@@ -56,7 +56,7 @@ def compare(
 
 
 class Comparison:
-    """Of the shards of one group: ``exchange`` is what its ranks do together, and all else each by itself."""
+    """Compares the shards of one group. Its ranks ``exchange`` checksums together; all else each does by itself."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Comparison:
             raise lost(self._group, "comparing weights", error) from error
 
     def differing(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """The names of those that the mirror's ``tensors`` have otherwise."""
+        """The names of those that differ in the mirror's ``tensors``."""
         table = self._theirs.cpu()
         pieces = [
             (r, i, c, p)

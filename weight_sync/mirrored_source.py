@@ -1,4 +1,4 @@
-"""The upkeep of a mirror: of whole tensors in another dtype or place, or of what the trainer holds in shards."""
+"""Keeps a mirror up to date with a trainer whose tensors have another dtype or place, or are sharded."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MirroredSource:
         gather_bytes: int = MEMORY_BYTES,
         stable: StableBuffers = lambda *_: None,
     ) -> None:
-        """stable: where the mirror lies, if there can be such memory, so that what remembers addresses outlives a sleep."""
+        """stable: makes memory whose addresses stay over a sleep, where there can be such."""
         self.model = model
         self._stable = stable
         self._gather_bytes = gather_bytes
@@ -107,7 +107,7 @@ class MirroredSource:
     def tensors(
         self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
     ) -> dict[str, Tensor]:
-        """The mirror's, which is made at the first call with the layout that ``groups`` and ``layers`` ask for."""
+        """The mirror's tensors. The first call makes it, with the layout that ``groups`` and ``layers`` ask for."""
         if self.mirror is None:
             tied = self._aliases.keys() | {*self._aliases.values()}
             may_pass = {n for n in self._shapes if self._dtypes[n] == self.dtype} - tied - self._kept
@@ -122,7 +122,7 @@ class MirroredSource:
         return frozenset() if self.mirror is None else self.mirror.passing
 
     def keep(self, names: Collection[str]) -> None:
-        """Have these in memory all the time, in tensors that the next call of ``tensors`` makes."""
+        """Keep these in memory all the time, in tensors that the next call of ``tensors`` makes."""
         self._kept |= {*names}
         self.release()
 
@@ -145,16 +145,16 @@ class MirroredSource:
         return {group: self.mirror.fused[group] for group in groups if group in self.mirror.fused}
 
     def bind(self) -> None:
-        """Nothing to remember: what the trainer holds is read anew at every pull."""
+        """Does nothing: what the trainer holds is read anew at every pull."""
 
     def moved(self, module: nn.Module) -> bool:
         return False
 
     def check(self) -> None:
-        """Nothing that can move."""
+        """Does nothing: a mirror's tensors do not move."""
 
     def overwritten(self) -> None:
-        """The mirror has been filled from elsewhere: the model here is not looked at before the next pull."""
+        """Note that the mirror was filled from elsewhere: the model here is not looked at before the next pull."""
         assert self.mirror is not None
         if not self.mirror.complete:  # dropped: buffers that no checkpoint has did not come either
             own: list[tuple[str, Any]] = [(n, t) for n, t, _ in named_tensors(self.model) if n in self.optional]
@@ -178,7 +178,7 @@ class MirroredSource:
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
     def pull(self, alike: Sequence[str] = ()) -> int:
-        """alike: as of ``agree``."""
+        """Take what changed; returns the bytes written. alike: as for ``agree``."""
         follows = self.complete
         with self._telling():
             found = self._look(self._read(), self._expected)
@@ -228,7 +228,7 @@ class MirroredSource:
         return before != self._seen
 
     def release(self) -> None:
-        """The trainer was never touched."""
+        """Does nothing: the trainer was never touched."""
         self.mirror, self._seen = None, {}
 
     # -- how it is done ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Whether a model is as it was: every module, every tensor under its name, and where each lies, in a few passes of C."""
+"""Tells in a few passes of C whether a model is as it was: its modules, its tensors by name, and where each lies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _dtype, _shape, _modules = attrgetter("dtype"), attrgetter("shape"), itemgetter(
 
 
 def at_a_glance(things: Sequence[_T]) -> list[_T]:
-    """All, or of more than a glance takes in the first and others at random: at even steps, all might be of one kind."""
+    """All of few things; of many the first, and others at random (at even steps, all might be of one kind)."""
     if len(things) <= _GLANCE:
         return list(things)
     return [*things[:_TOP], *Random(0).sample(things[_TOP:], _GLANCE - _TOP)]
@@ -79,7 +79,7 @@ class Tree:
         )
 
     def _same_members(self) -> bool:
-        """Of the registries of parameters and of buffers in which there were any."""
+        """Whether registries of parameters and buffers that were not empty hold the same."""
         registries = list(map(dict.__getitem__, self._owners, self._keys))
         contents = _contents(registries)
         if contents != self._contents:
@@ -94,6 +94,6 @@ def _ids(registry: dict[str, Any]) -> dict[str, int]:
 
 
 def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str], list[int]]:
-    """How much is in each registry, and of all together the names, and the ids of what has them."""
+    """(how much is in each registry, all names, the ids of what has them)."""
     values = chain.from_iterable(map(dict.values, registries))
     return list(map(len, registries)), list(chain.from_iterable(registries)), list(map(id, values))

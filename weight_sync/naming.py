@@ -34,7 +34,7 @@ def inside(module: nn.Module) -> nn.Module | None:
 
 
 def _names_in(kind: type) -> tuple[str, ...]:
-    """The names that what a module of this class wraps may have in it."""
+    """The attributes under which a wrapper of this class may have what it wraps."""
     names: tuple[str, ...] = _WRAPPED
     if is_of_peft(kind):
         # A whole model, PEFT's tuner in it, a layer with adapters, and a module that adapters have copies or tokens of.
@@ -77,7 +77,7 @@ def walk_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def beside(path: str, module: nn.Module) -> str:
-    """What the names of adapters begin with that one of PEFT's modules has: of what it stands in front of.
+    """The prefix of the names of a PEFT module's tensors: the path of what it stands in front of.
 
     Those in front of single parameters of a module stand one in front of the other.
     """
@@ -99,7 +99,7 @@ def plain_name(path: str, module: nn.Module, name: str) -> str:
 
 
 def kinds(model: nn.Module) -> dict[str, type]:
-    """Of which class each module of the plain model is."""
+    """The class of each module of the plain model, by name."""
     return {path: type(module) for path, module in walk(model)}  # a wrapper's place is taken by what it wraps
 
 

@@ -1,4 +1,4 @@
-"""Adapters of another model than the engine's, read where they are; of what that model holds in parts, whole copies."""
+"""Adapters of another model than the engine's: read where they are, or gathered into copies where that model is sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REGISTRIES = "lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_ve
 
 
 class AdapterCopies(MirroredSource):
-    """Of a model, what it holds in parts of some of its adapters, and of the biases that they train."""
+    """Whole copies of what a sharded model holds in parts of some of its adapters, and of the biases that they train."""
 
     def __init__(
         self, name: str, model: nn.Module, names: Sequence[str], biases: bool, device: torch.device, **options: Any
@@ -65,7 +65,7 @@ class AdapterOfModel:
     def __init__(
         self, name: str, model: Any, theirs: str | None, device: torch.device, options: Mapping[str, Any]
     ) -> None:
-        """name: the engine's. theirs: the model's; None is what is active there."""
+        """name: the engine's name of it. theirs: the model's; None is what is active there."""
         self._name, self._model = name, model
         self._names = (theirs,) if theirs is not None else active_adapters(unwrap(model))
         if not self._names:
@@ -105,7 +105,7 @@ class AdapterOfModel:
         return getattr(self._model.peft_config.get(name), "bias", "none")
 
     def read(self) -> AdapterWeights:
-        """As it is now, or was when last pulled. It never communicates."""
+        """The adapter as it is now; what is gathered, as it was last pulled. Never communicates."""
         check_adapters(self._model)
         if is_sharded(self._model) != (self.copies is not None):
             raise UnsupportedModelError(

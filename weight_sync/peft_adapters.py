@@ -131,7 +131,7 @@ _LORA = (*_SWITCHES, "merged_adapters", "scaling", "lora_variant")
 
 
 def _copy(value: object) -> object:
-    """Of what a module says; a variant has to be the same object."""
+    """A copy of a module's setting that shows later changes; a variant has to be the same object."""
     if isinstance(value, dict):
         return {name: _copy(inner) for name, inner in value.items()}
     if isinstance(value, Tensor):  # a scale that is written to in place, where adapters are swapped under torch.compile
@@ -158,7 +158,7 @@ class Switches:
 
     @staticmethod
     def _look(names: Sequence[str], modules: Sequence[Any]) -> tuple[Callable[[Any], Any], Sequence[Any], list[Any]]:
-        """How to read what is under these names, in C, where; and what is there, copied down to the lists of token ids."""
+        """(a getter of these names in C, where to call it, what is there now, copied down to the lists of token ids)."""
         dictionaries = list(map(vars, modules))
         own = all(d.keys() >= set(names) for d in dictionaries)  # and not of their class
         read, where = (itemgetter(*names), dictionaries) if own else (attrgetter(*names), modules)
@@ -173,7 +173,7 @@ class Switches:
         return not any(self._merged)
 
     def same(self) -> bool:
-        """Whether it still is so; the tree of modules has to be the same. Raises as ``check_adapters`` does for configs."""
+        """Whether all is as it was, in the same tree of modules. Raises as ``check_adapters`` does for configs."""
         _check_configs(self._configs)
         try:
             return all(list(map(read, where)) == state for read, where, state in self._seen)
@@ -182,7 +182,7 @@ class Switches:
 
 
 def _with_configs(model: nn.Module) -> list[Any]:
-    """What in a model has PEFT's configs: its wrapper, which alone knows of prompts and prefixes, or a part that it was put on."""
+    """The modules with PEFT's configs: its wrapper, which alone knows of prompts and prefixes, or a part that it was put on."""
     of_class = {kind: hasattr(kind, "peft_config") for kind in set(map(type, model.modules()))}
     return [module for module in model.modules() if of_class[type(module)] or "peft_config" in vars(module)]
 
@@ -200,7 +200,7 @@ def _parameters(layer: Any) -> Iterator[nn.Parameter]:
 
 
 def _held(module: Any, kind: str) -> Mapping[str, Any]:
-    """By adapter, what a module has of it."""
+    """What a module has of each adapter, by its name."""
     held: Mapping[str, Any]
     if kind == "tokens":
         held = module.token_adapter.trainable_tokens_delta
@@ -248,7 +248,7 @@ def _check_saved(name: str, copies: Mapping[str, nn.Module]) -> None:
 
 
 def sum_of(names: Sequence[str], adapters: Mapping[str, AdapterWeights]) -> AdapterWeights:
-    """Several adapters at once, as PEFT applies them one after the other."""
+    """Several adapters as one, applied one after the other as PEFT does."""
     first, *others = names
     return replace(adapters[first], then=sum_of(others, adapters) if others else None)
 
@@ -307,13 +307,13 @@ def _take_lora(
 
 
 def by_expert(weights: LoraWeights, experts: int) -> LoraWeights:
-    """From how PEFT lays them side by side: a [E * r, D], expert by expert; b [N, r * E], rank by rank. Views."""
+    """A and B by expert, as views. PEFT lays a [E * r, D] side by side expert by expert, b [N, r * E] rank by rank."""
     a, b, scale, *_ = weights
     return LoraWeights(a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1), scale)
 
 
 def biases_of(model: nn.Module, kind: str, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that an adapter with ``bias=kind`` trains, by the names of their modules. whole: copies of those in parts."""
+    """The base's biases that an adapter with ``bias=kind`` trains, by module name. whole: copies of those in parts."""
     if kind == "none":
         return {}
     targets = {path for path, _, what in _wrapped(model) if what in ("linear", "embedding", "parameter")}
@@ -326,7 +326,7 @@ def biases_of(model: nn.Module, kind: str, whole: Mapping[str, Tensor]) -> dict[
 
 
 def layout(adapters: Mapping[str, AdapterWeights]) -> dict[str, object]:
-    """By name, equal to an earlier one where that adapter is the same tensors at the same place, with the same scales."""
+    """For each adapter what equals an earlier result where it has the same tensors at the same places, with the same scales."""
     return {name: _layout(adapter) for name, adapter in adapters.items()}
 
 

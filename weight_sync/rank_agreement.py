@@ -1,4 +1,4 @@
-"""What ranks tell each other around a gather: that all go on with it, what it is of, and which of them failed or fell silent."""
+"""Ranks agree to begin, go on with or refuse what they do together; where one fails or falls silent, the others are told."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def parts_of(shards: Iterable[Shards]) -> Parts:
 
 
 def in_step(model: nn.Module | None) -> AbstractContextManager[None]:
-    """Around what ranks do together where the model is sharded: one that is interrupted in the middle would leave them in other
+    """Context manager around what the ranks of a sharded model do together: Ctrl-C in the middle would leave them at other
     steps of it."""
     return uninterrupted() if model is not None and is_sharded(model) else nullcontext()
 
 
 def ranks_of(model: nn.Module | None, device: torch.device | None = None) -> Ranks:
-    """What ``agree`` and ``telling`` need among the ranks that hold a model, whatever it is that they hold of it.
+    """The ranks that hold a model, whatever they hold of it, as ``agree`` and ``telling`` take them.
 
-    device: an engine's, where it is not to be the model's.
+    device: the engine's, where it is another than the model's.
     """
     groups = {} if model is None else groups_of(model)
     return dict.fromkeys(groups, ()), device or next(iter(groups.values()), torch.device("cpu"))
@@ -101,14 +101,14 @@ def agree(
 
 
 def number_of(parts: Parts) -> int | None:
-    """Of what ranks begin to gather, the same on all that have just agreed to do so, and of nothing else of the same parts; None
-    where nobody else has any."""
+    """A number for what ranks begin to gather: the same on all that have just agreed to it, and of nothing else of the same
+    parts. None where no other rank has any."""
     first = next(iter(parts), None)
     return None if first is None else next(_BEGUN.setdefault(first, count()))
 
 
 def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
-    """Have the others, who wait in ``agree`` or will come to it, fail too, but where they know of this error."""
+    """Make the other ranks fail too, which wait in ``agree`` or will come to it, unless they know of this error."""
     cause: BaseException | None = error
     while cause is not None:
         if _KNOWN in vars(cause):
@@ -120,7 +120,7 @@ def refuse(parts: Parts, device: torch.device, error: Exception) -> None:
 
 @contextmanager
 def telling(parts: Parts, device: torch.device) -> Iterator[None]:
-    """For what a rank does by itself while others wait for it in ``agree``, or will: where it fails, so do they."""
+    """Context manager for what a rank does by itself while others wait in ``agree``, or will: where it fails, so do they."""
     try:
         yield
     except Exception as error:
@@ -134,7 +134,7 @@ def _known_to_all(error: _E) -> _E:
 
 
 def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> None:
-    """Add to ``changed`` those of the parts that are in any other rank's, once all have agreed that they have the same."""
+    """Add to ``changed`` the parts that changed on any other rank, once all have agreed that they have the same parts."""
     for group, of_group in parts.items():
         flags = torch.tensor([names in changed for names in of_group], dtype=torch.int64, device=device)
         try:
@@ -145,7 +145,7 @@ def unite(parts: Parts, changed: set[tuple[str, ...]], device: torch.device) -> 
 
 
 def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTransferError:
-    """What to raise where a collective failed: what hung, with whom, and which of them it was, as far as can be known."""
+    """The error to raise where a collective failed: what hung, with whom, and which rank it was, as far as can be known."""
     ranks = dist.get_process_group_ranks(group)
     others = [r for r in ranks if r != dist.get_rank()]
     # By a barrier, before the others can know that it failed.
@@ -163,9 +163,9 @@ def lost(group: dist.ProcessGroup, doing: str, error: BaseException) -> WeightTr
 
 
 def _silent(group: dist.ProcessGroup, others: list[int]) -> list[int]:
-    """Which of them do not say in the store of the processes that the group is broken for them too.
+    """The other ranks that do not say in the processes' store that the group is broken for them too.
 
-    That is the one that broke it, and whoever has not noticed in so short a time, as in a large group with a long time-out.
+    These are the one that broke it, and whoever has not noticed in so short a time, as in a large group with a long time-out.
     Each says so once, for good: a group that lost a rank is never whole again.
     """
     keys = {r: f"stoker/lost/{group.group_name}/{r}" for r in others}

@@ -1,4 +1,4 @@
-"""New weights from a trainer in another process, from a file, or from whoever has named tensors: checked, and held until all came."""
+"""Receives new weights from another process, a file or named tensors: checked, and held until all have come."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def receive(
     casts: Casts | None = None,
     passing: Collection[str] = (),
 ) -> Staging:
-    """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that are others.
+    """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that differ.
 
-    casts, passing: as of ``Staging``, the casts to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all
+    casts, passing: as for ``Staging``, the casts to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all
     that does not fit, ``WeightTransferError`` where they did not arrive.
     """
     staging = Staging(targets, optional, check_finite, {} if casts is None else casts, passing)

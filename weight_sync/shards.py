@@ -26,7 +26,7 @@ from stoker.weight_sync.naming import inside, plain_name, tensors_of, walk, walk
 
 
 class Piece(NamedTuple):
-    """Rows of a rank's part from ``start`` on, and the box they fill of the tensor in that shape (empty: its own)."""
+    """Rows of a rank's part from ``start`` on, and the box that they fill of the tensor, seen in ``shape`` (empty: its own)."""
 
     name: str
     start: int
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
         return math.prod(high - low for low, high in self.box[1:])
 
     def within(self, low: int, high: int) -> Piece | None:
-        """The part of it in rows ``low`` to ``high`` of the rank's part."""
+        """What of this piece lies in rows ``low`` to ``high`` of the rank's part."""
         first, last = max(low, self.start), min(high, self.start + self.rows)
         if first >= last or not self.row_numel:
             return None
@@ -70,7 +70,7 @@ class Shards:
     pieces: tuple[tuple[Piece, ...], ...]
 
     def of(self, wanted: Callable[[str], bool]) -> Shards:
-        """Of those tensors alone whose names are wanted."""
+        """The same with only the tensors whose names are wanted."""
         pieces = tuple(tuple(p for p in of_rank if wanted(p.name)) for of_rank in self.pieces)
         return replace(self, names=tuple(filter(wanted, self.names)), pieces=pieces)
 
@@ -81,7 +81,7 @@ class Shards:
 
     @cached_property
     def even(self) -> bool:
-        """Whether every rank has as many elements of one flattened tensor, in the order of the ranks."""
+        """Whether every rank has the same number of elements of one flattened tensor, in the order of the ranks."""
         boxes = [((i * self.rows, (i + 1) * self.rows),) for i in range(len(self.pieces))]
         return all(len(p) == 1 and p[0][1:] == (0, box, FLAT) for p, box in zip(self.pieces, boxes, strict=True))
 
@@ -117,7 +117,7 @@ class Held:
 
     @property
     def beside(self) -> set[str]:
-        """Which of them are no tensors of the plain model."""
+        """Names of those that are no tensors of the plain model."""
         return self.adapters | self.scales
 
     def numbers(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
@@ -132,7 +132,7 @@ class Held:
                 yield from ((p.name, s.local[p.start : p.start + p.rows], dtypes[p.name]) for p in pieces)
 
     def of(self, wanted: Callable[[str], bool]) -> Held:
-        """Of those tensors alone whose names are wanted. What is sharded over one rank is whole."""
+        """The same with only the tensors whose names are wanted. What is sharded over one rank is whole."""
         shards = [s for s in (s.of(wanted) for s in self.shards) if s.names]
         full = {name: tensor for name, tensor in self.full.items() if wanted(name)}
         names = full.keys() | {name for s in shards for name in s.names}
@@ -182,7 +182,7 @@ def check_processes(model: nn.Module) -> None:
 
 
 def by_group(shards: Iterable[Shards]) -> dict[dist.ProcessGroup, list[Shards]]:
-    """In the order in which the groups come first, which is that of all their ranks."""
+    """The shards of each group, groups in the order in which they first come, which is the same on all their ranks."""
     found: dict[dist.ProcessGroup, list[Shards]] = {}
     for one in shards:
         found.setdefault(one.group, []).append(one)
@@ -222,7 +222,7 @@ def _reshard(modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def read(model: nn.Module) -> Held:
-    """What the trainer holds now. No communication, but where a group of ranks has to be made for the first time."""
+    """What the trainer holds now on this rank. Communicates only where a group of ranks is made for the first time."""
     check_processes(model)
     modules, of_adapters = list(walk(model)), list(walk_adapters(model))
     _reshard([*modules, *of_adapters])
@@ -271,7 +271,7 @@ def _read_scales(held: Held, name: str, state: Any) -> None:
 
 
 def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Layout]) -> None:
-    """layouts: those found so far, as a model has many tensors and few shapes."""
+    """Read a DTensor. layouts: those found so far, as a model has many tensors and few shapes."""
     mesh, placements = tensor.device_mesh, tensor.placements
     held.add(name, tensor.shape, tensor.dtype)
     with torch.no_grad():  # what autograd would make of it takes most of the time
@@ -301,7 +301,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
 
 
 def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
-    """FSDP1: tensors flattened into one, which is cut into equal parts, padded at the end."""
+    """Read FSDP1's flat parameter: tensors flattened into one, which is cut into equal parts, padded at the end."""
     handle: Any = module._handle
     if handle is None:
         return
@@ -332,7 +332,7 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
 
 
 def _read_zero3(held: Held, name: str, parameter: Any) -> None:
-    """DeepSpeed ZeRO-3: each tensor flattened and cut into equal parts, padded at the end."""
+    """Read a parameter of DeepSpeed ZeRO-3: each is flattened and cut into equal parts, padded at the end."""
     group = parameter.ds_process_group
     local, numel = parameter.ds_tensor.detach().view(-1), int(parameter.ds_numel)
     if local.numel() * group.size() < numel:
@@ -350,7 +350,7 @@ def _read_zero3(held: Held, name: str, parameter: Any) -> None:
 
 
 def _cut(spans: Sequence[tuple[str, int, int]], length: int, ranks: int) -> tuple[tuple[Piece, ...], ...]:
-    """Which of (name, start, numel) in a flat tensor lie in each rank's ``length`` elements of it."""
+    """For each rank, which of the ``spans`` (name, start, numel) of a flat tensor lie in its ``length`` elements."""
 
     def of(rank: int) -> Iterator[Piece]:
         low, high = rank * length, (rank + 1) * length

@@ -1,4 +1,4 @@
-"""New weights from elsewhere: checked against the ones in service, and held beside them until they are complete."""
+"""Holds new weights from elsewhere, checked, beside those in service until they are complete."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Staging:
     _held: dict[str, int] = field(default_factory=dict)  # checksums of what the engine has already
 
     def __call__(self, specs: Sequence[TensorSpec]) -> str | None:
-        """Why these cannot be taken, naming every one that is missing, unknown, twice there, or of another shape or kind."""
+        """Why these cannot be taken (which are missing, unknown, doubled, of another shape or kind); None where they can."""
         problems = [problem for spec in specs if (problem := self._problem(spec)) is not None]
         problems += [f"{name} is sent twice" for name, count in Counter(s.name for s in specs).items() if count > 1]
         problems += self._missing({spec.name for spec in specs}.union(self._held))
         return f"the weights do not fit: {'; '.join(problems)}. {_UNCHANGED}" if problems else None
 
     def wanted(self, specs: Sequence[TensorSpec]) -> list[int]:
-        """The places among ``specs``, which fit, of those whose content is not known to be the one in service."""
+        """The places in ``specs`` of those whose content is not known to be the one in service."""
         sums = {spec.name: number for spec in specs if (number := self._in_service(spec)) is not None}
         found = self._sums(sums)
         self._held = {name: number for name, number in sums.items() if found[name] == number}
@@ -71,7 +71,7 @@ class Staging:
         return known[2] if known is not None and known[:2] == (spec, dtype) else None
 
     def _sums(self, names: Collection[str]) -> dict[str, int]:
-        """Checksums of tensors in service."""
+        """The checksums of tensors in service, by name."""
         tensors = {id(self.targets[name]): self.targets[name] for name in names}
         numbers = dict(zip(tensors, checksums(tensors.values()), strict=True))
         return {name: numbers[id(self.targets[name])] for name in names}
@@ -95,7 +95,7 @@ class Staging:
         ]
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """A whole tensor that stays as it is until ``commit``, and is copied before only where that will write to it."""
+        """Take a whole tensor that stays as it is until ``commit``. It is copied now only where ``commit`` will write to it."""
         tensor, target = tensor.detach(), self.targets[name]
         if tensor.untyped_storage().data_ptr() in self._written and not same_place(tensor, target):
             tensor = tensor.clone()
@@ -108,7 +108,7 @@ class Staging:
         return {target.untyped_storage().data_ptr() for target in self.targets.values()}
 
     def expect(self, spec: TensorSpec) -> bool:
-        """Make room for a tensor that is to be written. False where it does not fit: ``finish`` then names it."""
+        """Make room for a tensor that is to be written; returns False where it does not fit, and ``finish`` then names it."""
         problem = f"{spec.name} is sent twice" if spec.name in self._came else self._problem(spec)
         if problem is not None:
             self._problems.append(problem)
@@ -120,7 +120,7 @@ class Staging:
         return problem is None
 
     def write(self, name: str, start: int, flat: Tensor) -> None:
-        """Elements of an expected tensor from ``start`` on, to be copied now."""
+        """Copy elements of an expected tensor from ``start`` on."""
         self._look(name, flat)
         self._new[name].view(-1)[start : start + flat.numel()].copy_(flat)
         self._came[name] += flat.numel()

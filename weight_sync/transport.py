@@ -1,4 +1,4 @@
-"""Weights on their way from a trainer in another process.
+"""Transfers weights from a trainer in another process.
 
 A trainer calls ``send_weights(tensors, transfer)``; an engine takes the other end: ``engine.update_weights(transfer)``.
 """
@@ -84,7 +84,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class _Conversation:
-    """Messages (kind, transfer id, content) of one transfer at a time; what an earlier one left behind is skipped."""
+    """The messages (kind, transfer id, content) of one transfer at a time; what an earlier one left behind is skipped."""
 
     _id = 0
     _sends = False
@@ -189,7 +189,7 @@ class BroadcastTransfer(_Conversation):
         return came, transfer_id, None if came == "end" else self._object(None)
 
     def _header(self, doing: str, *numbers: int) -> list[int]:
-        """The sender's numbers: kind of a message, id of its transfer, bytes of the bucket that follows."""
+        """Broadcast or receive the sender's numbers: kind of message, id of its transfer, bytes of the bucket that follows."""
         header = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         self._with_others(doing, lambda: dist.broadcast(header, self.src, self.group))
         received: list[int] = header.tolist()
