@@ -54,7 +54,7 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
     if getattr(trainer, "use_transformers_continuous_batching", False):
         raise InvalidConfigError(
             "the trainer generates with transformers' continuous batching: build it with "
-            "use_transformers_continuous_batching=False"
+            "use_transformers_continuous_batching=False, and without use_transformers_paged, which sets it"
         )
     if kind == "GOLDTrainer" and trainer._is_vision_dataset:
         # It would make text of them, and of that a turn of the template's: with an ending more than was sampled.

@@ -149,7 +149,7 @@ def test_completions_end_at_the_trainers_eos_ids_and_no_other(make_trainer: Make
     ("attributes", "error", "match"),
     [
         ({"use_vllm": True}, InvalidConfigError, "use_vllm=False"),
-        ({"use_transformers_continuous_batching": True}, InvalidConfigError, "continuous_batching=False"),
+        ({"use_transformers_continuous_batching": True}, InvalidConfigError, "without use_transformers_paged"),
         ({"loss_type": "vespo"}, InvalidConfigError, "VESPO.*'sequence_mask'"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
