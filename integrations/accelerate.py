@@ -166,7 +166,7 @@ class AcceleratedEngine:
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
-    """The one that trains the model, which may be the engine itself or what is inside it; None without DeepSpeed."""
+    """DeepSpeed's engine for the model, which may be given as that engine or as what is inside it; None without DeepSpeed."""
     wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if hasattr(model, "global_steps"):
         return model

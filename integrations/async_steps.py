@@ -1,4 +1,4 @@
-"""Completions that coroutines wait for: one thread steps the engine for all of them.
+"""Lets coroutines wait for completions: one thread steps the engine for all of them.
 
 async with AsyncSteps(engine) as steps:
     outputs = await asyncio.gather(*(steps.result(engine.submit(prompt)) for prompt in prompts))
@@ -24,7 +24,7 @@ _PAUSED_S = 0.02
 
 
 class AsyncSteps:
-    """For one event loop. Within ``async with``, or as long as ``run`` is a task of it, the engine is stepped for whoever waits.
+    """Steps an engine for whoever waits in one event loop: within ``async with``, or as long as ``run`` is one of its tasks.
 
     Whoever waits may be cancelled, which aborts the request where nobody else waits for it. Once it has ended, whoever would
     wait is refused by an ``EngineStateError``, and so is another ``async with``.
@@ -87,12 +87,12 @@ class AsyncSteps:
             await asyncio.sleep(_PAUSED_S)
 
     def abort(self) -> None:
-        """End all that is waited for, now and from now on, with the tokens it has."""
+        """End every request that is waited for, now and from now on, with the tokens it has."""
         self._aborts = True
         abort(self._followed)
 
     def close(self) -> None:
-        """The same, and end the thread. For where ``run`` could not."""
+        """As ``abort``, and end the thread; for where ``run`` could not."""
         self._ended = True
         try:
             self.abort()
@@ -100,7 +100,7 @@ class AsyncSteps:
             self._stepper.shutdown()
 
     async def result(self, handle: RolloutHandle) -> RolloutOutput:
-        """As ``handle.result()``."""
+        """Wait for ``handle.result()``."""
         event = self._follow(handle)
         try:
             await event.wait()
@@ -109,7 +109,7 @@ class AsyncSteps:
         return handle.result()
 
     async def chunks(self, handle: RolloutHandle) -> AsyncIterator[list[RolloutChunk]]:
-        """Its new tokens, as they come."""
+        """Yields a handle's new tokens, as they come."""
         event = self._follow(handle)
         self._streams.add(event)
         try:

@@ -1,4 +1,4 @@
-"""The command ``stoker``: what will run here and why, and completions of JSON Lines files without a line of Python."""
+"""The command ``stoker``: its subcommands, and ``stoker info``, which says what will run here and why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _run(arguments: list[str], *, alone: bool) -> int:
 
 @contextmanager
 def _ends_at_once(alone: bool) -> Iterator[None]:
-    """Ctrl-C within ends the process: for imports that take seconds, with nothing begun that would have to be put in order.
+    """Context manager: Ctrl-C ends the process at once. For imports that take seconds, before anything has begun.
 
     An exception might come up in a callback of theirs, or in C, and be lost.
     """

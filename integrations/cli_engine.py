@@ -1,4 +1,4 @@
-"""The engine of a command: its flags, its configuration, and the model it runs."""
+"""Flags of the commands that run an engine, and the engine that these ask for."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def load(args: argparse.Namespace) -> Any:
 
 
 def _folder(model: str) -> str:
-    """The local folder of a model; one of the hub is fetched, or found where an earlier fetch has left it."""
+    """The local folder of a model. One of the hub is fetched, unless an earlier fetch has left it here."""
     if os.path.isdir(model):
         return model
     if model.startswith((".", "/", "~")) or model.count("/") > 1:

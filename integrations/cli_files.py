@@ -1,4 +1,4 @@
-"""``stoker generate`` and ``stoker score``: what is done with the lines of a JSON Lines file, and taken up again."""
+"""``stoker generate`` and ``stoker score``: run the lines of a JSON Lines file, and go on where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Nam
 
 
 def _check_flags(engine: Any, params: Any, adapter: str | None) -> None:
-    """What is refused of the shortest prompt there is is refused of every line: better now than in a file of errors."""
+    """Refuse flags under which even the shortest prompt is refused: better now than line by line in a file of errors."""
     try:
         engine.submit([0], params, adapter=adapter).abort()
     except InvalidRequestError as error:
@@ -300,5 +300,5 @@ def _one_score(score: Callable[[list[Line]], list[Any]], line: Line) -> Any:
 
 
 def _of_one(error: StokerError, what: str) -> str:
-    """The message of a call with one ``what``, which then needs no number."""
+    """The message of a call with one ``what``, without its number."""
     return str(error).removeprefix(f"{what} 0: ").replace(f"{what} 0", f"the {what}")

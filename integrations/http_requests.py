@@ -1,4 +1,4 @@
-"""HTTP requests, while they come in and while they are waited for: how long they may be, and what ends them first."""
+"""Reads HTTP requests up to a length, and ends work for a client that has gone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TooLongError(InvalidRequestError):
 
 
 def most_bytes(max_model_len: int, images: bool) -> int:
-    """Of a body. More takes memory, and its JSON seconds in which nobody else is answered, whatever thread it is parsed in."""
+    """The most bytes of a body. More would take memory, and seconds of parsing in which nobody else is answered."""
     return max(_LEAST, _A_TOKEN * max_model_len) + images * _IMAGES
 
 
 async def read_body(request: Request, most: int) -> bytearray:
-    """Raises ``TooLongError`` where there are more than ``most`` bytes, which are not kept."""
+    """The body of a request. Raises ``TooLongError`` where it has more than ``most`` bytes, which are not kept."""
     body, announced = bytearray(), request.headers.get("content-length", "")
     fits = not announced.isdecimal() or int(announced) <= most
     if fits or "expect" not in request.headers:  # who asks before it sends is answered before
@@ -46,7 +46,7 @@ async def read_body(request: Request, most: int) -> bytearray:
 
 
 def parsed(body: bytearray) -> Any:
-    """Its JSON."""
+    """The JSON of a body."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -54,7 +54,7 @@ def parsed(body: bytearray) -> Any:
 
 
 async def unless(end: Coroutine[Any, Any, NoReturn], work: Awaitable[_T]) -> _T:
-    """What ``work`` gives; or what ``end`` raises, where that comes first and cancels it."""
+    """What ``work`` returns; or what ``end`` raises, where that comes first, and cancels the work."""
     wanted, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
         await asyncio.wait((wanted, ending), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Images of chats that lie elsewhere: fetched within some time, and no larger than some size."""
+"""Fetches the images of chats from their URLs, within a time-out and up to a size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas as regular expressions, by ``outlines_core``."""
+"""Makes regular expressions of JSON schemas by ``outlines_core``, and refuses what these would not hold to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOT_IN_QUOTES = [*range(0x20), ord('"'), ord("\\")]  # bytes that JSON writes o
 
 
 def pattern_of(name: str, schema: dict[str, Any]) -> str:
-    """The regular expression of all that fits. name: of who asks, in messages. Raises ``InvalidRequestError``."""
+    """The regular expression that matches what fits a schema. name: of who asks, in messages. Raises ``InvalidRequestError``."""
     try:
         from outlines_core.json_schema import build_regex_from_schema
     except ModuleNotFoundError as error:
@@ -94,7 +94,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _unheld(schema: Any) -> Iterator[str]:
-    """What a schema asks for and ``outlines_core`` makes no part of the pattern, or one that matches what is no JSON."""
+    """What a schema asks for that ``outlines_core`` leaves out of the pattern, or makes match what is no JSON."""
     for part in _parts(schema):
         yield from (name for name in _PASSED_OVER if part.get(name) is not None and part[name] is not False)
         first, *others = [name for name in _FIRST if name in part] or [""]

@@ -1,4 +1,4 @@
-"""JSON Lines files of the command line: every line read is checked, and a run that was killed is taken up again."""
+"""Reads and writes JSON Lines: every line read is checked, and a killed run's output is gone on with."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class ResumableWriter:
         self._be_alone()
 
     def _is_there(self) -> bool:
-        """Or another run, which failed before it had written anything, has taken the file away since it was opened."""
+        """Whether the file is still there: another run, which failed before it wrote anything, may have removed it since."""
         if not self._keeps_lines:
             return True
         with suppress(OSError):
@@ -156,7 +156,7 @@ class ResumableWriter:
         return False
 
     def _be_alone(self) -> None:
-        """A run taken for dead may still be alive, and the lines of two would mix."""
+        """Refuse to go on beside a run that was taken for dead and is still alive: the lines of two would mix."""
         if fcntl is None or not self._keeps_lines:
             return
         try:

@@ -1,4 +1,4 @@
-"""What requests of OpenAI's protocol are answered, whole or as a stream. Fields beyond OpenAI's are vLLM's."""
+"""OpenAI's protocol: the answer to a request, whole or as a stream. Fields beyond OpenAI's are vLLM's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def answer(call: Call, outputs: Sequence[RolloutOutput], tokenizer: Any, created: int) -> dict[str, Any]:
-    """Of a call that is not streamed. created: seconds since 1970."""
+    """The answer to a call that is not streamed. created: seconds since 1970."""
     choices = []
     for row, output in enumerate(outputs):
         for completion in output.completions:
@@ -89,7 +89,7 @@ def _parsed(call: Call, output: RolloutOutput, completion: Completion, tokenizer
 
 
 def _before(stop: str, text: str, completion: Completion, tokenizer: Any) -> str:
-    """The last part of a message without what its completion's text is without, or as much of that as a parser has left."""
+    """A message's last part without the stop string that ended the completion, or what a parser has left of that."""
     decoded: str = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
     left_out = decoded[len(completion.text or "") :]  # the stop string, and what its last token goes on with
     ends = (left_out, left_out.rstrip(), stop)  # the last where it names special tokens
@@ -141,7 +141,7 @@ def _logprobs(
 
 
 class Stream:
-    """What a streamed prompt is answered, event by event."""
+    """The answer to a streamed prompt, event by event."""
 
     def __init__(self, call: Call, row: int, tokenizer: Any, created: int) -> None:
         self._call = call
@@ -154,7 +154,7 @@ class Stream:
         self._begun = [False] * count
 
     def event(self, chunk: RolloutChunk) -> dict[str, Any]:
-        """New tokens. Their text may come later, where characters are incomplete or may begin a stop string."""
+        """The event for new tokens. Their text may come later, where characters are incomplete or may begin a stop string."""
         text = self._texts[chunk.index].add(chunk.token_ids)
         choice = self._choice(chunk.index, {} if self._whole else {"content": text})
         choice["logprobs"] = _logprobs(self._call, chunk.token_ids, chunk.logprobs, chunk.top_logprobs, self._tokenizer)
@@ -163,7 +163,7 @@ class Stream:
         return {**self._head, "choices": [choice]}
 
     def ends(self, output: RolloutOutput) -> list[dict[str, Any]]:
-        """Of each completion, what is left of its text, and how it ended."""
+        """The last event of each completion: what is left of its text, and how it ended."""
         events = []
         for completion in output.completions:
             if self._whole:

@@ -177,7 +177,7 @@ def _prompts(fields: dict[str, Any], max_model_len: int) -> list[Any]:
 
 
 def _check_length(name: str, characters: int, max_model_len: int) -> None:
-    """Before a tokenizer takes its time over what cannot fit, and some hundred bytes of memory for each character."""
+    """Refuse what cannot fit before a tokenizer takes its time over it, and some hundred bytes for each character."""
     if characters > _MOST_CHARACTERS * max_model_len:
         raise InvalidRequestError(
             f"{name} has {characters} characters, more than {_MOST_CHARACTERS} for each of the {max_model_len} tokens of "
@@ -215,7 +215,7 @@ def _chat(fields: dict[str, Any], engine: RolloutEngine, tools: list[Any] | None
 
 
 def _of_no_template(engine: RolloutEngine) -> set[str]:
-    """What the functions that apply templates take for themselves: they would cut prompts, also those of others meanwhile."""
+    """Names that the functions which apply templates take for themselves: they would cut prompts, others' too meanwhile."""
     applying = (getattr(reader, "apply_chat_template", None) for reader in (engine.processor, engine.tokenizer))
     return {name for apply in applying if apply for name in inspect.signature(apply).parameters} - {"documents"}
 
@@ -226,7 +226,7 @@ def _characters(message: dict[str, Any]) -> int:
 
 
 def _message(at: int, message: Any, reads_images: bool) -> dict[str, Any]:
-    """As chat templates take it: text as text, images as transformers names them, arguments of tools as objects."""
+    """A message as chat templates take it: text as text, images as transformers names them, arguments of tools as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"messages[{at}] is {shown(message)}: give an object with role and content")
     found: dict[str, Any] = {"content": "", **{name: value for name, value in message.items() if value is not None}}

@@ -314,7 +314,7 @@ class Server:
         return await unless(closed(), work)
 
     def _start(self, body: Any, chat: bool) -> tuple[Call, list[RolloutHandle]]:
-        """In a thread: templates and tokenizers take their time, and so does an engine that is being changed."""
+        """Make and submit a call, in a thread: templates and tokenizers take their time, and so does an engine being changed."""
         call = read_call(body, self._engine, self._name, self._adapter, chat=chat)
         handles = []
         for row, prompt in enumerate(call.prompts):
@@ -375,7 +375,7 @@ def check_key(api_key: str | None) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The port is taken from now on; who connects waits for a server. Raises ``InvalidConfigError`` where that cannot be."""
+    """Take a port: who connects from now on waits for a server. Raises ``InvalidConfigError`` where that cannot be."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError, TypeError) as error:
@@ -385,7 +385,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _to_nobody(_: Request, error: Exception | None = None) -> Response:
-    """Where the client has gone, perhaps in the middle of its request."""
+    """The response where the client has gone, perhaps in the middle of its request."""
     return Response(status_code=499)
 
 

@@ -1,4 +1,4 @@
-"""The text of a completion while it grows."""
+"""Streams the text of a growing completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.rollout.stop_strings import LONGEST_CHARACTER
 
 
 class TextStream:
-    """The text of a growing completion, as much of it as stays whatever comes next."""
+    """Gives as much of a growing completion's text as stays whatever comes next."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -40,7 +40,7 @@ class TextStream:
         return text
 
     def rest(self, text: str) -> str:
-        """What is left of ``text``, the whole completion's."""
+        """What has not been given yet of ``text``, the whole completion's."""
         return text[self._sent :]
 
     def _broken(self, whole: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""An engine's memory around the rollouts of a trainer: what sleeps while it trains, and how weights wake for an update."""
+"""Puts an engine to sleep while a trainer trains, and wakes its weights for an update."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger("stoker")
 
 
 def between_rollouts(engine: RolloutEngine) -> list[str]:
-    """What to send to sleep while a trainer trains: all memory of the engine's own, but for graphs, which take long to capture."""
+    """The tags to send to sleep while a trainer trains: all memory of the engine's own but graphs, which take long to capture."""
     return ["weights", "kv_cache"] if engine.stats().mirror_bytes else ["kv_cache"]
 
 
 @contextmanager
 def sleep_after(sleep: Callable[[], None]) -> Iterator[None]:
-    """Call ``sleep`` after the rollout within. Its completions are there, whether sleeping works or not; an exception goes on."""
+    """Context manager around a rollout: call ``sleep`` after it. Where that fails the completions are there all the same."""
     try:
         yield
     except BaseException as error:
@@ -35,7 +35,7 @@ def sleep_after(sleep: Callable[[], None]) -> Iterator[None]:
 
 
 def wake_weights(engine: RolloutEngine) -> None:
-    """Before an update that other ranks make with this engine. Where it has no memory for that, they do not wait for it."""
+    """Wake weights before an update that ranks make together. Where memory is short here, the others do not wait for this rank."""
     try:
         engine.wake_up("weights")
     except Exception:

@@ -159,7 +159,7 @@ class _EngineBackend:
             setattr(self._trainer, self.last_sync, self._trainer.state.global_step)
 
     def begin(self) -> None:
-        """A run begins, at whose first generation the trainer is to sync.
+        """Note that a run begins: the trainer is to sync at its first generation.
 
         It takes weights for new when the step number differs from that of the last sync. A second run counts from 0 again,
         and ``load_best_model_at_end`` changes the weights without a step.
@@ -201,7 +201,7 @@ class _EngineBackend:
 
     @contextmanager
     def _rollout(self) -> Iterator[None]:
-        """From the first turn to the last one: KV is kept between them, and afterwards the engine sleeps if told to."""
+        """Context manager around all turns of a rollout: KV is kept between them, and afterwards the engine sleeps if told to."""
 
         def end() -> None:
             self._turns_to_come, self._longest = False, None
@@ -229,8 +229,7 @@ class _EngineBackend:
             self.engine.wake_up()
 
     def on_engine_awake(self, rollout: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the user's that asks the engine itself, or a server on it: between two of its calls the engine may
-        sleep."""
+        """``rollout``, a function of the user's that asks the engine itself or a server on it, with the engine woken before it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._metrics.timed():
@@ -241,15 +240,14 @@ class _EngineBackend:
         return run
 
     def _send_to_sleep(self) -> None:
-        """While a run trains all of a model, its weights do not wait in host memory for the update that moves them all."""
+        """Put the engine to sleep. Copies of weights are dropped while a run trains all of a model: the next update moves all."""
         tags = between_rollouts(self.engine)
         all_trained = self._training and all(p.requires_grad for p in self._model.parameters())
         self._dropped = "weights" in tags and all_trained
         self.engine.sleep(3 if self._dropped else 1, tags=tags)
 
     def all_turns(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """What asks for all turns of a rollout, as one generation: in a turn with a tool's answer there is then no more to
-        compute than the answer."""
+        """``generate``, which asks for all turns of a rollout, as one generation: after a tool's answer only that is computed."""
 
         def generation(*args: Any, **kwargs: Any) -> Any:
             with self._rollout():
@@ -258,7 +256,7 @@ class _EngineBackend:
         return generation
 
     def _params(self, prompts: Sequence[list[int]], n: int) -> list[SamplingParams]:
-        """Of each prompt. After a tool's answer, what TRL would cut off is not sampled, nor does it need KV blocks."""
+        """The sampling parameters of each prompt. After a tool's answer, what TRL would cut off is not sampled and needs no KV."""
         trainer, params = self._trainer, sampling_params(self._trainer)
         longest = params.max_tokens
         assert longest is not None  # ``from_generation_config`` gives one
@@ -297,7 +295,7 @@ class _TokenListBackend(_EngineBackend):
 
     @property
     def llm(self) -> Any:
-        """Where the tool loop looks for ``max_model_len``."""
+        """The place where TRL's tool loop looks for ``max_model_len``."""
         return SimpleNamespace(llm_engine=SimpleNamespace(model_config=self.engine))
 
     def generate(

@@ -201,7 +201,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             self._thread.start()
 
     def _forget(self) -> None:
-        """What a run before this one left: samples of its weights, its metrics, its error, the prompts it had trained on."""
+        """Drop what an earlier run left: samples of its weights, its metrics, its error, the prompts it had trained on."""
         for left in (self.rollout_buffer, self.metrics_queue, self._failures):
             while not left.empty():
                 left.get_nowait()
@@ -242,7 +242,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
         self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
-        """New groups are tagged with this version."""
+        """Tag new groups with this version."""
         self._model_version_value.value = model_version
 
     @property
@@ -281,7 +281,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
 
 
 class _AroundOptimizerSteps(TrainerCallback):  # type: ignore[misc]
-    """Nothing reads the weights while they change, and what is sampled next is of the new ones."""
+    """Pauses the engine around each optimizer step, and has it take the new weights after it."""
 
     def __init__(self, rollouts: AsyncRollouts, engine: RolloutEngine, recompute: bool) -> None:
         self._rollouts = rollouts

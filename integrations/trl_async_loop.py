@@ -1,4 +1,4 @@
-"""TRL's loop of asynchronous rollouts, asking the engine where it would ask a server: one run's, in a thread of its own."""
+"""TRL's loop of asynchronous rollouts for one run, in a thread of its own, with the engine in place of TRL's server."""
 
 from __future__ import annotations
 

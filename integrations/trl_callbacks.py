@@ -1,4 +1,4 @@
-"""What hears of a trainer's run."""
+"""The callback by which a backend hears of a trainer's run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 
 def remove_callback(trainer: Any, callback: TrainerCallback) -> None:
-    """Into a new list: where a callback does this, its caller walks over the old one, and would leave out the next."""
+    """Remove a callback, from a new list: where a callback does so, its caller goes on over the old one and leaves none out."""
     handler = trainer.callback_handler
     handler.callbacks = [other for other in handler.callbacks if other is not callback]
 

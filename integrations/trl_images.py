@@ -1,4 +1,4 @@
-"""Images that TRL hands over beside token ids, as what the engine takes for a prompt."""
+"""Makes prompts of the token ids and images that TRL hands over side by side."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _process(processor: Any, images: list[Any]) -> tuple[dict[str, Tensor], dict
 
 
 def _same(images: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Equal to the pixel: a dataset gives an image of its own for each repetition. Where nobody can tell, they are not."""
+    """Whether images are equal to the pixel: a dataset gives another object for each repetition. False where nobody can tell."""
     return len(images) == len(others) and all(
         one is other or (type(one) is type(other) and (one == other) is True)
         for one, other in zip(images, others, strict=True)

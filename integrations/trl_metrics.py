@@ -39,7 +39,7 @@ class RolloutMetrics:
             self._tokens += tokens
 
     def log(self, trainer: Any, weight_version: int) -> None:
-        """Among the trainer's own metrics, where its kind has such; and the next rollout begins at nothing."""
+        """Add the rollout to the trainer's metrics, where its kind has such; the next one begins at zero."""
         seconds, tokens = self._taken()
         metrics = getattr(trainer, "_metrics", None)
         if metrics is not None and tokens:
@@ -52,7 +52,7 @@ class RolloutMetrics:
         self._taken()
 
     def _taken(self) -> tuple[float, int]:
-        """Seconds and tokens so far, which are then those of no other rollout."""
+        """(seconds, tokens) so far; both begin at zero again."""
         with self._lock:
             if self._under_way:  # in a thread that was not waited for: what follows is the next rollout's
                 now = time.perf_counter()

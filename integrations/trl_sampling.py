@@ -1,4 +1,4 @@
-"""What a TRL trainer asks of its sampling, as the engine takes it."""
+"""Reads ``SamplingParams`` from a TRL trainer's settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokenizer_of(trainer: Any) -> Any:
 
 
 def _eos_ids(trainer: Any) -> list[int]:
-    """Those of the trainer; of kinds that keep none, the tokenizer's and those of the generation config."""
+    """The trainer's EOS ids; where its kind keeps none, the tokenizer's and the generation config's."""
     if hasattr(trainer, "eos_token_ids"):
         return [token for token in trainer.eos_token_ids if token is not None]
     found: set[int] = set()
@@ -88,7 +88,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
 
 
 def _filled(trainer: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Where a trainer gives nothing: what ``generate`` takes from the model's generation config, a repetition penalty say."""
+    """The settings, filled with what ``generate`` takes from the model's generation config (a repetition penalty, say)."""
     config = getattr(live_model(trainer), "generation_config", None)
     of_the_model = {} if config is None else config.to_dict()
     theirs = vars(GenerationConfig()).keys() - _NOT_THE_MODELS  # hub files also have what only other engines read
