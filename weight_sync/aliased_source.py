@@ -75,7 +75,7 @@ class AliasedSource:
         return {name for name, _, in_checkpoints in named_tensors(self.module) if not in_checkpoints}
 
     def refuse(self, error: Exception) -> bool:
-        """Nobody waits for this rank."""
+        """False: nobody waits for this rank."""
         return False
 
     def names(self) -> set[str]:

@@ -1,29 +1,4 @@
-"""Where the engine's weights come from, decided by what the trainer holds now.
-
-A ``WeightSource`` stands between a live model and the shell that the engine runs:
-
-1. ``tensors(groups, layers)``: what the shell is bound to, by the names of the plain model. An aliased source gives the
-   trainer's own tensors, a mirror its copies, those of a group side by side. Of names in ``layers``, sets of them, a mirror
-   may have ``passing`` ones: noise, of which nothing is kept but what is made of them where they are handed over.
-   ``adapters``: copies of what the trainer holds only in parts of adapters, by the names of ``walk_adapters``.
-   ``wider``: of the trainer's dtypes, those whose parameters are in a dtype here that holds all their numbers and more.
-2. ``rehome(groups)``: one tensor over the rows of each group that lies (or could be laid) side by side. For an aliased
-   source this is the only change it makes to the trainer; a mirror has done it.
-   ``hand_over(consumer)``, once: gives it the numbers of ``passing`` ones, now and whenever they change, a set at a time;
-   returns the bytes written. ``keep(names)``, before: let the next ``tensors`` have no such one among them.
-3. ``pull()`` at every ``update_weights``: take the trainer's numbers as they are now, and return the bytes written. It is
-   the only method besides ``verify`` that may communicate, so all ranks of a sharded trainer call it together. Whatever
-   can be refused is refused before the first byte is written, on all ranks alike. ``refuse(error)`` in its place has the
-   others refuse too, who would wait for this rank, and says whether there are any.
-   ``write(new)``: take those that came from elsewhere instead, by name, and return the bytes written. ``overwritten()``
-   comes then, or ``spoil()`` where it failed half-way: the source is not ``complete`` before the next pull or write.
-4. ``catch_up()`` before every rollout: the same for changes nobody announced, from what this rank can see by itself;
-   True where there were any. It never communicates: a sharded source always says False.
-5. ``give_back()`` and ``take_again()``: memory of the source's own, kept in host memory or dropped meanwhile. It lies where it
-   lay then, where it has ``stable_addresses``. Where the trainer's weights are ``at_hand``, nothing needs to be kept: ``fill()``
-   then makes all anew of them, without another rank, and says whether they are others than at the last look.
-6. ``release()``: leave the trainer as it was.
-"""
+"""Where the engine's weights come from: the protocol of sources, and which one a live model gets."""
 
 from __future__ import annotations
 
@@ -44,53 +19,131 @@ from stoker.weight_sync.shards import has_units, is_shard, is_sharded
 
 
 class WeightSource(Protocol):
-    """See the module's text. ``dtype`` and ``device`` are the engine's; ``nbytes`` is memory of the engine's own."""
+    """Stands between a live model and the shell that the engine runs.
 
-    dtype: torch.dtype
+    An aliased source lends the trainer's own tensors; a mirror keeps copies of them. Only ``pull`` and ``mismatches``
+    communicate, so all ranks of a sharded trainer call these together.
+    """
+
+    dtype: torch.dtype  # the engine's
     device: torch.device
-    kind: str
+    kind: str  # "aliased" or "mirror"
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The plain model, without wrappers."""
+
+    def names(self) -> set[str]:
+        """The names of the model's tensors as they are now."""
+
     @property
-    def nbytes(self) -> int: ...
+    def optional(self) -> set[str]:
+        """The names of buffers that no checkpoint has."""
+
     @property
-    def complete(self) -> bool: ...
-    @property
-    def optional(self) -> set[str]: ...
+    def wider(self) -> Mapping[torch.dtype, torch.dtype]:
+        """Those of the trainer's dtypes whose parameters are in a wider one here, which holds all their numbers and more."""
+
+    # -- what the shell is bound to --------------------------------------------------------------------------------
+
     def tensors(
         self, groups: Sequence[tuple[str, ...]] = (), layers: Sequence[Collection[str]] = ()
-    ) -> dict[str, Tensor]: ...
+    ) -> dict[str, Tensor]:
+        """The tensors by the names of the plain model; in a mirror, those of a group lie side by side.
+
+        layers: sets of names that a mirror may let pass through (``passing``).
+        """
+
     @property
-    def passing(self) -> frozenset[str]: ...
-    def keep(self, names: Collection[str]) -> None: ...
-    def hand_over(self, consumer: Consumer) -> int: ...
-    def write(self, new: Mapping[str, Tensor]) -> int: ...
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Copies of the adapters' tensors that the trainer holds only in parts, by the names of ``walk_adapters``."""
+
+    def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]:
+        """For each group that lies side by side, or could be laid so, one tensor over all its rows.
+
+        An aliased source moves the trainer's parameters for that, its only change to the trainer.
+        """
+
+    def bind(self) -> None:
+        """Remember where every tensor lies, so that ``moved`` can tell."""
+
+    def moved(self, module: nn.Module) -> bool:
+        """Whether borrowed tensors were added, removed, replaced or moved since ``bind``. module: the trainer's now."""
+
+    def check(self) -> None:
+        """Raise ``WeightsMovedError`` where a borrowed parameter changed its dtype or device."""
+
+    # -- weights that pass through: a mirror keeps what a consumer makes of them, and not themselves ----------------
+
     @property
-    def adapters(self) -> Mapping[str, Tensor]: ...
+    def passing(self) -> frozenset[str]:
+        """The names of weights that pass through. Their tensors hold noise but while they are handed over."""
+
+    def keep(self, names: Collection[str]) -> None:
+        """Let none of these pass through: they are whole in what the next ``tensors`` returns."""
+
+    def hand_over(self, consumer: Consumer) -> int:
+        """Give the numbers of ``passing`` weights to the consumer, now and whenever they change; returns the bytes written."""
+
+    # -- new numbers -----------------------------------------------------------------------------------------------
+
     @property
-    def wider(self) -> Mapping[torch.dtype, torch.dtype]: ...
-    def rehome(self, groups: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Tensor]: ...
-    def bind(self) -> None: ...
-    def moved(self, module: nn.Module) -> bool: ...
-    def check(self) -> None: ...
-    def pull(self, alike: Sequence[str] = ()) -> int: ...
-    def refuse(self, error: Exception) -> bool: ...
-    def catch_up(self) -> bool: ...
-    def overwritten(self) -> None: ...
-    def spoil(self) -> None: ...
-    def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]: ...
-    def names(self) -> set[str]: ...
+    def complete(self) -> bool:
+        """Whether the tensors hold one set of weights, and not parts of two."""
+
+    def pull(self, alike: Sequence[str] = ()) -> int:
+        """Take the trainer's numbers as they are now; returns the bytes written. alike: as for ``agree``.
+
+        Whatever can be refused is refused before the first byte is written, on all ranks alike.
+        """
+
+    def refuse(self, error: Exception) -> bool:
+        """Called in place of ``pull``: the other ranks, which would wait, refuse too. Returns whether there are any."""
+
+    def catch_up(self) -> bool:
+        """Take changes that nobody announced; returns whether there were any. Never communicates: of shards, it sees none."""
+
+    def write(self, new: Mapping[str, Tensor]) -> int:
+        """Take tensors from elsewhere, by name; returns the bytes written. ``overwritten`` or ``spoil`` comes after it."""
+
+    def overwritten(self) -> None:
+        """Note that the tensors hold weights from elsewhere now, all of them."""
+
+    def spoil(self) -> None:
+        """Note that ``write`` failed half-way: the source is not ``complete`` before the next ``pull`` or ``write``."""
+
+    def mismatches(self, alike: Sequence[str] = ()) -> tuple[int, list[str]]:
+        """(number of tensors compared, names of those that differ from the trainer's)."""
+
+    # -- memory of the source's own --------------------------------------------------------------------------------
+
     @property
-    def resident(self) -> bool: ...
+    def nbytes(self) -> int:
+        """Bytes of memory of the source's own."""
+
     @property
-    def stable_addresses(self) -> bool: ...
-    def give_back(self, *, drop: bool) -> None: ...
-    def take_again(self) -> None: ...
+    def resident(self) -> bool:
+        """Whether that memory is there."""
+
     @property
-    def at_hand(self) -> bool: ...
-    def fill(self) -> bool: ...
-    def release(self) -> None: ...
+    def stable_addresses(self) -> bool:
+        """Whether it has the same addresses when it is taken again."""
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``fill`` can make all of it anew of the trainer's weights, without another rank."""
+
+    def give_back(self, *, drop: bool) -> None:
+        """Give the memory back. drop: do not keep its content in host memory."""
+
+    def take_again(self) -> None:
+        """Take the memory again, with the content that was kept."""
+
+    def fill(self) -> bool:
+        """Make all of it anew of the trainer's weights; returns whether these changed since the last look."""
+
+    def release(self) -> None:
+        """Leave the trainer as it was."""
 
 
 def check_model(model: nn.Module) -> None:
