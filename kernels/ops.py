@@ -40,24 +40,29 @@ _log = logging.getLogger("stoker")
 class Ops:
     """One implementation of every operation; the signatures and shapes are those of ``kernels/reference/``."""
 
+    # Decoder layers.
     rms_norm: Callable[..., Tensor]
     act_mul: Callable[..., Tensor]
     linear: Callable[..., Tensor]
-    quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
+    # LoRA.
     lora: Callable[..., Tensor]
     lora_embedding: Callable[[Tensor, Tensor, LoraTable, AdapterRows], Tensor]
+    # Mixtures of experts.
     route: Callable[..., Routing]
     experts: Callable[..., Tensor]
+    # Attention over the paged KV cache.
     qk_norm_rotary_write: Callable[..., Tensor]
     latent_heads_write: Callable[..., Tensor]
-    gated_rms_norm: Callable[..., Tensor]
-    delta_gates: Callable[..., tuple[Tensor, Tensor]]
     plan_attention: Callable[..., Any]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
+    # Layers with recurrent states.
     causal_conv: Callable[..., Tensor]
     gated_delta_rule: Callable[..., Tensor]
     selective_scan: Callable[..., Tensor]
+    gated_rms_norm: Callable[..., Tensor]
+    delta_gates: Callable[..., tuple[Tensor, Tensor]]
+    # Sampling and scoring.
     gumbel_noise: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Tensor]]
     token_logprobs: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,8 +70,14 @@ class Ops:
     truncate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     constrain: Callable[[Tensor, ConstraintRows, Tensor, Tensor], Tensor]
     follow: Callable[[Tensor, ConstraintRows, Tensor, int], None]
+    # From one decode step to the next.
     advance: Callable[..., None]
+    # Weights.
     checksums: Callable[..., Tensor]
+    quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
+
+    # -- what an implementation tells of itself ---------------------------------------------------------------------
+
     # Whether a plan of decode rows is the same tensors for every batch with as many rows, so that a captured step that
     # uses one serves them all.
     static_plans: bool = False
