@@ -40,41 +40,7 @@ def comparison(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def table(results: dict[str, Any]) -> str:
     """What the run found, for a terminal."""
-    lines = []
-    for run in results["rollouts"]:
-        work = run["workload"]
-        lines += [
-            "",
-            f"{run['model']['name']} ({run['model']['dtype']}), workload {work['name']}: {work['prompts']} prompts x "
-            f"{work['samples']} samples, {work['slots']} slots, {work['completion_tokens']} completion tokens, "
-            f"median {work['median_length']:.0f}, longest {work['longest']}; a static batch is "
-            f"{work['static_batch_use']:.0%} useful",
-            *comparison(run["engines"]),
-        ]
-        best = work["completion_tokens"] / run["ceiling_s"]
-        lines.append(f"  {'ceiling':22}{run['ceiling_s']:9.3f}{'':18}{best:9.0f}")
-        steps, gate, kept = run["steps"], run["gate"], run["maintenance"]
-        lines.append(
-            f"  stoker: step p50 {steps['p50_step_ms']:.2f} ms, p95 {steps['p95_step_ms']:.2f} ms, "
-            f"{steps['occupied_slots']:.0%} of slots occupied, last tenth of the requests {steps['tail_s']:.2f} s"
-        )
-        parts = ", ".join(f"{part} {us:.0f}" for part, us in run["step_us"].items() if part not in ("step", "host"))
-        lines += [
-            f"  a decode step of {run['step_us_rows']} requests: {run['step_us']['step']:.0f} us, of which host "
-            f"{run['step_us']['host']:.0f} us ({parts})",
-            f"  gate: log-probabilities within {gate['max_abs_diff']:.1e} over {gate['tokens']} tokens",
-            f"  update_weights {kept['update_weights_ms']:.3f} ms; sleep {kept['sleep_ms']:.1f} ms gives back "
-            f"{kept['given_back_bytes'] / 2**20:.0f} MiB of a {kept['kv_cache_bytes'] / 2**20:.0f} MiB KV cache; "
-            f"wake_up {kept['wake_ms']:.1f} ms",
-            f"  prefill alone: {run['prefill']['tokens_per_s']:.0f} tok/s, {run['prefill']['of_ceiling']:.0%} of its ceiling",
-        ]
-        if "shuffled" in run:
-            shuffled = run["shuffled"]
-            lines.append(
-                f"  lengths shuffled: {shuffled['ratio']:.2f}x the time, "
-                f"{shuffled['first_come_first_served_ratio']:.2f}x the steps; of a cycle wake_up, update_weights, "
-                f"rollout, sleep {run['cycle']['not_rollout']:.1%} is not the rollout"
-            )
+    lines = [line for run in results["rollouts"] for line in _of_rollouts(run)]
     if "growth" in results:
         g = results["growth"]
         lines += [
@@ -94,20 +60,60 @@ def table(results: dict[str, Any]) -> str:
     for p in results.get("profiles", []):
         parts = ", ".join(f"{part} {us / p['step_us']:.0%}" for part, us in p["parts_us"].items())
         lines.append(f"  {p['model']}, {p['batch']} x {p['context']}, a decode step under the profiler: {parts}")
-    for model, s in results.get("start_up", {}).items():
-        if "cold_over_s" in s:
-            lines.append(
-                f"  {model}: no first token of a new process after {s['cold_over_s']:.3g} s, as kernels are compiled"
-            )
-            continue
-        cold = f", {s['cold_s']:.3g} s where every kernel has to be compiled" if "cold_s" in s else ""
-        lines.append(f"  {model}: first token of a new process after {s['warm_s']:.3g} s{cold}")
+    lines += [_of_start_up(model, seconds) for model, seconds in results.get("start_up", {}).items()]
     for target in targets(results):
         found = target["found"]
         verdict = "not measured" if found is None else f"{found:.3g}, {'reached' if target['reached'] else 'MISSED'}"
         lines.append(f"  target {target['what']}: at least {target['at_least']:g}; {verdict}")
     lines += [f"left out, {what}" for what in results["left_out"]]
     return "\n".join(lines)
+
+
+def _of_rollouts(run: dict[str, Any]) -> list[str]:
+    """Lines of one scenario: the engines, the ceiling, and what this engine did."""
+    work = run["workload"]
+    lines = [
+        "",
+        f"{run['model']['name']} ({run['model']['dtype']}), workload {work['name']}: {work['prompts']} prompts x "
+        f"{work['samples']} samples, {work['slots']} slots, {work['completion_tokens']} completion tokens, "
+        f"median {work['median_length']:.0f}, longest {work['longest']}; a static batch is "
+        f"{work['static_batch_use']:.0%} useful",
+        *comparison(run["engines"]),
+    ]
+    best = work["completion_tokens"] / run["ceiling_s"]
+    lines.append(f"  {'ceiling':22}{run['ceiling_s']:9.3f}{'':18}{best:9.0f}")
+    steps, gate, kept = run["steps"], run["gate"], run["maintenance"]
+    lines.append(
+        f"  stoker: step p50 {steps['p50_step_ms']:.2f} ms, p95 {steps['p95_step_ms']:.2f} ms, "
+        f"{steps['occupied_slots']:.0%} of slots occupied, last tenth of the requests {steps['tail_s']:.2f} s"
+    )
+    parts = ", ".join(f"{part} {us:.0f}" for part, us in run["step_us"].items() if part not in ("step", "host"))
+    lines += [
+        f"  a decode step of {run['step_us_rows']} requests: {run['step_us']['step']:.0f} us, of which host "
+        f"{run['step_us']['host']:.0f} us ({parts})",
+        f"  gate: log-probabilities within {gate['max_abs_diff']:.1e} over {gate['tokens']} tokens",
+        f"  update_weights {kept['update_weights_ms']:.3f} ms; sleep {kept['sleep_ms']:.1f} ms gives back "
+        f"{kept['given_back_bytes'] / 2**20:.0f} MiB of a {kept['kv_cache_bytes'] / 2**20:.0f} MiB KV cache; "
+        f"wake_up {kept['wake_ms']:.1f} ms",
+        f"  prefill alone: {run['prefill']['tokens_per_s']:.0f} tok/s, {run['prefill']['of_ceiling']:.0%} of its ceiling",
+    ]
+    if "shuffled" in run:
+        shuffled = run["shuffled"]
+        lines.append(
+            f"  lengths shuffled: {shuffled['ratio']:.2f}x the time, "
+            f"{shuffled['first_come_first_served_ratio']:.2f}x the steps; of a cycle wake_up, update_weights, "
+            f"rollout, sleep {run['cycle']['not_rollout']:.1%} is not the rollout"
+        )
+    return lines
+
+
+def _of_start_up(model: str, seconds: dict[str, Any]) -> str:
+    if "cold_over_s" in seconds:
+        return (
+            f"  {model}: no first token of a new process after {seconds['cold_over_s']:.3g} s, as kernels are compiled"
+        )
+    cold = f", {seconds['cold_s']:.3g} s where every kernel has to be compiled" if "cold_s" in seconds else ""
+    return f"  {model}: first token of a new process after {seconds['warm_s']:.3g} s{cold}"
 
 
 _H200_CEILING = 1728  # tokens/s of a sequence of 512 tokens, of Llama-3.2-1B in bf16, at 4.3 TB/s

@@ -173,7 +173,7 @@ def race(
 
 
 def _reason(error: Exception) -> str:
-    """Why there is no figure, in one line."""
+    """As ``command.reason``; a ``TooSlowError`` says it all by itself."""
     return str(error) if isinstance(error, TooSlowError) else command.reason(error)
 
 
@@ -307,6 +307,26 @@ def parts(
     ]
 
 
+def measured(part: Part, written: command.Results) -> bool:
+    """Measure a part, and write what it finds as soon as it is known. Returns False where it failed, and notes why."""
+    results = written.found
+    try:
+        found = part.measure()
+        if isinstance(found, dict):
+            results[part.key] = found
+        for one in () if isinstance(found, dict) else found:
+            results.setdefault(part.key, []).append(one)
+            results.pop("unfinished", None)
+            written.write()
+    except Exception as error:  # the gate's too: what the other parts have found and will find is not lost
+        traceback.print_exc()
+        results["left_out"].append(f"{part.key}: {_reason(error)}")
+        if "unfinished" in results:
+            results.setdefault("broken_off", []).append(results.pop("unfinished"))
+        return False
+    return True
+
+
 def answers(device: str) -> bool:
     """Whether the device does any more work of this process."""
     try:
@@ -356,22 +376,10 @@ def main() -> int:
             results["left_out"].append(f"{part.key}: {left:.0f} s were left, it needs {part.needs_s:.0f} s")
             continue
         print(f"{part.key}, after {began - start:.0f} s ...", file=sys.stderr, flush=True)
-        try:
-            found = part.measure()
-            if isinstance(found, dict):
-                results[part.key] = found
-            for one in () if isinstance(found, dict) else found:
-                results.setdefault(part.key, []).append(one)
-                results.pop("unfinished", None)
-                written.write()
-        except Exception as error:  # the gate's too: what the other parts have found and will find is not lost
-            traceback.print_exc()
-            results["left_out"].append(f"{part.key}: {_reason(error)}")
-            if "unfinished" in results:
-                results.setdefault("broken_off", []).append(results.pop("unfinished"))
-            failed = True
-        else:
+        if measured(part, written):
             results["part_s"].append((part.key, time.perf_counter() - began))
+        else:
+            failed = True
         results["seconds"] = time.perf_counter() - start
         written.write()
         if not answers(args.device):  # and never will in this process, as after an illegal access
