@@ -46,12 +46,12 @@ class Batch:
     sampled: Tensor  # int64 [max_num_seqs + 1], the newest token by slot, for plans made before it is read
     state_rows: StateRows  # whose states they are that layers keep besides
     images: ImageRows | None  # None where no token is an image's
-    turns: Tensor | None  # rotary positions minus places, int64 [T] or [3, T]; None where they are the same
+    rope_deltas: Tensor | None  # rotary positions minus places, int64 [T] or [3, T]; None where they are the same
 
     @property
     def has_images(self) -> bool:
         """Whether a token is an image's, or lies among such: steps like it are few."""
-        return self.images is not None or (self.turns is not None and self.turns.dim() > 1)
+        return self.images is not None or (self.rope_deltas is not None and self.rope_deltas.dim() > 1)
 
     def advance(self, ops: Ops, tokens: Tensor, logprobs: Tensor | None = None, record: Record | None = None) -> None:
         """On to the next step of a decode window: each row's sampled token is its input.

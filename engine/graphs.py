@@ -95,7 +95,13 @@ class GraphStep:
             self._layout = adapters
         followed = batch.sampling.constraints
         automata = None if followed is None else followed.automata.data_ptr()  # elsewhere where there was no room
-        key = (adapters, batch.shared, *_kind(batch.sampling, batch.token_ids.shape[0]), batch.turns is None, automata)
+        key = (
+            adapters,
+            batch.shared,
+            *_kind(batch.sampling, batch.token_ids.shape[0]),
+            batch.rope_deltas is None,
+            automata,
+        )
         if key in self._graphs:
             graph = self._graphs[key] = self._graphs.pop(key)
             return self.eager(batch) if graph is None else self._replay(graph, batch)

@@ -113,7 +113,7 @@ class EagerStep:
     def _hidden(self, batch: Batch) -> Tensor:
         kv = self.kv
         # A row that has ended within its window is at place 0, wherever it was.
-        rotary = None if batch.turns is None else (batch.positions + batch.turns).clamp_(min=0)
+        rotary = None if batch.rope_deltas is None else (batch.positions + batch.rope_deltas).clamp_(min=0)
         context = StepContext(
             self.ops,
             kv.layers,

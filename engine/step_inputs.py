@@ -92,7 +92,7 @@ class StepInputs:
         # Of all layers, or of those that see all keys and those with a window.
         self._beside = beside
         self._slots = static(len(self._beside), self.max_tokens)
-        self._turns = static(3, self.max_tokens)
+        self._rope_deltas = static(3, self.max_tokens)
         self._block_tables = [static(max_num_seqs, max_blocks) for _ in self._beside]
         self._tables = [static(max_num_seqs + 1, max_blocks) for _ in self._beside]  # by slot
         self._sampled = static(max_num_seqs + 1)
@@ -185,7 +185,7 @@ class StepInputs:
             sampled=self._sampled,
             state_rows=StateRows(sent["slot_index"], sent["row_starts"], int(step.new.max())),
             images=image_rows(of_images, self.runtime.upload) if of_images else None,
-            turns=self._put_turns(of_images, step.tokens),
+            rope_deltas=self._put_rope_deltas(of_images, step.tokens),
         )
 
     def _upload(self, plan: Plan) -> list[Tensor]:
@@ -245,17 +245,17 @@ class StepInputs:
         where[:, count:] = 0
         return where
 
-    def _put_turns(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
+    def _put_rope_deltas(self, of_images: Sequence[ImagePart], tokens: int) -> Tensor | None:
         """Rotary positions minus places of a step's tokens; None where all are 0. One row where the three agree."""
-        if all(features.turns is None for _, _, _, features in of_images):
+        if all(features.rope_deltas is None for _, _, _, features in of_images):
             return None
-        turns = np.zeros((3, tokens), dtype=np.int64)
+        rope_deltas = np.zeros((3, tokens), dtype=np.int64)
         for where, start, count, features in of_images:
-            turns[:, where : where + count] = features.turns_of(start, count)
-        static = self._turns[:, :tokens]
-        static.copy_(self.runtime.upload(turns)[0])
+            rope_deltas[:, where : where + count] = features.rope_deltas_of(start, count)
+        static = self._rope_deltas[:, :tokens]
+        static.copy_(self.runtime.upload(rope_deltas)[0])
         # Those beyond the places, as of videos, are not among the kept rotary embeddings.
-        return static if (turns != turns[0]).any() or turns.max() > 0 else static[0]
+        return static if (rope_deltas != rope_deltas[0]).any() or rope_deltas.max() > 0 else static[0]
 
     def _begin_alike(self, requests: Sequence[Request]) -> bool:
         """Whether attention would read together what two neighbours begin with: blocks are shared from the first on."""

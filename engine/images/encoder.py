@@ -139,10 +139,10 @@ def _features(name: str, given: Mapping[str, Any], plain: Tensor, window: int | 
         order = visual.view(-1).nonzero().flatten()
         deep = [embeddings.new_zeros(embeddings.shape).index_copy(0, order, part.to(embeddings)) for part in deep]
         deep = [part.index_select(0, places) for part in deep]
-    turns, shift = _turns(given.get("position_ids"), len(plain))
+    rope_deltas, shift = _rope_deltas(given.get("position_ids"), len(plain))
     # Not in pinned memory, which torch keeps: for a large batch these are gigabytes, as the processor's tensors are.
     on_host = [tensor.cpu() for tensor in (embeddings.index_select(0, places), *deep)]
-    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), turns, shift, *spans)
+    return ImageFeatures(places.cpu().numpy(), on_host[0], tuple(on_host[1:]), rope_deltas, shift, *spans)
 
 
 def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...], bool] | None:
@@ -190,7 +190,7 @@ def _spans(masks: Any, window: int | None) -> tuple[tuple[tuple[int, int], ...],
     return tuple(spans), local
 
 
-def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:
+def _rope_deltas(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | None, int]:
     """Rotary positions relative to places, and those of what follows.
 
     positions: [.., L], of one row, of three (time, height, width), or of text and these three.
@@ -198,8 +198,8 @@ def _turns(positions: Tensor | None, length: int) -> tuple[NDArray[np.int64] | N
     if positions is None:
         return None, 0
     rows = positions.reshape(-1, length)[-3:].cpu().numpy()
-    turns = np.broadcast_to(rows, (3, length)) - np.arange(length)
+    rope_deltas = np.broadcast_to(rows, (3, length)) - np.arange(length)
     # Text goes on from the last token, in the forward of a whole sequence; a cache's "rope delta" is from the largest of all,
     # which a video has in its midst.
     shift = int(rows[:, -1].max()) + 1 - length
-    return (turns, shift) if turns.any() or shift else (None, 0)
+    return (rope_deltas, shift) if rope_deltas.any() or shift else (None, 0)

@@ -25,31 +25,33 @@ class ImageFeatures:
     places: NDArray[np.int64]  # of the tokens whose embeddings are given, [n], ascending
     embeddings: Tensor  # [n, D]
     deep: tuple[Tensor, ...]  # added there after each of the first layers, [n, D] each
-    turns: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
+    rope_deltas: NDArray[np.int64] | None  # rotary positions (time, height, width) minus places, [3, L]; None: all zero
     shift: int  # the same of tokens after the prompt
     spans: tuple[tuple[int, int], ...] = ()  # tokens, from and to, in order, that each see all up to the last of them
     local_spans: bool = False  # so they do in layers with a window alone
 
-    def turns_of(self, start: int, count: int) -> NDArray[np.int64]:
+    def rope_deltas_of(self, start: int, count: int) -> NDArray[np.int64]:
         """The relative rotary positions of ``count`` tokens from ``start`` on, int64 [3, count]."""
         found = np.full((3, count), self.shift, dtype=np.int64)
-        if self.turns is not None and start < self.turns.shape[1]:
-            known = self.turns[:, start : start + count]
+        if self.rope_deltas is not None and start < self.rope_deltas.shape[1]:
+            known = self.rope_deltas[:, start : start + count]
             found[:, : known.shape[1]] = known
         return found
 
     def followed_by(self, rest: ImageFeatures, start: int) -> ImageFeatures:
         """The features of a longer prompt: these, and ``rest``, those of its tokens from ``start`` on."""
         assert len(self.deep) == len(rest.deep)
-        shift, turns = self.shift + rest.shift, None
-        if self.turns is not None or rest.turns is not None:
-            count = 0 if rest.turns is None else rest.turns.shape[1]
-            turns = np.concatenate([self.turns_of(0, start), self.shift + rest.turns_of(0, count)], axis=1)
+        shift, rope_deltas = self.shift + rest.shift, None
+        if self.rope_deltas is not None or rest.rope_deltas is not None:
+            count = 0 if rest.rope_deltas is None else rest.rope_deltas.shape[1]
+            rope_deltas = np.concatenate(
+                [self.rope_deltas_of(0, start), self.shift + rest.rope_deltas_of(0, count)], axis=1
+            )
         return ImageFeatures(
             np.concatenate([self.places, start + rest.places]),
             torch.cat([self.embeddings, rest.embeddings]),
             tuple(map(torch.cat, zip(self.deep, rest.deep, strict=True))),
-            turns,
+            rope_deltas,
             shift,
             (*self.spans, *((start + begin, start + end) for begin, end in rest.spans)),
             self.local_spans or rest.local_spans,
@@ -133,9 +135,9 @@ class ImageInputs:
         return self._salt[1]
 
     def _salt_of(self, features: ImageFeatures) -> tuple[int, bytes]:
-        first, turns, spans = int(features.places[0]), features.turns, features.spans
-        if turns is not None:
-            first = min(first, int(turns.any(axis=0).argmax()))
+        first, rope_deltas, spans = int(features.places[0]), features.rope_deltas, features.spans
+        if rope_deltas is not None:
+            first = min(first, int(rope_deltas.any(axis=0).argmax()))
         if not spans:
             return first, self.digest
         seen = array("q", self.tokens[: spans[-1][1]]).tobytes()

@@ -56,7 +56,7 @@ def test_prompts_that_are_read_together_are_read_as_they_are_alone(kind: str) ->
             for one, found in zip(batch, encode(shell, batch, ImageAdapter(), 512), strict=True):
                 (alone,) = encode(shell, [one], ImageAdapter(), 512)
                 assert found.places.tolist() == alone.places.tolist()
-                assert found.turns_of(0, 99).tolist() == alone.turns_of(0, 99).tolist()
+                assert found.rope_deltas_of(0, 99).tolist() == alone.rope_deltas_of(0, 99).tolist()
                 assert (found.spans, found.local_spans) == (alone.spans, alone.local_spans)
                 for a, b in zip((found.embeddings, *found.deep), (alone.embeddings, *alone.deep), strict=True):
                     torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
@@ -185,7 +185,7 @@ def test_a_next_turn_with_more_images_has_these_alone_read(kind: str, monkeypatc
             assert found is not None
             assert (found.spans, found.shift) == (whole.spans, whole.shift)
             assert found.places.tolist() == whole.places.tolist()
-            assert found.turns_of(0, 128).tolist() == whole.turns_of(0, 128).tolist()
+            assert found.rope_deltas_of(0, 128).tolist() == whole.rope_deltas_of(0, 128).tolist()
             for a, b in zip((found.embeddings, *found.deep), (whole.embeddings, *whole.deep), strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
