@@ -15,7 +15,7 @@ from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer gets besides hidden states."""
 
     tables: tuple[Tensor, ...] | None = None  # of ``Rotary``
@@ -23,7 +23,7 @@ class Given(NamedTuple):
     per_layer: Tensor | None = None  # [T, P], of a model that gives each layer an input of its own
 
 
-_NOTHING = Given()
+_NOTHING = LayerInputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class NormBefore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixing:
+class MixerBranch:
     """Attention, what stands in its place, or an activation, between the linears before and after it."""
 
     inputs: Linears
@@ -64,13 +64,15 @@ class Mixing:
     def linears(self) -> tuple[Linears, ...]:
         return self.inputs, *self.inner, self.out
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given = _NOTHING, **add: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: LayerInputs = _NOTHING, **add: Any) -> Tensor:
         """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
         return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mlp:
+class MlpBranch:
+    """Gate and up as one product, activation, down."""
+
     gate_up: Linears
     act: Activation
     gate_scale: float
@@ -87,7 +89,7 @@ class Mlp:
     def linears(self) -> tuple[Linears, ...]:
         return self.gate_up, self.down
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, given: Given = _NOTHING, **add: Any) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, given: LayerInputs = _NOTHING, **add: Any) -> Tensor:
         if self.gate_scale == 1.0 and not self.per_layer:
             return self.down(self.gate_up(x, norm=norm, gated=self.act), **add)
         up = given.per_layer if self.per_layer else None
@@ -96,7 +98,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OriginalBranch:
     """A module of the original layer, or experts with the router before them."""
 
     module: Any
@@ -122,7 +124,7 @@ class Own:
         self,
         x: Tensor,
         norm: Norm | None,
-        given: Given,
+        given: LayerInputs,
         *,
         residual: Tensor | None = None,
         scale: float = 1.0,
@@ -146,11 +148,11 @@ class Block:
     """``layer_structure.Block`` with what runs. It is no module, so that reading it is cheap and no parameter is renamed."""
 
     norm: NormBefore | None
-    branches: tuple[Mixing | Mlp | Own, ...]
+    branches: tuple[MixerBranch | MlpBranch | OriginalBranch, ...]
     post_norm: Norm | None
     norm_is_read: bool = field(init=False)  # by other than one linear, which would do the norm on its way
 
     def __post_init__(self) -> None:
         readers = [branch for branch in self.branches if branch.norm is None]
-        is_read = len(readers) > 1 or any(isinstance(b, Own) or b.in_scale != 1.0 for b in readers)
+        is_read = len(readers) > 1 or any(isinstance(b, OriginalBranch) or b.in_scale != 1.0 for b in readers)
         object.__setattr__(self, "norm_is_read", is_read)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stoker.engine.adapters.lora import Adapted
-from stoker.engine.layers.fused_branches import Block, Given, Mixing, Mlp, Own
+from stoker.engine.layers.fused_branches import Block, LayerInputs, MixerBranch, MlpBranch, OriginalBranch
 from stoker.engine.layers.rotary import Rotary
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
@@ -33,22 +33,22 @@ class FusedDecoderLayer(nn.Module):
         self.rotary = rotary
         vars(self).update((name, value) for name, value in vars(layer).items() if isinstance(value, str))  # its kind
         self.ops, self.index, self.blocks = ops, index, tuple(blocks)
-        self.reads_per_layer = any(isinstance(b, Mlp) and b.per_layer for b in self.branches)
+        self.reads_per_layer = any(isinstance(b, MlpBranch) and b.per_layer for b in self.branches)
         self.besides = (None,) * (len(returned) - 1) if isinstance(returned, tuple) else None
 
     @property
-    def branches(self) -> list[Mixing | Mlp | Own]:
+    def branches(self) -> list[MixerBranch | MlpBranch | OriginalBranch]:
         return [branch for block in self.blocks for branch in block.branches]
 
     @property
     def complete(self) -> bool:
         """Whether the layer runs nothing of the original's own."""
-        return not any(isinstance(branch, Own) for branch in self.branches)
+        return not any(isinstance(branch, OriginalBranch) for branch in self.branches)
 
     @property
     def runs_on_ops(self) -> bool:
         """Whether no module of the original's runs by its own code; without adapters, which may be over a router."""
-        return all(branch.runs_on_ops for branch in self.branches if isinstance(branch, Own))
+        return all(branch.runs_on_ops for branch in self.branches if isinstance(branch, OriginalBranch))
 
     @property
     def adapted(self) -> dict[tuple[str, ...], Adapted]:
@@ -82,7 +82,7 @@ class FusedDecoderLayer(nn.Module):
         in_place: bool = False,
     ) -> Tensor:
         """hidden_states: [1, T, D], which nobody reads afterwards if ``in_place``; tables: of ``Rotary``; per_layer: [T, P]."""
-        x, given = hidden_states[0], Given(tables, context, per_layer)
+        x, given = hidden_states[0], LayerInputs(tables, context, per_layer)
         for block in self.blocks:
             read, norm = x, None
             if block.norm is not None:
@@ -110,7 +110,9 @@ class FusedDecoderLayer(nn.Module):
         return x[None]
 
 
-def _read(branch: Mixing | Mlp | Own, x: Tensor, read: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
+def _read(
+    branch: MixerBranch | MlpBranch | OriginalBranch, x: Tensor, read: Tensor, norm: Norm | None
+) -> tuple[Tensor, Norm | None]:
     """What a branch reads of a block's input ``x``, and a norm of it that is left to the branch.
 
     read, norm: the same of branches without a norm of their own.

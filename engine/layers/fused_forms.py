@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.engine.layers.experts import run_on
-from stoker.engine.layers.fused_branches import Block, Mixing, Mlp, NormBefore, Own
+from stoker.engine.layers.fused_branches import Block, MixerBranch, MlpBranch, NormBefore, OriginalBranch
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.engine.layers.fused_mixers import mixers_of
 from stoker.engine.layers.layer_structure import Branch, Structure, norm_of
@@ -31,7 +31,7 @@ from stoker.kernels.reference.norm_rotary import Norm
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class BranchMaker:
     """Makes the fused parts that run a shell's modules. fused: by the names of weights, the tensor in which they lie side by side."""
 
     shell: ModelShell
@@ -58,12 +58,12 @@ class Maker:
         branch: Branch,
         norm: NormBefore | None = None,
         post_norm: Norm | None = None,
-    ) -> Mlp | Mixing:
+    ) -> MlpBranch | MixerBranch:
         gate_up, down = (self.linears(path, module, names) for names in (branch.inputs, (branch.out,)))
         if branch.act is None:
             act = branch.plain_act
             assert act is not None
-            return Mixing(
+            return MixerBranch(
                 inputs=gate_up,
                 mixer=lambda x, *_: act(x),
                 inner=(),
@@ -73,7 +73,7 @@ class Maker:
                 norm=norm,
                 post_norm=post_norm,
             )
-        return Mlp(
+        return MlpBranch(
             gate_up=gate_up,
             act=branch.act,
             gate_scale=branch.gate_scale,
@@ -84,15 +84,15 @@ class Maker:
             post_norm=post_norm,
         )
 
-    def shared_mlp(self, path: str, block: nn.Module, branch: Branch) -> Mlp | Mixing | None:
+    def shared_mlp(self, path: str, block: nn.Module, branch: Branch) -> MlpBranch | MixerBranch | None:
         """As ``mlp``, for the MLP of a mixture of experts that all tokens go through; None where it does something else."""
         module = block.get_submodule(branch.path)
         with on_noise(module, None):
-            known = _computes(module, branch, Maker(self.shell, REFERENCE, {}).mlp(path, block, branch))
+            known = _computes(module, branch, BranchMaker(self.shell, REFERENCE, {}).mlp(path, block, branch))
         return self.mlp(path, block, branch) if known else None
 
 
-def _computes(module: nn.Module, branch: Branch, part: Mlp | Mixing) -> bool:
+def _computes(module: nn.Module, branch: Branch, part: MlpBranch | MixerBranch) -> bool:
     """Whether an MLP on noise computes what a branch does, on numbers so large that a bound between its linears would show."""
     generator, width = torch.Generator().manual_seed(0), matrix_of(part.linears[0].linears[0]).shape[1]
     x = FAR * torch.randn(POSITIONS.numel(), width, generator=generator, device="cpu", dtype=torch.float32)
@@ -116,14 +116,14 @@ class FusedForms:
                 kind = path if shell.same_keys else self._kind_of(layer, structure)
                 if kind not in known:
                     with on_noise(layer, rotary.module), run_on(layer.modules(), REFERENCE):
-                        trial = _Trial(Maker(shell, REFERENCE, {}), rotary, shared, path, layer, structure)
+                        trial = _Trial(BranchMaker(shell, REFERENCE, {}), rotary, shared, path, layer, structure)
                         forms = enumerate(trial.forms())
                         known[kind] = next(
                             (n for n, form in forms if trial.agrees(form) and trial.agrees_far(form)), None
                         )
                 self._numbers.append(known[kind])
 
-    def found(self, maker: Maker) -> Iterator[FusedDecoderLayer | None]:
+    def found(self, maker: BranchMaker) -> Iterator[FusedDecoderLayer | None]:
         """Each layer's fused form with its weights; None where none gives the same output on a few random tokens."""
         shared = dict[str, Any]()
         with clipping_within_reach(self._shell.module):
@@ -161,7 +161,7 @@ class _Trial:
 
     def __init__(
         self,
-        maker: Maker,
+        maker: BranchMaker,
         rotary: Rotary,
         shared: dict[str, Any],
         path: str,
@@ -220,7 +220,7 @@ class _Trial:
         return all(
             _computes(self._layer.get_submodule(branch.path), branch, part)
             for branch, part in zip(self._structure.branches, form.branches, strict=True)
-            if isinstance(part, Mlp | Mixing) and branch.is_mlp
+            if isinstance(part, MlpBranch | MixerBranch) and branch.is_mlp
         )
 
     def forms(self) -> Iterator[FusedDecoderLayer]:
@@ -243,13 +243,13 @@ class _Trial:
                 self._layer, self._index, blocks, scale, self._ops, self._rotary, self._returned
             ).eval()
 
-    def _branches(self, branch: Branch) -> Iterator[Mixing | Mlp | Own]:
+    def _branches(self, branch: Branch) -> Iterator[MixerBranch | MlpBranch | OriginalBranch]:
         """The forms that a branch may have."""
         module = self._layer.get_submodule(branch.path)
         of_its_own: dict[str, Any] = {"norm": self._before(branch.norm), "post_norm": self._norm(branch.post_norm)}
         if not branch.inputs:
             router = None if branch.router is None else self._layer.get_submodule(branch.router)
-            yield Own(module, router, branch.scale, **of_its_own)
+            yield OriginalBranch(module, router, branch.scale, **of_its_own)
             return
         if branch.act is not None or branch.plain_act is not None:
             yield self._mlp(branch, **of_its_own)
@@ -267,7 +267,7 @@ class _Trial:
         )
         of_its_own |= {"scale": branch.scale, "in_scale": branch.in_scale}
         for mixer in mixers:
-            yield Mixing(inputs=inputs, mixer=mixer, inner=inner, out=out, **of_its_own)
+            yield MixerBranch(inputs=inputs, mixer=mixer, inner=inner, out=out, **of_its_own)
 
     def _before(self, name: str | None) -> NormBefore | None:
         norm = self._norm(name)

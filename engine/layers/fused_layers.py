@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stoker.engine.layers.experts import may_be_rounded
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
-from stoker.engine.layers.fused_forms import FusedForms, Maker
+from stoker.engine.layers.fused_forms import BranchMaker, FusedForms
 from stoker.engine.layers.fused_model import FusedModel
 from stoker.engine.layers.fused_moe import shared_mlps, take_over_mixtures
 from stoker.engine.layers.layer_structure import Structure, structure_of
@@ -64,7 +64,7 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     """
     with torch.inference_mode(), torch.autocast(shell.device.type, enabled=False), in_full_precision():
         candidates, rotary, forms = list(_candidates(shell)), None, None
-        maker = Maker(shell, ops, fused)
+        maker = BranchMaker(shell, ops, fused)
         with suppress(Exception):  # of any kind: positions alone do not give them
             rotary = Rotary(shell)
         if rotary is not None:

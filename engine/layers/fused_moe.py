@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stoker.engine.adapters.lora import LoraLayers
 from stoker.engine.layers.experts import is_taken_over, run_experts
 from stoker.engine.layers.layer_structure import Branch
-from stoker.engine.layers.moe_structure import Pair, Parts, blocks_of, parts_of, tensors_of
+from stoker.engine.layers.moe_structure import MoeParts, RouterAndExperts, blocks_of, parts_of, tensors_of
 from stoker.engine.layers.probe import POSITIONS, TOLERANCE
-from stoker.engine.layers.router_probe import Way, biases_of, way_of
+from stoker.engine.layers.router_probe import RouterRule, biases_of, router_rule_of
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.norm_rotary import Norm
 
@@ -33,20 +33,20 @@ def shared_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Branch]]:
             yield path, block, parts.shared
 
 
-class Mixture:
-    """Stands in for the forward of a block. Refers to its tensors and owns none but a number."""
+class FusedMoe:
+    """Stands in for the forward of a mixture of experts. Refers to its tensors and owns none but a number."""
 
-    def __init__(self, block: Any, parts: Parts, way: Way, shared: Any, ops: Ops, lora: LoraLayers) -> None:
+    def __init__(self, block: Any, parts: MoeParts, rule: RouterRule, shared: Any, ops: Ops, lora: LoraLayers) -> None:
         """shared: what to run for the MLP of all tokens, if there is one."""
-        self.choice, self.ops, self.lora = way.choice, ops, lora
+        self.choice, self.ops, self.lora = rule.choice, ops, lora
         self.original: Callable[..., Any] = block.forward
         self.experts = block.get_submodule(parts.experts)
         tensors = tensors_of(block)
         self.weight = tensors[parts.weight]
-        self.biases = biases_of(tensors, way.names)
+        self.biases = biases_of(tensors, rule.names)
         self.norm: Norm | None = None
         self.factor: Tensor | None = None
-        if (entry := way.entry) is not None and parts.scale is not None:
+        if (entry := rule.entry) is not None and parts.scale is not None:
             self.norm = Norm(tensors[parts.scale], entry.eps)
             self.factor = self.norm.weight.new_tensor([entry.factor], dtype=torch.float32)
         self.shared = shared
@@ -95,37 +95,37 @@ def is_mixture(module: Any) -> bool:
     return hasattr(module, _STATE)
 
 
-def mixture_of(module: Any) -> Mixture | None:
-    """The ``Mixture`` that a block runs as; None where it was not taken over, or adapters of the present step forbid it."""
-    mixture: Mixture | None = getattr(module, _STATE, None)
+def mixture_of(module: Any) -> FusedMoe | None:
+    """The ``FusedMoe`` that a block runs as; None where it was not taken over, or adapters of the present step forbid it."""
+    mixture: FusedMoe | None = getattr(module, _STATE, None)
     return mixture if mixture is not None and mixture.applies else None
 
 
 def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Callable[[str, Any, Branch], Any]) -> int:
-    """Replace the forward of each block that a ``Mixture`` agrees with; returns how many. A pair has no forward to
+    """Replace the forward of each block that a ``FusedMoe`` agrees with; returns how many. A pair has no forward to
     replace: the fused layer asks ``mixture_of`` its experts.
 
     shared: makes what to run for the MLP of all tokens, of the block's path, the block and the branch in it; None where the branch
     is not all of it.
     """
     count = 0
-    likely: Way | None = None
+    likely: RouterRule | None = None
     strange: set[type] = set()
     for path, block, parts in blocks_of(model):
         experts: Any = block.get_submodule(parts.experts)
         if type(block) in strange or not is_taken_over(experts):
             continue
-        way = way_of(block, parts, likely)
-        if way is None:
+        rule = router_rule_of(block, parts, likely)
+        if rule is None:
             strange.add(type(block))
             continue
-        likely = way
+        likely = rule
         run = None if parts.shared is None else shared(path, block, parts.shared)
         if parts.shared is not None and run is None:
             continue
-        mixture = Mixture(block, parts, way, run, ops, lora)
+        mixture = FusedMoe(block, parts, rule, run, ops, lora)
         if _agrees(mixture):
-            if isinstance(block, Pair):
+            if isinstance(block, RouterAndExperts):
                 setattr(experts, _STATE, mixture)
             else:
                 setattr(block, _STATE, mixture)
@@ -134,7 +134,7 @@ def take_over_mixtures(model: nn.Module, ops: Ops, lora: LoraLayers, shared: Cal
     return count
 
 
-def _agrees(mixture: Mixture) -> bool:
+def _agrees(mixture: FusedMoe) -> bool:
     """Whether it gives the block's numbers on a few random tokens. Notes in what form the block returns them, and whether
     the router's numbers, which no layer reads, come with them."""
     generator, like = torch.Generator().manual_seed(0), mixture.weight

@@ -13,7 +13,7 @@ from stoker.engine.layers.layer_structure import Branch, mlp_of
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class MoeParts:
     """The parts of a mixture of experts, by name."""
 
     experts: str
@@ -24,7 +24,7 @@ class Parts:
     shared_gate: str | None
 
 
-def parts_of(block: nn.Module) -> Parts | None:
+def parts_of(block: nn.Module) -> MoeParts | None:
     """The parts of a block; None where it is no mixture, or has others too. Works on the meta device too."""
     found = [name for name, module in block.named_children() if are_experts(module)]
     if len(found) != 1:
@@ -51,14 +51,14 @@ def parts_of(block: nn.Module) -> Parts | None:
     ):
         return None
     scale, gate = (next(iter(names), None) for names in (scales, gates))
-    return Parts(found[0], weights[0], scale, tuple(biases), next(iter(shared), None), gate)
+    return MoeParts(found[0], weights[0], scale, tuple(biases), next(iter(shared), None), gate)
 
 
 def tensors_of(block: nn.Module) -> dict[str, Tensor]:
     return {**dict(block.named_parameters()), **dict(block.named_buffers())}
 
 
-class Pair(nn.Module):
+class RouterAndExperts(nn.Module):
     """A router and experts of a layer as a block of their own."""
 
     def __init__(self, router: nn.Module, experts: nn.Module) -> None:
@@ -71,7 +71,7 @@ class Pair(nn.Module):
         return self.experts(hidden_states[0], ids, weights)
 
 
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Parts]]:
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, MoeParts]]:
     """(path, block, its parts) of each mixture in a model. The path of a pair is that of its experts."""
     for path, module in list(model.named_modules()):
         if (parts := parts_of(module)) is not None:
@@ -79,6 +79,6 @@ def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Parts]]:
             continue
         for name, experts in module.named_children():
             if are_experts(experts):
-                pairs = [Pair(router, experts) for router in module.children() if router is not experts]
+                pairs = [RouterAndExperts(router, experts) for router in module.children() if router is not experts]
                 found = [(pair, parts) for pair in pairs if (parts := parts_of(pair)) is not None]
                 yield from ((f"{path}.{name}", *pair) for pair in found if len(found) == 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.layers.layer_structure import norm_of
-from stoker.engine.layers.moe_structure import Parts, tensors_of
+from stoker.engine.layers.moe_structure import MoeParts, tensors_of
 from stoker.kernels.reference.routing import Choice, route
 
 _EPSILONS = (1e-20, 1e-6)  # that sums of weights are kept off zero by
@@ -25,23 +25,23 @@ _Names = tuple[str | None, str | None, str | None]
 _Router = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-class Entry(NamedTuple):
-    """What a router does to its input first: a norm without weights, a product with ``Parts.scale``, one with a factor."""
+class RouterInput(NamedTuple):
+    """What a router does to its input first: a norm without weights, a product with ``MoeParts.scale``, one with a factor."""
 
     norm: str  # by its path
     eps: float
     factor: float
 
 
-class Way(NamedTuple):
+class RouterRule(NamedTuple):
     """What a router does, and names of the tensors that are biases of its logits, of what it ranks, and its weights' factors."""
 
     choice: Choice
     names: _Names
-    entry: Entry | None
+    entry: RouterInput | None
 
 
-def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
+def router_rule_of(block: nn.Module, parts: MoeParts, likely: RouterRule | None) -> RouterRule | None:
     """The known way in which a block's router chooses; None where it is another. likely: what is tried first."""
     roles = list(dict.fromkeys(itertools.permutations([*parts.biases, *[None] * (3 - len(parts.biases))], 3)))
     for entry in sorted(_entries(block, parts), key=lambda entry: likely is None or entry != likely.entry):
@@ -55,9 +55,11 @@ def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
         if weights.dtype not in (x.dtype, torch.float32):
             return None
         first = Choice(per_token=ids.shape[1], score="softmax", wide_weights=weights.dtype != x.dtype)
-        ways = itertools.chain([] if likely is None else [likely.choice], _ways(block, first, len(given[parts.weight])))
+        choices = itertools.chain(
+            [] if likely is None else [likely.choice], _choices(block, first, len(given[parts.weight]))
+        )
         entered = [x if entry is None else x * g[parts.scale or ""] * entry.factor for x, g in tried]
-        for choice, (bias, correction, gain) in itertools.product(ways, roles):
+        for choice, (bias, correction, gain) in itertools.product(choices, roles):
             if (choice.per_token, choice.wide_weights) != (first.per_token, first.wide_weights):
                 continue
             names = bias, correction, gain
@@ -65,7 +67,7 @@ def way_of(block: nn.Module, parts: Parts, likely: Way | None) -> Way | None:
                 (x, given[parts.weight], *biases_of(given, names)) for x, (_, given) in zip(entered, tried, strict=True)
             ]
             if all(_same(router, choice, found) for router, found in zip(routers, seen, strict=True)):
-                return Way(choice, names, entry)
+                return RouterRule(choice, names, entry)
     return None
 
 
@@ -75,7 +77,7 @@ def biases_of(tensors: Mapping[str, Tensor], names: _Names) -> tuple[Tensor | No
     return bias, correction, gain
 
 
-def _entries(block: nn.Module, parts: Parts) -> Sequence[Entry | None]:
+def _entries(block: nn.Module, parts: MoeParts) -> Sequence[RouterInput | None]:
     """What the router may do to its input; the factor is a number that a module has as an attribute."""
     if parts.scale is None:
         return [None]
@@ -84,14 +86,16 @@ def _entries(block: nn.Module, parts: Parts) -> Sequence[Entry | None]:
     norms = [(name, norm.eps) for name, m in bare.items() if (norm := norm_of(m, like.numel(), like)) is not None]
     least = 1 / torch.finfo(like.dtype).max  # its inverse is a number, too
     factors = [1.0, *sorted(n for n in _numbers(block) if isinstance(n, float) and n > least and n != 1.0)]
-    return [Entry(name, eps, factor) for (name, eps), factor in itertools.product(norms, factors) if len(norms) == 1]
+    return [
+        RouterInput(name, eps, factor) for (name, eps), factor in itertools.product(norms, factors) if len(norms) == 1
+    ]
 
 
 def _numbers(block: nn.Module) -> set[float]:
     return {value for module in block.modules() for value in vars(module).values() if type(value) in (int, float)}
 
 
-def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
+def _choices(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
     """The ways in which a router may choose, commonest first. Scales of weights, the number of groups of experts and how many
     are taken are among the numbers that modules of the block have as attributes."""
     numbers = _numbers(block)
@@ -109,7 +113,9 @@ def _ways(block: nn.Module, first: Choice, count: int) -> Iterator[Choice]:
             yield replace(first, scale=scale, groups=g, kept_groups=kept, best_of_group=best, **width, **kind)
 
 
-def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+def probes(
+    block: nn.Module, parts: MoeParts, entry: RouterInput | None
+) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
     """Hidden states and tensors of the router with which its logits are known numbers."""
     tensors = tensors_of(block)
     weight = tensors[parts.weight]
@@ -144,7 +150,7 @@ def probes(block: nn.Module, parts: Parts, entry: Entry | None) -> Iterator[tupl
 
 
 def _seen(
-    block: nn.Module, parts: Parts, entry: Entry | None, x: Tensor, given: Mapping[str, Tensor]
+    block: nn.Module, parts: MoeParts, entry: RouterInput | None, x: Tensor, given: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Expert ids and weights, [T, K] each, that a block makes of ``x``, whose last number is 1, with other tensors for its
     router. Raises an exception of any kind where it does something else."""
@@ -184,10 +190,10 @@ def _instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-def _same(router: _Router, way: Choice, theirs: tuple[Tensor, Tensor]) -> bool:
-    """Whether a way of choosing gives the same experts with the same weights, in any order. theirs: ids and weights, [T, K]."""
+def _same(router: _Router, choice: Choice, theirs: tuple[Tensor, Tensor]) -> bool:
+    """Whether a choice gives the same experts with the same weights, in any order. theirs: ids and weights, [T, K]."""
     try:
-        mine = route(*router, way)
+        mine = route(*router, choice)
     except RuntimeError:  # dtypes that only go together where all is fp32
         return False
     (ids, places), (other, others) = (t[0].sort(dim=1) for t in (mine, theirs))

@@ -136,12 +136,12 @@ BIASED = {
 
 
 @pytest.fixture
-def mixtures(monkeypatch: pytest.MonkeyPatch) -> list[fused_moe.Mixture]:
+def mixtures(monkeypatch: pytest.MonkeyPatch) -> list[fused_moe.FusedMoe]:
     """Those that are put in service."""
-    found: list[fused_moe.Mixture] = []
+    found: list[fused_moe.FusedMoe] = []
     agrees = fused_moe._agrees
 
-    def noted(mixture: fused_moe.Mixture) -> bool:
+    def noted(mixture: fused_moe.FusedMoe) -> bool:
         agreed = agrees(mixture)
         found.extend([mixture] * agreed)
         return agreed
@@ -152,7 +152,9 @@ def mixtures(monkeypatch: pytest.MonkeyPatch) -> list[fused_moe.Mixture]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", CHOICES)
-def test_how_the_routers_of_families_choose(family: str, dtype: torch.dtype, mixtures: list[fused_moe.Mixture]) -> None:
+def test_how_the_routers_of_families_choose(
+    family: str, dtype: torch.dtype, mixtures: list[fused_moe.FusedMoe]
+) -> None:
     choice, count, wide = CHOICES[family]
     if dtype != torch.float32:
         choice = replace(choice, **dict.fromkeys(wide, True))
@@ -167,13 +169,13 @@ def test_how_the_routers_of_families_choose(family: str, dtype: torch.dtype, mix
 
 
 @pytest.mark.parametrize("family", ["gemma4", "llama"])
-def test_other_models_have_no_such_blocks(family: str, mixtures: list[fused_moe.Mixture]) -> None:
+def test_other_models_have_no_such_blocks(family: str, mixtures: list[fused_moe.FusedMoe]) -> None:
     with RolloutEngine(make_model(family), config=CONFIG):
         assert not mixtures
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_how_many_groups_are_chosen_from_may_be_no_divisor(family: str, mixtures: list[fused_moe.Mixture]) -> None:
+def test_how_many_groups_are_chosen_from_may_be_no_divisor(family: str, mixtures: list[fused_moe.FusedMoe]) -> None:
     """As of DeepSeek V2: three of eight."""
     model = make_model(family, n_routed_experts=16, num_experts_per_tok=5, n_group=8, topk_group=3)
     with RolloutEngine(model, config=CONFIG) as engine:
@@ -182,7 +184,7 @@ def test_how_many_groups_are_chosen_from_may_be_no_divisor(family: str, mixtures
 
 
 @pytest.mark.parametrize("family", CHOICES)
-def test_routers_follow_the_weights(family: str, mixtures: list[fused_moe.Mixture]) -> None:
+def test_routers_follow_the_weights(family: str, mixtures: list[fused_moe.FusedMoe]) -> None:
     """Every parameter and buffer in place, of layers that are not fused, too."""
     model = make_model(family)
     with RolloutEngine(model, config=CONFIG) as engine:
@@ -239,7 +241,7 @@ def _capped(gate: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("change", [_other_experts, _capped])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_a_router_that_does_something_else_stays(
-    family: str, change: Any, mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch
+    family: str, change: Any, mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(family)
     kind = type(model.model.layers[2].mlp.gate)
@@ -265,7 +267,7 @@ def test_a_router_that_does_something_else_stays(
     ],
 )
 def test_what_stands_otherwise_and_does_something_else_stays(
-    family: str, path: str, change: Any, mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch
+    family: str, path: str, change: Any, mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(family)
     kind = type(model.model.layers[1].get_submodule(path))
@@ -276,7 +278,7 @@ def test_what_stands_otherwise_and_does_something_else_stays(
         assert_like_hugging_face(engine, model)
 
 
-def test_experts_of_sizes_that_the_operation_does_not_take_stay(mixtures: list[fused_moe.Mixture]) -> None:
+def test_experts_of_sizes_that_the_operation_does_not_take_stay(mixtures: list[fused_moe.FusedMoe]) -> None:
     """Rows of a weight that are no multiple of 16 bytes, as of torch's grouped product."""
     model = make_model("llama4", intermediate_size=66)
     with RolloutEngine(model, config=CONFIG) as engine:
@@ -286,7 +288,7 @@ def test_experts_of_sizes_that_the_operation_does_not_take_stay(mixtures: list[f
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "deepseek_v3"])
 def test_a_block_that_does_something_else_stays(
-    family: str, mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch
+    family: str, mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(family)
     kind = type(model.model.layers[2].mlp)
@@ -297,7 +299,7 @@ def test_a_block_that_does_something_else_stays(
         assert_like_hugging_face(engine, model)
 
 
-def test_a_block_with_more_in_it_stays(mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_with_more_in_it_stays(mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch) -> None:
     """Though on the day it is looked at that does nothing."""
     model = make_model("qwen3_moe")
     kind = type(model.model.layers[2].mlp)
@@ -332,7 +334,7 @@ def test_a_block_with_more_in_it_stays(mixtures: list[fused_moe.Mixture], monkey
     ],
 )
 def test_a_block_is_these_operations_and_nothing_else(
-    family: str, operations: list[str], mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch
+    family: str, operations: list[str], mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
     monkeypatch.setattr(binding, "ops_for", lambda *_, **__: named(launched))
@@ -343,7 +345,7 @@ def test_a_block_is_these_operations_and_nothing_else(
             mixture.forward(x)
         assert launched == operations
         if family in ("qwen3_moe", "qwen3_5_moe"):  # in a fused layer the residual is added on the way
-            own = fused_branches.Own(mixture.original.__self__, None, 1.0, None, None)
+            own = fused_branches.OriginalBranch(mixture.original.__self__, None, 1.0, None, None)
             residual = torch.randn(3, 48)
             launched.clear()
             with Launches(launched):
@@ -352,7 +354,7 @@ def test_a_block_is_these_operations_and_nothing_else(
 
 
 def test_a_router_beside_other_modules_and_its_experts_are_operations(
-    mixtures: list[fused_moe.Mixture], monkeypatch: pytest.MonkeyPatch
+    mixtures: list[fused_moe.FusedMoe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of Gemma 4: a norm before each of them, and a norm after that adds to what the MLP gives."""
     launched: list[str] = []
@@ -360,7 +362,7 @@ def test_a_router_beside_other_modules_and_its_experts_are_operations(
     with RolloutEngine(make_model("gemma4+experts"), config=CONFIG), torch.inference_mode():
         norm, x = Norm(torch.ones(48), 1e-6), torch.randn(3, 48)
         before = fused_branches.NormBefore(norm, torch.nn.Identity(), mixtures[0].ops)
-        own = fused_branches.Own(mixtures[0].experts, mixtures[0].original.__self__, 1.0, before, norm)
+        own = fused_branches.OriginalBranch(mixtures[0].experts, mixtures[0].original.__self__, 1.0, before, norm)
         launched.clear()
         with Launches(launched):
             own(x, None, None)
