@@ -227,7 +227,7 @@ class _Launch:
         return launch_config(queries, self.key_dim, self.value_dim, self.itemsize, self.processors, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
-        """What units share first: the last of a row's own pieces to be done merges them all."""
+        """Launch decode rows: first what units share, then each row's own pieces, the last of which to be done merges them all."""
         shares = lanes.shares(self.visibility)
         if shares:
             self._decode(lanes, out, lse, shares, prefix=True)

@@ -171,17 +171,17 @@ class AttentionPlan:
 
     @property
     def decode(self) -> bool:
-        """Every row has one query: no token is without a lane."""
+        """Whether every row has one query, so that no token is without a lane."""
         return len(self.lanes) == 1 and self.lanes[0].tokens is None
 
     def next_step(self) -> None:
-        """On to lengths that were advanced in place. Launches kernels only, so it can be captured."""
+        """Rebuild the plan for lengths that were advanced in place. Launches kernels only, so it can be captured."""
         for lanes in self.lanes:
             lanes.build()
 
 
 def _max_parts(rows: int, columns: int, block_size: int) -> int:
-    """Pieces of one row, of its own keys and of those it shares, if there is a row to share with."""
+    """The most pieces of one row: of its own keys and of those it shares, if there is a row to share with."""
     splits = min(-(-columns * block_size // 128), _MAX_SPLITS) + 1
     return splits if rows == 1 else 2 * splits
 

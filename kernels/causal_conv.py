@@ -22,7 +22,7 @@ from stoker.kernels.reference.recurrent import StateRows
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Of a tile: tokens, of one sequence, and channels."""
+    """The size of a tile: tokens of one sequence, and channels."""
 
     tokens: int
     channels: int

@@ -118,7 +118,7 @@ def _checksums_kernel(
 
 
 def _jobs(nbytes: int) -> int:
-    """Programs for a tensor."""
+    """How many programs a tensor takes."""
     whole, rest = divmod(nbytes, PIECE_BYTES)
     return whole * _jobs_of_piece(PIECE_BYTES) + (_jobs_of_piece(rest) if rest else 0)
 

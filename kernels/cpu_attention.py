@@ -51,7 +51,7 @@ class _Shared:
 
 
 class _Room:
-    """Memory that one window after the other gathers into: pages fresh from the system cost more than what is copied."""
+    """Memory that window after window gathers into: fresh pages from the system would cost more than the copies."""
 
     def __init__(self) -> None:
         self._bytes = host_memory(_HOLD_BYTES)  # a page nobody writes to takes no memory
@@ -75,7 +75,7 @@ class _Room:
 
 @dataclass(slots=True)
 class _Held:
-    """What a window has gathered, by part and layer. One that has no room holds nothing."""
+    """Keys and values that a window has gathered, by part and layer. Nothing where there is no room."""
 
     room: _Room | None
     parts: dict[tuple[object, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Held:
         caches: tuple[Tensor, Tensor],
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """What stands at ``positions``, int64 [R, L], of R rows; [R, H, L, D] each. table: int64 [R, blocks]."""
+        """The keys and values at ``positions``, int64 [R, L], of R rows: [R, H, L, D] each. table: int64 [R, blocks]."""
         which = part, caches[0].data_ptr()
         if which in self.parts:
             return self.parts[which]
@@ -164,14 +164,14 @@ def _places(table: Tensor, positions: Tensor, block_size: int, heads: int) -> Te
 
 
 def _in_products(query: Tensor, key: Tensor) -> bool:
-    """Whether that is the faster way; in 16 bits it would round the scores."""
+    """Whether plain products are the faster way. In 16 bits they would round the scores."""
     rows, heads, queries, _ = query.shape
     enough = rows * heads >= _LEAST_MATRICES[queries > 1]
     return enough and query.dtype == torch.float32 and key.shape[2] <= _FEW_KEYS[torch.get_num_threads() > 1]
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """[B * H, Q, L]. query: [B, H, Q, D]; key: [B, H, L, D]; bias: [B, 1, 1, L]."""
+    """Scores of queries and keys, [B * H, Q, L]. query: [B, H, Q, D]; key: [B, H, L, D]; bias: [B, 1, 1, L]."""
     rows, heads, queries, dim = query.shape
     bias = bias.expand(rows, heads, 1, -1).reshape(rows * heads, 1, -1)
     return torch.baddbmm(bias, query.reshape(-1, queries, dim), key.flatten(0, 1).mT, alpha=scale)
@@ -185,7 +185,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scal
 
 
 def _attend_with_lse(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same, and the log-sum-exp of each query's scores, [B, H, Q]."""
+    """Attention, and the log-sum-exp of each query's scores, [B, H, Q]."""
     if not _in_products(query, key):
         out, lse = _flash_attention(query, key, value, attn_mask=bias, scale=scale)
         return out, lse

@@ -103,7 +103,7 @@ def gated_delta_rule(
 
 
 def _repeat(heads: Tensor, times: int) -> Tensor:
-    """[A, H, ...], each head so many times."""
+    """Repeat each head so many times: [A, H, ...]."""
     return heads.repeat_interleave(times, dim=1) if times > 1 else heads
 
 

@@ -8,7 +8,7 @@ class StokerError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, as far as a message has room for it."""
+    """The first line of another library's error, as long as a message has room for it."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

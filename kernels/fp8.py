@@ -1,4 +1,4 @@
-"""The Triton kernels that round weights to fp8 by rows, and make them plain again."""
+"""The Triton kernels that round weights to fp8 by rows, and convert them back."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations

@@ -29,7 +29,7 @@ _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a device; a few where kernels are interpreted."""
+    """The number of a device's multiprocessors; a few where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -39,7 +39,7 @@ def starts_early(device: torch.device) -> bool:
 
 
 def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> dict[str, Any]:
-    """How a kernel is launched. waits: it calls ``await_turn``. fused: ``a * b + c`` may be rounded once, as one FMA.
+    """The launch options of a kernel. waits: it calls ``await_turn``. fused: ``a * b + c`` may be rounded once, as one FMA.
 
     Always said, as versions of Triton differ in what they do where it is not.
     """
@@ -50,7 +50,7 @@ def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> 
 
 
 def in_rows(tensor: Tensor) -> Tensor:
-    """With the numbers of the last dimension side by side, as kernels read them."""
+    """The tensor with the numbers of its last dimension side by side, as kernels read them."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -68,7 +68,7 @@ class MeasuredLinear:
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-        """Whether there is a choice at all. Of a weight in fp8 torch needs a copy first, so that there is one for more rows."""
+        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first."""
         narrow = weight.dtype == FP8
         return (
             FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
@@ -124,7 +124,7 @@ class MeasuredLinear:
         return found, ways[best]
 
     def _others(self, x: Tensor, weight: Tensor, normed: bool) -> dict[str, Callable[..., Tensor]]:
-        """Besides torch's."""
+        """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
         tiles, device = tiles_of(weight.shape[0]), x.device

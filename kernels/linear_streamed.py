@@ -131,7 +131,7 @@ def _streamed_kernel(
 
 
 def tiles_of(width: int) -> int:
-    """Of a weight with so many rows: how many counters a product with it needs."""
+    """How many counters a product needs with a weight of ``width`` rows."""
     return int(triton.cdiv(width, _COLUMNS))
 
 

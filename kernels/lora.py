@@ -31,7 +31,7 @@ _LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
 
 
 class _Tiles(NamedTuple):
-    """Which tokens each program takes: some of one adapter, or, where ``slots`` is 0, neighbours."""
+    """Which tokens each program takes: some of one adapter, or neighbours where ``slots`` is 0."""
 
     programs: int
     height: int
@@ -136,7 +136,7 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
 
 
 def _settings(like: Tensor, table: LoraTable, tiles: _Tiles, rank: int) -> dict[str, Any]:
-    """What both kernels are compiled for. like: of the dtype that the model computes in."""
+    """The settings that both kernels are compiled for. like: a tensor of the dtype that the model computes in."""
     # What an fp32 adapter gives a model of 16 bits is rounded to these: three products on tensor cores are exact enough.
     thrice = table.dtype == torch.float32 and like.dtype != torch.float32
     return {

@@ -22,7 +22,7 @@ _HEADS_TILE = 1024  # elements of a program's heads: a 16-byte load for each thr
 
 
 def _warps(elements: int) -> int:
-    """About 16 elements a thread."""
+    """The number of warps for about 16 elements a thread."""
     return int(min(max(triton.next_power_of_2(elements) // 512, 1), 16))
 
 

@@ -144,7 +144,7 @@ def gated_delta_rule(
 
 
 def _result(like: Tensor, dtype: torch.dtype, rows: StateRows) -> Tensor:
-    """What belongs to nobody is 0; in a decode step every token is a row's."""
+    """A tensor for the result. Where a token may be no row's, which in a decode step none is, it is made of zeros."""
     assert rows.longest > 1 or like.shape[0] == rows.slots.shape[0]
     make = torch.empty if rows.longest == 1 else torch.zeros
     return make(like.shape, dtype=dtype, device=like.device)

@@ -31,7 +31,7 @@ _ROWS = ["slots_ptr", "starts_ptr"]  # where they lie follows from the number of
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Of a walk through chunks: tokens of a chunk, columns of a state a program takes."""
+    """The size of a walk through chunks: tokens of a chunk, columns of a state that a program takes."""
 
     tokens: int
     values: int
@@ -50,7 +50,7 @@ def launch_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> LaunchCon
 
 
 def can_chunk(key_dim: int, dtype: torch.dtype, *, rule: bool) -> bool:
-    """fp32 has no tensor cores that keep its precision; and of more dimensions a chunk does not fit."""
+    """Whether prompts go by chunks. fp32 has no tensor cores that keep its precision, and larger heads do not fit."""
     return key_dim <= (128 if rule else 256) and dtype in (torch.bfloat16, torch.float16)
 
 

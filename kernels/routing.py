@@ -193,7 +193,7 @@ def route_invariant(
 
 
 def _logits(x: Tensor, weight: Tensor, splits: int) -> Tensor:
-    """fp32 [splits, T, E]. splits: at most so many."""
+    """The logits in parts to be summed, fp32 [splits, T, E]. splits: at most so many."""
     if x.dtype != weight.dtype:
         x, weight = x.float(), weight.float()
     x, weight = map(launch.in_rows, (x, weight))
@@ -218,7 +218,7 @@ def _choose(
     choice: Choice,
     together: int,
 ) -> Routing:
-    """logits: [splits, T, E]; together: numbers that one program may rank, for all tokens to be one's."""
+    """Choose from logits, [splits, T, E]. together: the most numbers for which one program ranks all tokens."""
     splits, tokens, experts = logits.shape
     size, groups = (triton.next_power_of_2(n) for n in (experts // choice.groups, choice.groups))
     rows = triton.next_power_of_2(tokens)

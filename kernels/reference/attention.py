@@ -34,12 +34,12 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 
 
 def kept(new: Tensor, dtype: torch.dtype) -> Tensor:
-    """As a cache of that dtype keeps it."""
+    """New keys or values as a cache of that dtype keeps them."""
     return new.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == FP8 else new
 
 
 def movable(cache: Tensor) -> Tensor:
-    """As torch's operations that move rows take it: not all of them know fp8."""
+    """The cache in a dtype that torch's operations move rows of: not all of them know fp8."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
@@ -159,7 +159,8 @@ def paged_attention(
 
 
 def _piece_bias(plan: AttentionPlan, c: Chunk, visibility: Visibility, before: int, query: Tensor) -> Tensor:
-    """Of a chunk with so many keys before its first query's own, [queries, keys]: a view of what all pieces of its row have.
+    """The bias of a chunk with ``before`` keys before its first query's own, [queries, keys]: a view of the row's, which all
+    its pieces share.
 
     What a query sees depends on how far away a key is, so the pieces' biases are parts of one; each by itself, those of a
     long prompt would take the memory of all its queries times all its keys.

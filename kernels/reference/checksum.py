@@ -17,7 +17,7 @@ _LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its me
 
 
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
-    """Of each tensor a number that another content of its shape would not have, but by rare chance.
+    """One number for each tensor, which other content of its shape has by rare chance only.
 
     tensors: of any shapes, dtypes and strides, on one device. targets: where each is written to on the way, cast to the
     target's dtype, on the same device; none: nothing is written. Returns int64 [tensors]; 0 for an empty one.
@@ -46,7 +46,7 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
 
 
 def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
-    """Their checksums, int64 [tensors]."""
+    """The checksums of tensors of one shape and dtype, int64 [tensors]."""
     data = tensors[0].reshape(1, -1) if len(tensors) == 1 else torch.stack(list(tensors)).view(len(tensors), -1)
     data = data.contiguous().view(torch.uint8)  # of every other element, reshaping makes a view
     total = torch.zeros(len(data), dtype=torch.int64, device=data.device)
@@ -56,7 +56,7 @@ def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _weighted_sums(data: Tensor) -> Tensor:
-    """Of each row of bytes, uint8 [rows, bytes]; int64 [rows]."""
+    """The weighted sum of each row of bytes, int64 [rows]. data: uint8 [rows, bytes]."""
     count, whole = len(data), data.shape[1] // 8 * 8
     words, rest = data[:, :whole].contiguous().view(-1), data[:, whole:]
     if words.storage_offset() % 8:
@@ -76,7 +76,7 @@ def _weighted_sums(data: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """The high bits brought into the low ones.
+    """Words with their high bits mixed into the low ones.
 
     Alone they would be lost: 2**63 times any two odd numbers adds up to 0.
     """

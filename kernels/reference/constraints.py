@@ -15,7 +15,7 @@ HEADER = 8
 
 @dataclass(frozen=True, slots=True)
 class ConstraintRows:
-    """What S slots follow.
+    """The automata that S slots follow, and where in them they are.
 
     An automaton is a run of numbers: how many classes C of tokens there are, padded to ``HEADER`` numbers; the class of each
     of the V tokens; and for each state from ``FIRST`` on the C states that a token leads to, by its class.
@@ -28,7 +28,7 @@ class ConstraintRows:
 
 
 def constrain(logits: Tensor, rows: ConstraintRows, slots: Tensor, positions: Tensor) -> Tensor:
-    """-inf for the tokens that a row's automaton does not take in its state, fp32 [R, V]. NaN stays.
+    """The logits, fp32 [R, V], with -inf for the tokens that a row's automaton does not take in its state. NaN stays.
 
     logits: [R, V] of any float dtype; slots: int64 [R]; positions: int64 [R], of the tokens to be sampled.
     """
@@ -41,13 +41,13 @@ def constrain(logits: Tensor, rows: ConstraintRows, slots: Tensor, positions: Te
 
 
 def follow(tokens: Tensor, rows: ConstraintRows, slots: Tensor, vocab: int) -> None:
-    """The state of each slot after its token, int64 [R], in place. Slots that come more than once are in ``FREE``."""
+    """Move the state of each slot on by its token, int64 [R], in place. Slots that come more than once are in ``FREE``."""
     following, free = _following(rows, slots, tokens[:, None], vocab)
     rows.states.index_copy_(0, slots, torch.where(free, rows.states[slots], following[:, 0]))
 
 
 def _following(rows: ConstraintRows, slots: Tensor, tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """State after each token, int64 [R, n], and whether the row is free, bool [R]. tokens: [R, n]."""
+    """(state after each token, int64 [R, n]; whether the row is free, bool [R]). tokens: [R, n]."""
     base, states = rows.base[slots], rows.states[slots]
     free = states < FIRST
     kinds = rows.automata[(base + HEADER)[:, None] + tokens].long()

@@ -1,4 +1,4 @@
-"""From one step of a decode window to the next, as plain torch."""
+"""Moves decode rows on from one step of a decode window to the next, as plain torch."""
 
 from __future__ import annotations
 

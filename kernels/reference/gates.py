@@ -1,4 +1,4 @@
-"""What gates layers with a state for each sequence, as plain torch."""
+"""The gates of layers with recurrent states, as plain torch."""
 
 from __future__ import annotations
 

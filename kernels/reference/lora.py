@@ -47,7 +47,7 @@ class LoraWeights(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """Rows of an embedding's weight."""
+    """Trained rows of an embedding's weight, by token."""
 
     ids: tuple[int, ...]
     rows: Tensor  # [n, D]
@@ -69,11 +69,11 @@ class AdapterWeights:
     then: AdapterWeights | None = None  # another one on top
 
     def map(self, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
-        """The same with other tensors."""
+        """The same with each tensor replaced by what ``change`` makes of it."""
         return replace(self, **{f.name: _mapped(getattr(self, f.name), change) for f in fields(self)})
 
     def where(self, keep: Callable[[str], bool]) -> AdapterWeights:
-        """What it does to the modules whose names are kept. Of ``then`` it keeps all."""
+        """The same for only the modules whose names are kept. ``then`` keeps all."""
         parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name, part in parts.items():
             if isinstance(part, dict):
@@ -89,7 +89,7 @@ class AdapterWeights:
 
     @property
     def links(self) -> Iterator[AdapterWeights]:
-        """Itself, and what comes on top of it, in that order."""
+        """This adapter, and those applied on top of it, in that order."""
         yield self
         if self.then is not None:
             yield from self.then.links
@@ -138,7 +138,7 @@ class AdapterRows:
     of_step: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
-        """Of the tokens at ``index``, int64 [R]."""
+        """The rows for the tokens at ``index``, int64 [R]."""
         return AdapterRows(self.slots.index_select(0, index))
 
     @cached_property
@@ -190,7 +190,7 @@ class PointerBlock:
     """The rows of addresses of some tables, which go to the device in one copy. They never move."""
 
     def __init__(self, tables: Sequence[LoraTable]) -> None:
-        """tables: those that have no block yet."""
+        """tables: such as have no block yet."""
         sizes = [len(t.widths) * t.entries * POINTER_FIELDS for t in tables]
         with torch.inference_mode(False):  # or they could not be written to outside of the caller's
             self._host = torch.zeros(sum(sizes), dtype=torch.long, device="cpu")
@@ -208,7 +208,7 @@ class PointerBlock:
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether each expert's begins at a multiple of 16 bytes."""
+    """Whether each expert's matrix begins at a multiple of 16 bytes."""
     each = matrix.stride(0) if matrix.dim() == 3 else 0
     return matrix.data_ptr() % 16 == 0 and each * matrix.element_size() % 16 == 0
 
@@ -248,7 +248,7 @@ class LoraTable:
 
     @property
     def pointers(self) -> Tensor:
-        """For kernels, int64 [linears, entries, POINTER_FIELDS]."""
+        """The table for kernels, int64 [linears, entries, POINTER_FIELDS]."""
         self._own_block().upload()
         return self.rows
 
@@ -292,7 +292,7 @@ class LoraTable:
         return None if weights is None else weights.of((slot - 1) % self.experts)
 
     def columns(self, block: int) -> Tensor:
-        """For kernels whose tiles have ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
+        """The columns of linears for kernels with tiles of ``block`` columns, int64 [linears, 4]: first tile, offset, width, bias address."""
         addresses = [0 if bias is None else bias.data_ptr() for bias in self.biases]
         known = self._columns.get(block)
         if known is None or known[0] != addresses:  # those of a mirror that has slept lie elsewhere
@@ -306,7 +306,7 @@ class LoraTable:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices, which is one for all."""
+        """The dtype of the matrices, one for all."""
         return next((w.a.dtype for by_slot in self.weights for w in by_slot.values() if w.rank), torch.float32)
 
     @property
@@ -341,7 +341,7 @@ def lora_embedding(token_ids: Tensor, out: Tensor, table: LoraTable, rows: Adapt
 def _apply(
     source: Tensor, shrink: Callable[[Tensor, Tensor], Tensor], out: Tensor, table: LoraTable, rows: AdapterRows
 ) -> Tensor:
-    """shrink: of a part of the source and a matrix ``a``, [t, r]."""
+    """Apply adapters. shrink: makes of a part of the source and a matrix ``a`` the ranks' inputs, [t, r]."""
     tokens, spans = rows.by_slot
     mine = source[tokens]
     column = 0

@@ -19,12 +19,12 @@ class Pieces(Protocol):
     """How the tokens of a step go through the stacks."""
 
     def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
-        """What changes an output in place, of an input: (x [T, D], out [T, N])."""
+        """A function that changes an output in place: (x [T, D], out [T, N])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """In P pieces of as many tokens of one slot each, in one product. What a piece lacks is filled with any token."""
+    """P pieces with the same number of tokens, each of one slot, in one product. What a piece lacks is filled with any token."""
 
     count: int  # P, the first of the stack
     rows: slice | None  # the tokens, where they lie piece by piece; None: all, or those of ``gather``
@@ -128,7 +128,7 @@ def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """The tokens of one slot after those of another."""
+    """Slot after slot, the tokens of each in products of their own."""
 
     tokens: slice | Tensor | None  # int64 [t], side by side by slot; None: all as they lie
     places: Sequence[int]  # of each slot in the stacks
@@ -152,7 +152,7 @@ class OneByOne:
 
 
 def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
-    """One piece alone. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
+    """Apply one piece. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
     hidden = torch.mm(x.to(a.dtype), a)
     for part in parts:
         mine = hidden if part.ranks is None else hidden[:, part.ranks]
@@ -166,7 +166,7 @@ def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
 def together(
     pieces: tuple[int, ...], width: int, tokens: slice | Tensor, spans: Sequence[tuple[int, int, int]], slots: Tensor
 ) -> Together:
-    """pieces: the slot of each; width: of them, in tokens."""
+    """Make ``Together`` of pieces. pieces: the slot of each. width: their tokens."""
     adapted, total, size = spans[-1][2], len(slots), width * len(pieces)
     full = adapted == size
     in_order = pieces == tuple(slot for slot, start, end in spans for _ in range(start, end, width))

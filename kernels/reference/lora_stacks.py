@@ -142,13 +142,13 @@ class Stack:
         self._pieces = {}
 
     def first(self, count: int) -> tuple[Tensor, list[Part]]:
-        """Of so many pieces, a [count, D, r of all linears] and their parts."""
+        """The first ``count`` pieces: a [count, D, r of all linears] and their parts."""
         if count == len(self.a):
             return self.a, self.parts
         return self.a[:count], [part.of(slice(count)) for part in self.parts]
 
     def piece(self, place: int) -> tuple[Tensor, list[Part]]:
-        """Of one of the pieces, a [D, r of all linears] and its parts."""
+        """One of the pieces: a [D, r of all linears] and its parts."""
         if place not in self._pieces:
             self._pieces[place] = self.a[place], [part.of(place) for part in self.parts]
         return self._pieces[place]
@@ -177,7 +177,7 @@ def _columns(table: LoraTable, linear: int) -> slice:
 
 
 def _runs(places: Iterable[int]) -> Iterator[slice]:
-    """What stands side by side."""
+    """Runs of places that stand side by side."""
     start = end = 0
     for place in places:
         if place != end and end > start:
@@ -188,7 +188,7 @@ def _runs(places: Iterable[int]) -> Iterator[slice]:
 
 
 def _write(a: Tensor, b: Tensor, entries: Sequence[LoraWeights | None]) -> None:
-    """What some slots do to one linear. a: [P, D, r]; b: [P, r, N]. Zeros fill what an adapter has not."""
+    """Write what some slots do to one linear. a: [P, D, r]; b: [P, r, N]. Zeros fill what an adapter has not."""
     _, depth, rank = a.shape
     nothing = a.new_zeros(rank, depth), b.new_zeros(b.shape[2], rank)
     matrices = [nothing if w is None else _padded(w.a, w.b, rank - w.rank) for w in entries]
@@ -229,7 +229,7 @@ class Stacks:
         self.release()
 
     def forget(self) -> None:
-        """What is held may be wrong: it is copied again before it is used."""
+        """Take what is held for out of date: it is copied again before it is used."""
         self.version += 1
         self._generation = self.version
         self._slots: tuple[int, ...] = ()  # of each piece

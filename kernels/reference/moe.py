@@ -55,7 +55,7 @@ class ExpertAdapters:
     slots: Tensor  # int64 [T]
 
     def rows(self, order: Tensor, expert_ids: Tensor, num_experts: int) -> AdapterRows:
-        """Of pairs of a token and one of its experts, P of them in that order. expert_ids: int64 [T, K]."""
+        """The adapter rows of P pairs of a token and one of its experts, in this order. expert_ids: int64 [T, K]."""
         slots = self.slots.index_select(0, order // expert_ids.shape[1])
         return AdapterRows(expert_slots(slots, expert_ids.flatten().index_select(0, order), num_experts))
 

@@ -19,7 +19,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """What an RMS norm is but for its input, or with ``centred`` a LayerNorm: that of the input less its mean.
+    """An RMS norm's weight and settings; with ``centred`` a LayerNorm's, which is the RMS norm of the input less its mean.
 
     offset: the factor is 1 + weight, as in Gemma, and not the weight, as in Llama. The cast back to the input's dtype comes
     before the product with the weight; with ``offset`` or ``centred`` after all.
@@ -145,7 +145,7 @@ def qk_norm_rotary(
 
 
 def _normed_heads(both: Tensor, heads: int, norm: QKNorm) -> Tensor:
-    """Of query and key heads, [T, heads + kv_heads, D]."""
+    """Query and key heads normed, [T, heads + kv_heads, D]."""
     wide = both.float()
     normed = wide * _inverse_rms(both, wide, norm.eps)
     out = normed if norm.offset else normed.to(both.dtype)

@@ -36,7 +36,7 @@ class StateRows:
         return x[at.clamp_(max=x.shape[0] - 1)].masked_fill_(beyond, 0)
 
     def places(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Each token's row, and its place among the row's tokens; nobody's have some."""
+        """(each token's row, its place among the row's tokens); a token of no row has any."""
         at = torch.arange(tokens, device=self.starts.device)
         row = torch.searchsorted(self.starts[1:], at, right=True).clamp_(max=self.slots.shape[0] - 1)
         return row, at - self.starts[row]
@@ -49,7 +49,7 @@ class StateRows:
         return self.without_nobodys(y[row, place.clamp_(max=self.longest - 1)])
 
     def without_nobodys(self, out: Tensor) -> Tensor:
-        """[T, ...], with 0 where a token is nobody's."""
+        """``out``, [T, ...], with 0 where a token is of no row."""
         if self.longest == 1:
             return out
         nobodys = torch.arange(out.shape[0], device=out.device) >= self.starts[-1]
@@ -82,7 +82,7 @@ def causal_conv(
         source = torch.cat((state[rows.slots].flatten(0, 1), x))
 
         def inputs(row: Tensor, place: Tensor) -> Tensor:
-            """Of a sequence; those before its first token have negative places."""
+            """Inputs of a sequence; those before its first token have negative places."""
             of_state, of_batch = row * kept + kept + place, rows.starts[row] + place + rows.slots.numel() * kept
             return source[torch.where(place < 0, of_state, of_batch)]
 
@@ -178,7 +178,7 @@ def selective_scan(
 
 
 def decay_rates(A: Tensor, a_log: bool) -> Tensor:
-    """A of ``selective_scan``, fp32 [H]."""
+    """``A`` of ``selective_scan`` as a rate, fp32 [H]."""
     return A.float().exp().neg_() if a_log else A
 
 

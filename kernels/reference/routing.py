@@ -37,7 +37,7 @@ class Choice:
 
 
 class Routing(NamedTuple):
-    """What ``experts`` is told."""
+    """A router's result, as ``experts`` takes it."""
 
     ids: Tensor  # int64 [T, K], those of a token all different
     weights: Tensor  # [T, K]
@@ -52,7 +52,9 @@ def route(
     gain: Tensor | None,
     choice: Choice,
 ) -> Routing:
-    """x: [T, D]; weight: [E, D]; bias, of the logits: [E]; correction, of what is ranked: [E]; gain, of the weights: [E].
+    """Choose each token's experts and their weights.
+
+    x: [T, D]; weight: [E, D]; bias, of the logits: [E]; correction, of what is ranked: [E]; gain, of the weights: [E].
 
     Of experts that rank the same, whichever ``torch.topk`` takes.
     """

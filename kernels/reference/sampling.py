@@ -117,14 +117,14 @@ def score_tokens(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) ->
 
 
 def _parts(logits: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """As many rows at a time as a CPU's caches hold, with what an operation makes of them: the work is reading memory."""
+    """Rows in parts that a CPU's caches hold with what an operation makes of them: the work is reading memory."""
     rows = max(1, _CACHED * torch.get_num_threads() // logits.shape[1])
     for start in range(0, max(len(logits), 1), rows):
         yield tuple(tensor[start : start + rows] for tensor in (logits, *columns))
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """-inf for the tokens outside top-k, then top-p, then min-p, each over what the one before left.
+    """The logits with -inf for tokens outside top-k, then top-p, then min-p, each over what the one before left.
 
     logits: [R, V] of any float dtype, already scaled by temperature; top_k: int64 [R], 0 is off; top_p, min_p: fp32 [R],
     off at 1 and 0. Returns fp32 [R, V]. Equal logits share a fate, so that no order of sorting shows: top-k keeps the
