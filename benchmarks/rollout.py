@@ -248,7 +248,7 @@ def parts(
     """What a run measures, in the order of its worth: what a budget leaves no time for is left out at the end.
 
     On CUDA ``needs_s`` adds up to 440 seconds, of which `make gpu` allows 230 after the tests, and 360 without them: what
-    comes after the profiles may be missing there. limited: sweeps take no longer than ``needs_s`` either. note: as of ``compare``.
+    comes after the profiles may be missing there. limited: sweeps take no longer than ``needs_s`` either. note: as for ``compare``.
     """
 
     def scenario(number: int, needs_s: float = 0) -> list[Part]:

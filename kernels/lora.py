@@ -195,7 +195,7 @@ def _expand(
 def _expand_gated(
     hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: _Tiles, gated: Activation, deterministic: bool
 ) -> Tensor:
-    """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as of ``_expand``."""
+    """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as for ``_expand``."""
     splits, _, tokens, rank = hidden.shape
     width, groups = table.widths[0], tiles.slots + 1  # tokens without an adapter are one
     count = most_tiles(tokens, groups, tiles.height)

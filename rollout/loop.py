@@ -112,7 +112,7 @@ class Loop:
     def gate(self, action: str) -> threading.RLock:
         """The lock to hold while requests start, and while what they start on changes: weights, memory, a pause.
 
-        It is taken before a turn, so ``EngineStateError`` inside a step. action: as of ``do``.
+        It is taken before a turn, so ``EngineStateError`` inside a step. action: as for ``do``.
         """
         self._refuse_inside_a_step(action)
         return self._gate

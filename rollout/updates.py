@@ -173,7 +173,7 @@ class WeightUpdates:
             raise
 
     def load_adapter(self, name: str, source: Any, check: Callable[[], None]) -> None:
-        """As ``RolloutEngine.load_adapter``; it looks at the live model, too, which may have fewer by now. check: as of ``update``."""
+        """As ``RolloutEngine.load_adapter``; it looks at the live model, too, which may have fewer by now. check: as for ``update``."""
         action, model = "load an adapter", model_of(source)
 
         def load() -> Exception | None:
@@ -190,7 +190,7 @@ class WeightUpdates:
             self._change_adapters(action, load, check)
 
     def unload_adapter(self, name: str, check: Callable[[], None]) -> None:
-        """As ``RolloutEngine.unload_adapter``. check: as of ``update``."""
+        """As ``RolloutEngine.unload_adapter``. check: as for ``update``."""
         self._change_adapters("unload an adapter", lambda: self._adapters.unload(name, self._core.under_way), check)
 
     def _change_adapters(self, action: str, change: Callable[[], Exception | None], check: Callable[[], None]) -> None:

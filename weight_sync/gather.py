@@ -133,7 +133,7 @@ def gather(
 ) -> Exception | None:
     """Fill ``tensors`` with the full contents, and tell ``then`` of each bucket that is in place. All ranks have one plan.
 
-    buffers: as of ``buffers_for``; this rank's share lies where it is gathered to. Returns what went wrong on this rank
+    buffers: as for ``buffers_for``; this rank's share lies where it is gathered to. Returns what went wrong on this rank
     alone, a lack of memory say: it takes part to the end all the same, as the others would wait for it.
 
     Raises ``WeightTransferError`` naming what was being gathered when a rank failed, or was not heard of in the time its

@@ -86,7 +86,7 @@ class MirroredSource:
         self._seen: dict[tuple[str, ...], int] = {}
         self._expected: set[tuple[str, ...]] = set()  # to change, as they did before
         self._from_elsewhere = False
-        self._number: int | None = None  # as of ``number_of``: of several alike, ranks may not gather one each
+        self._number: int | None = None  # as for ``number_of``: of several alike, ranks may not gather one each
 
     @property
     def module(self) -> nn.Module:

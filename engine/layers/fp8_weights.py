@@ -161,7 +161,7 @@ class Fp8Weights:
 
     @torch.no_grad()
     def mismatches(self, names: Collection[str] | None = None) -> list[str]:
-        """Names of the weights that are not rounded as they are now. names: as of ``refresh``."""
+        """Names of the weights that are not rounded as they are now. names: as for ``refresh``."""
         wrong = []
         for name in self._always if names is None else names:
             source, values, scales = self.by_name[name]

@@ -65,7 +65,7 @@ class MixerBranch:
         return self.inputs, *self.inner, self.out
 
     def __call__(self, x: Tensor, norm: Norm | None = None, given: LayerInputs = _NOTHING, **add: Any) -> Tensor:
-        """add: ``residual`` and what belongs to it, as of ``Ops.linear``."""
+        """add: ``residual`` and what belongs to it, as for ``Ops.linear``."""
         return self.out(self.mixer(self.inputs(x, norm=norm), given.tables, given.context), **add)
 
 

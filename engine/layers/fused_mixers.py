@@ -55,7 +55,7 @@ class Attention:
     whole_norms: tuple[Norm, Norm] | None  # of all query heads together, and of all key heads
     options: Mapping[str, Any]  # what the original asks of attention besides query, key and value
     clipping: Any = None  # a configuration with the bound ``clip_qkv`` of all numbers of queries, keys and values
-    grouped: bool = False  # as of ``Ops.qk_norm_rotary_write``
+    grouped: bool = False  # as for ``Ops.qk_norm_rotary_write``
     rotary: bool = True
     interleaved: bool = False
     tempered: bool = False  # queries have a factor of their position
