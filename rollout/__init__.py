@@ -1,4 +1,14 @@
-"""What a user touches: the engine, its configuration, sampling parameters and outputs."""
+"""What a user touches: the engine, its configuration, sampling parameters and outputs.
+
+Begin with ``engine``, the facade; ``assembly`` builds its parts, as ``config`` says.
+
+- What comes in: ``prompts``, ``sampling_params``, ``requests``, ``user_values``; ``stop_strings``; patterns by
+  ``constraints``, ``regex`` and ``token_texts``.
+- What goes out: ``outputs``, ``handles``, ``stats``.
+- Who steps the core: ``loop``. Sleep and wake: ``memory``.
+- Weights: ``binding``, ``shell_builder``, ``updates``, ``external_weights``, ``loading``, ``verification``.
+- Adapters: ``adapters``, ``adapter_sources``.
+"""
 
 from stoker.kernels.errors import (
     EngineStateError,

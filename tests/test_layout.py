@@ -89,6 +89,29 @@ def test_imports_keep_to_the_floors(room: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "guide",
+    [
+        "rollout/__init__.py",
+        "engine/__init__.py",
+        "engine/layers/__init__.py",
+        "weight_sync/__init__.py",
+        "integrations/__init__.py",
+        "kernels/ops.py",
+    ],
+)
+def test_a_folder_says_what_its_files_are_for(guide: str) -> None:
+    """Its guide names every file and folder, and none that is not there."""
+    path = ROOT / guide
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    there = {
+        p.stem
+        for p in path.parent.iterdir()
+        if p != path and (p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py"))))
+    }
+    assert set(re.findall(r"``(\w+)``", text)) == there
+
+
+@pytest.mark.parametrize(
     ("package", "statement"),
     [
         ("stoker.kernels", "import transformers"),

@@ -1,0 +1,11 @@
+"""Where the engine's weights come from. Knows nothing of the engine.
+
+Begin with ``source``: what a live model gets is an ``aliased_source``, or a ``mirrored_source`` that keeps a ``mirror``.
+
+- A mirror's upkeep: ``change_detection``, ``mirror_comparison``.
+- Sharded trainers: ``shards``, ``dtensor_layout``, ``gather``, ``rank_agreement``.
+- Weights from elsewhere: ``transport``, ``manifest``, ``receiving``, ``staging``, ``consistent_reads``.
+- Adapters: ``peft_adapters`` of the live model, ``other_model_adapters``, ``adapter_files``.
+- Models as trainers have them: ``naming``, ``module_tree``, ``bitsandbytes_state``.
+- Used by all: ``checksum``, ``interrupts``.
+"""
