@@ -228,7 +228,7 @@ class MirroredSource:
         return before != self._seen
 
     def release(self) -> None:
-        """Does nothing: the trainer was never touched."""
+        """Drop the mirror. The trainer was never touched."""
         self.mirror, self._seen = None, {}
 
     # -- how it is done ----------------------------------------------------------------------------------------------
