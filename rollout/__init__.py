@@ -1,6 +1,6 @@
 """What a user touches: the engine, its configuration, sampling parameters and outputs.
 
-Begin with ``engine``, the facade; ``assembly`` builds its parts, as ``config`` says.
+Begin with ``engine``, the facade; ``assembly`` builds its parts as ``config`` says, ``sizing`` says how large.
 
 - What comes in: ``prompts``, ``sampling_params``, ``requests``, ``user_values``; ``stop_strings``; patterns by
   ``constraints``, ``regex`` and ``token_texts``.

@@ -15,7 +15,7 @@ from stoker.engine.device import runtime_for
 from stoker.engine.request import Request
 from stoker.engine.request_scores import Scoring
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
-from stoker.rollout import assembly
+from stoker.rollout import assembly, sizing
 from stoker.rollout.adapters import LIVE, AdapterChoice, Adapters
 from stoker.rollout.config import EngineConfig
 from stoker.rollout.handles import RolloutHandle, wait
@@ -66,11 +66,11 @@ class RolloutEngine:
 
     def _build(self) -> None:
         self.runtime = runtime_for(self._binding.source.device)
-        self.max_model_len = assembly.max_model_len(self.config, self._binding)
+        self.max_model_len = sizing.max_model_len(self.config, self._binding)
         self._binding.build(self.max_model_len)
-        self.config = assembly.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
-        sized = assembly.with_rows_that_can_run(self.config, self._binding, self.runtime, self.max_model_len)
-        self._kv = assembly.kv_cache(sized, self._binding, self.runtime, self.max_model_len)
+        self.config = sizing.with_room_for_states(self.config, self._binding, self.runtime, self.max_model_len)
+        sized = sizing.with_rows_that_can_run(self.config, self._binding, self.runtime, self.max_model_len)
+        self._kv = sizing.kv_cache(sized, self._binding, self.runtime, self.max_model_len)
         self._adapters = Adapters(self._binding)
         self.core = assembly.core(sized, self._binding, self.runtime, self._kv, self.max_model_len, self._adapters)
         self._loop = Loop(self.core, self._adapters.runnable, self._binding.in_order)
