@@ -120,7 +120,7 @@ class Scheduler:
             return None
         num_steps = 1
         work = list(zip(requests, counts, strict=True))
-        if all(r.computed + n == r.total and n == 1 and not (r.within_images or _leads(r)) for r, n in work):
+        if all(r.computed + n == r.total and n == 1 and not (r.within_images or self._leads(r)) for r, n in work):
             num_steps = self._reserve_window(requests)
         pairs, window_pairs = ([(source, target) for target, source in kind.items()] for kind in copies)
         starts = [r.computed for r in requests]
@@ -290,6 +290,10 @@ class Scheduler:
         self.states.begin(request.slot, request.block_keys[: computed // self.block_size])
         return num_new
 
+    def _leads(self, request: Request) -> bool:
+        """Whether other samples of its prompt can begin once it, and only it, has computed that."""
+        return _awaited(request) and not any(_serves(r) for r in self.running if r.group is request.group)
+
     # -- what a user may do in between ---------------------------------------------------------------------------
 
     def set_weight_version(self, version: int) -> None:
@@ -351,15 +355,11 @@ def _awaited(request: Request) -> bool:
     """Whether other samples of a request's prompt wait while it computes that."""
     if request.computed >= request.num_prompt or len(request.group) == 1:
         return False
-    return any(r.status is Status.WAITING for r in request.group if r is not request)
+    others = (r for r in reversed(request.group) if r is not request)  # the latest wait longest
+    return any(r.status is Status.WAITING for r in others)
 
 
 def _serves(request: Request) -> bool:
     """Whether other samples of its prompt can go on from what it has computed."""
     through = request.computed >= request.num_prompt - request.ends_at_once
     return through and request.status is Status.RUNNING and not request.older_kv
-
-
-def _leads(request: Request) -> bool:
-    """Whether other samples of its prompt can begin once it, and only it, has computed that."""
-    return _awaited(request) and not any(map(_serves, request.group))
