@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from stoker.engine.adapters.lora import LoraLayers
@@ -49,7 +50,7 @@ class ModelShell:
         config._experts_implementation = EXPERTS
         for part in (config, config.get_text_config(decoder=True)):
             part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with torch.device("meta"), _Undrawn(), torch.random.fork_rng(devices=[]):
             self.module: Any = type(model)(config)
         self.module.eval().requires_grad_(False)
         self.recurrent = RecurrentLayers(self.module)
@@ -259,6 +260,18 @@ class ModelShell:
         tail: Any = copy.copy(self._tail)
         tail._modules = tail._modules | {name: _Head(project)}
         return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+class _Undrawn(TorchFunctionMode):
+    """Within, what has no memory is not filled with first numbers, which takes most of the time of making modules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 class _GivenHiddenStates(nn.Module):
