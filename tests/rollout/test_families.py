@@ -46,18 +46,20 @@ def greedy_of(family: str) -> list[list[int]]:
 
 
 @cache
-def memory_of(family: str, blocks: int) -> int:
-    """What so many take, beside the states of sequences."""
+def bytes_of(family: str) -> tuple[int, int]:
+    """What a block takes, and what the states of sequences do."""
     with RolloutEngine(model_of(family), config=EngineConfig(block_size=BLOCK, kv_cache_memory="64MiB")) as probe:
         stats = probe.stats()
-    return blocks * stats.kv_block_bytes + stats.recurrent_state_bytes
+    return stats.kv_block_bytes, stats.recurrent_state_bytes
 
 
 def crowded_engine(family: str, blocks: int = BLOCKS) -> RolloutEngine:
     """Prefill in chunks of at most 16 tokens, and a KV cache for under half of what the prompts need together."""
     if blocks == BLOCKS and family.startswith("llama4"):
         blocks = 12  # whose chunks leave much free: what they hide is given up
-    config = EngineConfig(block_size=BLOCK, kv_cache_memory=memory_of(family, blocks), max_num_batched_tokens=16)
+    of_block, of_states = bytes_of(family)
+    memory = blocks * of_block + of_states
+    config = EngineConfig(block_size=BLOCK, kv_cache_memory=memory, max_num_batched_tokens=16)
     return RolloutEngine(model_of(family), config=config)
 
 
