@@ -45,8 +45,24 @@ def make_quick() -> None:
     # It computes sums and products of integers twice, to see whether they overflow, and looks at that in debug mode only.
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
+    _remember_widths()
     _remember_shapes()
     _skip_what_changes_nothing()
+
+
+def _remember_widths() -> None:
+    """Of the types of numbers: each result is checked for being no wider than its type."""
+    handle, check, most = interpreter.TensorHandle, interpreter.TensorHandle.__post_init__, dict[str, float]()
+
+    def made(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        name = dtype.name
+        if name not in most:
+            most[name] = float("inf") if dtype.is_ptr() else max(8, dtype.primitive_bitwidth) // 8
+        if data.itemsize > most[name]:
+            check(self)
+
+    handle.__init__ = made
 
 
 def _remember_shapes() -> None:

@@ -73,11 +73,14 @@ class Launch:
         self._barriers += 1
 
     def access(self, kind: int, pointers: Any, mask: NDArray[np.bool_]) -> None:
-        lanes = np.flatnonzero(np.broadcast_to(mask, pointers.data.shape))
+        shape = pointers.data.shape
+        lanes = (mask if mask.shape == shape else np.broadcast_to(mask, shape)).reshape(-1).nonzero()[0]
         if lanes.size == 0:
             return
         self._time += 1
-        addresses = pointers.data.reshape(-1)[lanes].astype(np.int64)
+        addresses = pointers.data.reshape(-1).astype(np.int64)
+        if lanes.size < addresses.size:
+            addresses = addresses[lanes]
         width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         if not _within(addresses, width, self._allowed).all() and not self._is_known(addresses, width):
             raise IndexError(f"{self.kernel} {DOES[kind]} outside of every tensor")  # before it harms this process
@@ -163,7 +166,7 @@ def sanitized() -> Iterator[set[str]]:
     def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, other: Any, *more: Any) -> Any:
         running[-1].access(LOAD, pointers, mask.data)
         loaded = run(self, pointers, mask, other, *more)
-        if other is None:
+        if other is None and not mask.data.all():
             data = np.array(loaded.data)
             anything = {"f": np.nan, "b": True}.get(data.dtype.kind) or np.iinfo(data.dtype).max // 3
             loaded.data = np.where(np.broadcast_to(mask.data, data.shape), data, anything).astype(data.dtype)
