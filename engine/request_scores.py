@@ -42,6 +42,10 @@ class TokenScores:
         zeros = partial(torch.zeros, dtype=torch.long, device="cpu")
         return cls(first, end, unknown((n,)), unknown((n,)), zeros(n), zeros(n, top_k), unknown((n, top_k)))
 
+    @property
+    def has_nan(self) -> bool:
+        return bool(self.logprobs.isnan().any())
+
     def columns(self) -> tuple[Tensor, ...]:
         return self.logprobs, self.entropy, self.ranks, self.top_ids, self.top_logprobs
 

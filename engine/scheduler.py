@@ -160,12 +160,13 @@ class Scheduler:
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[Request]:
         """Give the requests what was sampled; returns those that finished."""
-        finished = []
+        finished, faulty = [], False
         for row, (request, samples) in enumerate(zip(plan.requests, plan.num_samples, strict=True)):
             request.pending -= samples
             scores = None if sampled.scores is None else sampled.scores[row]
             if request.scoring is not None:  # of one aborted too: others may have borrowed them
                 request.scoring.take(scores)
+                faulty |= scores is not None and scores.has_nan
                 self.counters.scored_tokens += 0 if scores is None else scores.end - scores.first
             if request.status is Status.FINISHED:  # by a token of an earlier plan
                 continue
@@ -178,6 +179,10 @@ class Scheduler:
             if done:
                 self._finish(request)
                 finished.append(request)
+                faulty |= request.error is not None
+        if faulty:
+            # Attention over a NaN is NaN however little it weighs: so may be the tokens before it, which others begin with.
+            self.prefixes.forget()
         if finished:
             self.running = [r for r in self.running if r.status is Status.RUNNING]
             self.counters.finished_requests += len(finished)

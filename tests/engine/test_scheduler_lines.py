@@ -133,8 +133,10 @@ def lines_of_scoring(length: int) -> int:
 
     with traced(count):
         while plan := scheduler.plan():
-            scores = [TokenScores.unknown(tokens.start, tokens.stop, 0) for tokens in plan.scored]
-            scheduler.commit(plan, Sampled([], [], scores=list(scores)))
+            (tokens,) = plan.scored
+            scores = TokenScores.unknown(tokens.start, tokens.stop, 0)
+            scores.logprobs.zero_()  # or nothing would be kept
+            scheduler.commit(plan, Sampled([], [], scores=[scores]))
     assert scoring.complete and len(scheduler.prefixes.cache._scores) == (length - 1) // 4
     return lines
 
