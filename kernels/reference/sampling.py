@@ -91,8 +91,8 @@ def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) 
     """``log_softmax(logits / temperature)[token]``. logits: [R, V] of any float dtype; tokens: int64 [R]; fp32 [R]."""
 
     def some(logits: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
-        scaled = logits.float() * inverse[:, None]
-        return scaled.gather(1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
+        # Not less the logsumexp, by which a row that holds Inf is no NaN, as it is to be told by, but -Inf.
+        return (logits.float() * inverse[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     return torch.cat([some(*part) for part in _parts(logits, inverse_temperature, tokens)])
 

@@ -11,7 +11,7 @@ from chances import assert_follows
 from torch import Tensor
 
 from stoker.kernels import sampling, truncation
-from stoker.kernels.ops import REFERENCE
+from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.sampling import SPLIT
 from stoker.kernels.triton_ops import TRITON
 
@@ -166,20 +166,22 @@ def test_excluded_tokens_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("vocab", [5, SPLIT + 300])
-def test_rows_of_nan_or_of_nothing_are_told_by_their_logprob(vocab: int) -> None:
-    logits = torch.randn(5, vocab, device=DEVICE)
-    logits[1], logits[2], logits[3, vocab - 1] = float("nan"), -INF, float("nan")
-    noise = TRITON.gumbel_noise(*numbers(5), vocab)
-    greedy = torch.arange(5, device=DEVICE) > 9
+@pytest.mark.parametrize("ops", [TRITON, REFERENCE], ids=["triton", "reference"])
+def test_rows_of_nan_inf_or_nothing_are_told_by_their_logprob(vocab: int, ops: Ops) -> None:
+    logits = torch.randn(6, vocab, device=DEVICE)
+    logits[1], logits[2], logits[3, vocab - 1], logits[4, vocab - 1] = float("nan"), -INF, float("nan"), INF
+    sick = [False, True, True, True, True, False]
+    noise = ops.gumbel_noise(*numbers(6), vocab)
+    greedy = torch.arange(6, device=DEVICE) > 9
     for case in ((None, noise), (greedy, noise), (None, None)):
-        tokens, logprobs = TRITON.sample(logits, ones(5), *case)
-        assert logprobs.isnan().tolist() == [False, True, True, True, False]
+        tokens, logprobs = ops.sample(logits, ones(6), *case)
+        assert logprobs.isnan().tolist() == sick
         assert ((tokens >= 0) & (tokens < vocab)).all()
-    given = torch.zeros(5, dtype=torch.long, device=DEVICE)
-    for op in (TRITON.token_logprobs, TRITON.score_tokens):
-        out = op(logits, ones(5), given)
+    given = torch.zeros(6, dtype=torch.long, device=DEVICE)
+    for op in (ops.token_logprobs, ops.score_tokens):
+        out = op(logits, ones(6), given)
         out = out if isinstance(out, Tensor) else out[0] + out[1]
-        assert out.isnan().tolist() == [False, True, True, True, False]
+        assert out.isnan().tolist() == sick
 
 
 @pytest.mark.parametrize("vocab", [129, 2 * SPLIT + 77])
