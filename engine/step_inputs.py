@@ -100,14 +100,10 @@ class StepInputs:
         # Whether plans look for neighbours that begin alike: from the first time there are such, and then always, or a step
         # would be captured anew whenever that changes.
         self._shared = ops.shared_from is None
-        self._packed = self._new_packed()
+        self._packed = self._new_packed(self._lists)
 
-    def _new_packed(self) -> PackedInputs:
-        return PackedInputs(self._layout, (self.max_rows, self.max_tokens, *self._widths), self.runtime.channel)
-
-    @property
-    def _widths(self) -> list[int]:
-        return [values.shape[1] for values in self._lists.values()]
+    def _new_packed(self, lists: dict[str, NDArray[Any]]) -> PackedInputs:
+        return PackedInputs(self._layout, (self.max_rows, self.max_tokens, *_widths(lists)), self.runtime.channel)
 
     @classmethod
     def _layout(cls, rows: int, tokens: int, *widths: int) -> dict[str, Spec]:
@@ -198,7 +194,7 @@ class StepInputs:
 
     def _send(self, plan: Plan, step: PlanArrays) -> dict[str, Tensor]:
         """Write all arrays of the layout, padded, and send them to the device."""
-        widths = self._widths
+        widths = _widths(self._lists)
         if max(widths) > _WIDE:  # of one request, of which others may know nothing
             longest = [max(counts) for counts in zip(*map(_counts_of, plan.requests), strict=True)]
             widths = [min(width, max(_WIDE, _power_of_two(n))) for width, n in zip(widths, longest, strict=True)]
@@ -317,14 +313,10 @@ class StepInputs:
         }
         if not wider:
             return
-        narrow, self._lists = self._lists, self._lists | wider
-        try:
-            packed = self._new_packed()
-        except BaseException:  # no memory, say: wider rows than are sent would be cut off
-            self._lists = narrow
-            raise
+        lists = self._lists | wider
+        packed = self._new_packed(lists)  # first: where there is no memory for it, nothing is wider than what is sent
         self.runtime.let_go(self._packed.static)
-        self._packed = packed
+        self._lists, self._packed = lists, packed
 
     def _sampling(self, plan: Plan, sent: dict[str, Tensor]) -> SamplingRows:
         specs = [r.spec for r in plan.requests]
@@ -353,6 +345,10 @@ def _lists_of(request: Request) -> tuple[Sequence[float], ...]:
 def _counts_of(request: Request) -> tuple[int, ...]:
     """The lengths of ``_lists_of``."""
     return len(request.spec.stop_ids), len(request.spec.bias), len(request.spec.bias)
+
+
+def _widths(lists: dict[str, NDArray[Any]]) -> list[int]:
+    return [values.shape[1] for values in lists.values()]
 
 
 def _power_of_two(count: int) -> int:

@@ -232,7 +232,7 @@ def test_lists_that_find_no_room_leave_none_wider_than_what_is_sent(monkeypatch:
     with live_setup.build() as engine:
         first = engine.generate_batch(PROMPTS, long())
         with monkeypatch.context() as patch:
-            patch.setattr(StepInputs, "_new_packed", lambda self: (_ for _ in ()).throw(MemoryError("none left")))
+            patch.setattr(StepInputs, "_new_packed", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
             with pytest.raises(MemoryError, match="none left"):
                 engine.generate_batch(PROMPTS, many)
         assert same(engine.generate_batch(PROMPTS, long()), first)

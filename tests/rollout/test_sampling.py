@@ -156,7 +156,7 @@ def test_presence_and_frequency_penalties():
 
 def test_logit_bias_is_the_sequence_bias_of_generate():
     """Which comes before penalties there, too; the log-probabilities stay those of the policy."""
-    bias = {(3,): 4.0, (50,): 3.5, (77,): 5.0, (11,): -2.0}
+    bias = {(0,): 4.5, (3,): 4.0, (50,): 3.5, (77,): 5.0, (11,): -2.0}
     config = GenerationConfig(max_new_tokens=20, repetition_penalty=1.4, sequence_bias=bias, eos_token_id=None)
     for given in (config, {**config.to_dict(), "sequence_bias": [[list(ids), value] for ids, value in bias.items()]}):
         params = SamplingParams.from_generation_config(given, ignore_eos=True)
