@@ -50,6 +50,9 @@ class Vllm(Peer):
     def __init__(self, spec: ModelSpec, workload: Workload, device: str, dtype: torch.dtype) -> None:
         # It starts a process of its own, and a fork does not work after CUDA was used.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        if device == "cpu":  # as many processors as the others have: by itself it keeps some back
+            processors = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))
         from vllm import LLM
 
         self.settings = {

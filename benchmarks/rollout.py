@@ -144,6 +144,8 @@ def race(
                 peer = PEERS[name](scenario.spec, work, device, dtype)
                 stack.callback(peer.close)
                 engines[name]["settings"] = peer.settings
+                if module is not None:
+                    engines[name]["version"] = getattr(sys.modules[module], "__version__", None)
                 with running(peer):
                     start = time.perf_counter()
                     peer.warm_up(work.draw(vocab, -1), scenario.warm_up_lengths, scenario.peer_limit_s)

@@ -136,6 +136,7 @@ def test_slow_engines_sit_out(stoker: peers.Stoker) -> None:
         assert len(engines["stoker"]["seconds"]) == 1
         engines = rollout.race(stoker, patient, "cpu", torch.float32, ["vllm"])
         assert len(engines["vllm"]["seconds"]) == len(engines["stoker"]["seconds"]) == 1
+        assert engines["vllm"]["version"] == "0"
 
 
 def test_decode_points_that_need_too_much_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

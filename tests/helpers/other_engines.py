@@ -141,7 +141,7 @@ def modules() -> dict[str, ModuleType]:
     }
     found = {name: ModuleType(name) for name in names}
     for name, module in found.items():
-        vars(module).update(names[name], __spec__=ModuleSpec(name, None))
+        vars(module).update(names[name], __spec__=ModuleSpec(name, None), __version__="0")
     return found
 
 
