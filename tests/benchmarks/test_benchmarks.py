@@ -13,6 +13,7 @@ import torch
 
 from stoker.benchmarks import ceilings, images
 from stoker.benchmarks.ceilings import best_time
+from stoker.benchmarks.scenarios import SCENARIOS
 from stoker.engine.images import reader as image_reader
 from stoker.integrations.cli import main
 
@@ -32,7 +33,12 @@ def _ceilings_are_soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "best_time", lambda call, device, budget_s=0.5: best_time(call, device, budget_s / 5))
 
 
-def test_rollouts_against_their_ceiling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollouts_against_their_ceiling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one round: ``test_rollout_benchmark.py`` has those of several."""
+    once = tuple(replace(scenario, repeats=1) for scenario in SCENARIOS["cpu", True])
+    monkeypatch.setitem(SCENARIOS, ("cpu", True), once)
     results = run(tmp_path, "rollout", "--only", "toy", "--peers", "generate")
     assert [found["model"]["name"] for found in results["rollouts"]] == ["qwen3-toy", "qwen3.5-toy"]
     for found in results["rollouts"]:
