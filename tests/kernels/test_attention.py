@@ -65,7 +65,7 @@ def answers(shape: Shape, seed: int) -> list[list[tuple[list[Tensor], Tensor]]]:
     return [[of(layer, step) for layer in layers] for step in range(WINDOW)]
 
 
-@pytest.mark.parametrize("gather_tokens", [20, 320, 8192])
+@pytest.mark.parametrize("gather_tokens", [20, 8192])  # in five pieces, and at once
 @pytest.mark.parametrize("padded_rows", [0, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
 @pytest.mark.parametrize("hold_bytes", [None, 0, 2500, 2**20])  # the reference; a CPU's: nothing, some of it, all of it
