@@ -36,7 +36,7 @@ class BlockTables:
         if not missing and all(self.pool.refs(held[first]) == 1 for held in ids):
             return True  # the usual case, and nothing to do
         self._give_up_unseen(request, keep_prompt=True)
-        shared = [first < len(held) and held[first] > 0 and self.pool.refs(held[first]) > 1 for held in ids]
+        shared = [first < len(held) and self.pool.refs(held[first]) > 1 for held in ids]
         wanted = self.layout.sizes(missing + shared[0], missing + shared[-1])
         if not self.pool.fits(*wanted):
             self._give_up_unseen(request, keep_prompt=False)

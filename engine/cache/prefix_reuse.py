@@ -73,7 +73,6 @@ class PrefixReuse:
                 self.keep_scores(request, scoring, request.computed)
         border = self.states.border(request.num_prompt)
         if request.computed + num_new == border and self.cache.enabled and not request.older_kv:
-            self.extend_keys(request, border)
             self.states.keep(request.slot, request.block_keys[border // self.block_size - 1])
         return scored
 

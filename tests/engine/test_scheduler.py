@@ -271,16 +271,19 @@ def test_the_token_that_a_window_stopped_at_is_not_computed() -> None:
 
 
 def test_a_nan_fails_its_request_and_no_other() -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(state_layout=StateLayout(num_slots=8, num_kept=4))
     machine = Machine(scheduler)
-    requests = [make_group(i, [i], [make_spec(max_tokens=3)])[0] for i in range(3)]
+    requests = [make_group(i, [i] * 6, [make_spec(max_tokens=3)])[0] for i in range(3)]
     scheduler.add(requests)
+    machine.step()  # as far as to where states are kept
+    prefixes = scheduler.prefixes
     plan = scheduler.plan()
-    assert plan is not None
+    assert plan is not None and len(prefixes.cache) == len(prefixes.states._row_of) == 3
     sampled = machine.run(plan)
     sampled.logprobs[1][0] = math.nan
     assert scheduler.commit(plan, sampled) == [requests[1]]
     assert isinstance(requests[1].error, RequestFailedError) and requests[1].output == []
+    assert len(prefixes.cache) == len(prefixes.states._row_of) == 0, "may be NaN, and is for others to begin with"
     assert machine.drain() == [requests[0], requests[2]]
 
 

@@ -147,7 +147,7 @@ class Machine:
         self.size = scheduler.block_size
         self.memory: list[int | None] = [None] * (scheduler.num_blocks * self.size)
         self.tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]  # static block tables, by slot
-        self.windowed = scheduler.tables.windowed
+        self.windowed = scheduler.block_layout.window_pages > 0
         self.window_memory = list(self.memory)
         self.window_tables: list[list[int]] = [[] for _ in range(scheduler.max_num_seqs)]
         self.adapters: dict[int, Adapter] = {}  # what is in which of their slots
