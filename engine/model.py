@@ -50,8 +50,10 @@ class ModelShell:
         config._experts_implementation = EXPERTS
         for part in (config, config.get_text_config(decoder=True)):
             part.return_dict, part.output_hidden_states, part.output_attentions = True, False, False
+        # Of torch's own in front of it, composable DDP's does not initialise what it makes.
+        kind = next(c for c in type(model).__mro__ if c.__module__.partition(".")[0] != "torch")
         with torch.device("meta"), _Undrawn(), torch.random.fork_rng(devices=[]):
-            self.module: Any = type(model)(config)
+            self.module: Any = kind(config)
         self.module.eval().requires_grad_(False)
         self.recurrent = RecurrentLayers(self.module)
         self.decoder: Any = decoder_of(self.module)

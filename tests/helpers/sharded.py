@@ -109,6 +109,12 @@ def by_ddp(model: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
+def by_composable_ddp(model: Any) -> nn.Module:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(model)
+
+
 WRAPPERS: dict[int, dict[str, Any]] = {
     2: {
         "fsdp2": by_fsdp2,
@@ -119,6 +125,7 @@ WRAPPERS: dict[int, dict[str, Any]] = {
         "fsdp1 with checkpointing": by_checkpointing_fsdp1,
         "fsdp1 not sharded": partial(by_fsdp1, sharding_strategy=ShardingStrategy.NO_SHARD),
         "ddp": by_ddp,
+        "ddp, composable": by_composable_ddp,
     },
     3: {
         "fsdp2, uneven, not resharded": partial(by_fsdp2, reshard=False),
@@ -148,7 +155,7 @@ def follow_training(rank: int, wrap: Any, family: str, gather_memory: int) -> di
     twin = make_model(family, num_hidden_layers=2)
     model = wrap(make_model(family, num_hidden_layers=2))
     theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (twin, model))
-    sharded = wrap is not by_ddp
+    sharded = wrap not in (by_ddp, by_composable_ddp)
     with RolloutEngine(model, config=replace(CONFIG, gather_memory=gather_memory)) as engine:
         assert set(assert_matches(engine, twin)) == {0}
         plain = engine._binding.shell.module
