@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,16 +57,14 @@ def test_stop_ids_and_eos(window):
 def test_min_tokens_keeps_stop_ids_from_being_sampled():
     stops = tuple(range(2, VOCAB, 2))
     with build() as engine:
-        early = engine.generate_batch([NEEDLE], SamplingParams(n=16, seed=1, stop_token_ids=stops, max_tokens=20))
-        assert min(len(c.token_ids) for c in early[0].completions) < 3
-        params = SamplingParams(
-            n=16, seed=1, stop_token_ids=stops, max_tokens=20, min_tokens=6, logprobs_mode="processed"
-        )
-        late = engine.generate_batch([NEEDLE], params)
-        for c in late[0].completions:
+        plain = SamplingParams(n=16, seed=1, stop_token_ids=stops, max_tokens=20)
+        params = replace(plain, min_tokens=6, logprobs_mode="processed")
+        early, late = engine.generate_batch([NEEDLE] * 2, [plain, params])
+        assert min(len(c.token_ids) for c in early.completions) < 3
+        for c in late.completions:
             assert len(c.token_ids) > 6 or c.finish_reason == "length"
             assert not set(c.token_ids[:6]) & set(stops) and c.token_ids[-1] in stops
-        c = late[0].completions[0]
+        c = late.completions[0]
         logits = oracle.logits(llama(), NEEDLE, c.token_ids)
         logits[:6, list(stops)] = -torch.inf
         expected = logits.log_softmax(-1).gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
