@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import platform
 import signal
@@ -45,6 +46,8 @@ _PROGRAMS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. Wrong flags raise ``SystemExit(2)``, as argparse does."""
+    if arguments is None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error: a folder's name may have any letters
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else list(arguments), alone=arguments is None)

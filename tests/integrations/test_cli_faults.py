@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,19 @@ def test_windows_files_and_devices(folder: str, tmp_path: Path) -> None:
         assert main(["generate", folder, str(source), "/dev/null", "--max-tokens", "2"]) == 0
     assert main(["generate", folder, str(source), str(tmp_path / "out"), "--max-tokens", "2"]) == 0
     assert [record["prompt"] for record in read(tmp_path / "out")] == ["abc", "b"]
+
+
+def test_a_name_that_standard_output_has_no_letters_for(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under PYTHONIOENCODING=ascii, or an old code page of Windows."""
+    named = tmp_path / "modèle"
+    named.symlink_to(folder)
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["stoker", "info", str(named)])
+    assert main() == 0
+    assert rb"mod\xe8le" in printed.getvalue()
 
 
 @pytest.mark.parametrize(
