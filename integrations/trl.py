@@ -181,14 +181,17 @@ class _EngineBackend:
         finally:
             self.forget_step()
 
-    def sample(self, prompts: list[list[int]], images: Sequence[Any] | None, n: int) -> RolloutBatch:
+    def sample(
+        self, prompts: list[list[int]], images: Sequence[Any] | None, n: int, *, is_turn: bool = False
+    ) -> RolloutBatch:
         """``n`` completions of each prompt under the trainer's settings; the engine sleeps afterwards if told to.
 
-        images: of each prompt the list of those that its ids have placeholders for, or None.
+        images: of each prompt the list of those that its ids have placeholders for, or None. is_turn: of the completions
+        that the trainer is making, and not what a tool or a function of the user's asks in between.
         """
         with nullcontext() if self._turns_to_come else self._rollout():
             with self._metrics.timed():
-                params = self._params(prompts, n)
+                params = self._params(prompts, n, is_turn)
                 given = with_images(self._trainer.processing_class, prompts, images)
                 self._wake_up()
                 self._to_sleep = self._trainer.args.vllm_enable_sleep_mode
@@ -255,14 +258,14 @@ class _EngineBackend:
 
         return generation
 
-    def _params(self, prompts: Sequence[list[int]], n: int) -> list[SamplingParams]:
+    def _params(self, prompts: Sequence[list[int]], n: int, is_turn: bool) -> list[SamplingParams]:
         """The sampling parameters of each prompt. After a tool's answer, what TRL would cut off is not sampled and needs no KV."""
         trainer, params = self._trainer, sampling_params(self._trainer)
         longest = params.max_tokens
         assert longest is not None  # ``from_generation_config`` gives one
         limits = [longest] * len(prompts)
         with_tools = getattr(trainer, "tools", None) and getattr(trainer, "rollout_func", None) is None
-        if self._turns_to_come and with_tools:
+        if is_turn and self._turns_to_come and with_tools:
             if self._longest is None:
                 self._longest = max(map(len, prompts)) + trainer.max_completion_length
             else:
@@ -312,7 +315,7 @@ class _TokenListBackend(_EngineBackend):
         tool loop processes call this a different number of times.
         """
         with profiler or nullcontext():
-            batch = self.sample(prompts, images, n=1)
+            batch = self.sample(prompts, images, n=1, is_turn=profiler is not None)  # which TRL's own calls have
         completions = [output.completions[0] for output in batch]
         return (
             [output.prompt_token_ids for output in batch],

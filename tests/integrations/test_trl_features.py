@@ -237,6 +237,28 @@ def test_later_turns_take_no_more_room_than_the_completion_may(
     assert max(len(o.prompt_token_ids) + len(o.completions[0].token_ids) for call in calls for o in call) == longest
 
 
+def test_a_tool_that_asks_the_policy_gets_whole_completions(make_trainer: MakeTrainer) -> None:
+    """What is left of the completion it is called in bounds the next turn of that, and not what the tool asks."""
+    said: list[int] = []
+
+    def lookup(text: str) -> str:
+        """Look something up.
+
+        Args:
+            text: What to look up.
+        """
+        _, completions, _, _ = trainer.vllm_generation.generate([[3, 4, 5] * 20, [3, 4, 5]], None, 1)
+        said.extend(map(len, completions))
+        return "dad"
+
+    more = chat_arguments(CallingTokenizer) | {"tools": [lookup]}
+    trainer = make_trainer(more=more, max_completion_length=24, max_steps=1, generation_kwargs={"min_new_tokens": 20})
+    attach(trainer)
+    trainer.train()
+    check_parity(trainer)
+    assert said and min(said) >= 20
+
+
 # -- rollout_func, truncation, over-long prompts -----------------------------------------------------------------------
 
 
