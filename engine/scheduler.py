@@ -145,7 +145,7 @@ class Scheduler:
             # the next plan, in which the samples that still wait can share them.
             left -= _awaited(request)
         border = self.states.border(request.num_prompt)  # where its state is to be kept
-        return min(left, border - request.computed) if request.computed < border else left
+        return border - request.computed if request.computed < border else left
 
     @staticmethod
     def _advance(request: Request, num_new: int, num_steps: int) -> int:
