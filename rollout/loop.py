@@ -20,10 +20,7 @@ from stoker.engine.core import EngineCore
 from stoker.engine.request import Request, Status
 from stoker.kernels.errors import (
     EngineStateError,
-    InvalidRequestError,
     RequestFailedError,
-    StokerError,
-    UnsupportedModelError,
 )
 
 _ENDED = RequestFailedError(
@@ -141,16 +138,16 @@ class Loop:
             self._turn_over.set()
 
     def attempt(self, action: str, change: Callable[[], None]) -> None:
-        """As ``do``, for a change that may be refused: the error goes to the caller, and all requests go on."""
+        """As ``do``, for what leaves the requests there are as they are: an exception within ends none of them."""
 
-        def refused() -> StokerError | None:
+        def failed() -> BaseException | None:
             try:
                 change()
-            except (InvalidRequestError, UnsupportedModelError) as error:
+            except BaseException as error:
                 return error
             return None
 
-        if (error := self.do(action, refused)) is not None:
+        if (error := self.do(action, failed)) is not None:
             raise error
 
     def _change(self, change: Callable[[], _T]) -> _T:

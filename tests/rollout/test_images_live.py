@@ -19,6 +19,7 @@ from live_setup import at_rest
 from numpy.typing import NDArray
 from vision import IMAGE, KINDS, Prompt, logprobs, make_model, make_prompt, token_ids
 
+from stoker.engine.images import reader
 from stoker.engine.images.inputs import ImageFeatures, image_rows
 from stoker.engine.packed_inputs import arrays_in, place, tensors_in
 from stoker.rollout import (
@@ -261,6 +262,25 @@ def test_images_are_held_no_longer_than_their_requests() -> None:
         del prompt, batch
         gc.collect()
         assert pixels() is None
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("short of memory"), KeyboardInterrupt()], ids=repr)
+def test_where_an_image_cannot_be_read_other_requests_go_on(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    model, prompt = model_of("qwen2_5_vl"), make_prompt("qwen2_5_vl", LAYOUTS[0])
+    with engine_of(model, decode_window=1) as engine:
+        handle = engine.submit(TEXT, GREEDY)
+        next(iter(handle))
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(reader, "encode", failing)
+            engine.submit(prompt, GREEDY)
+        check(model, [TEXT], RolloutBatch([handle.result()]), greedy=10)
+        check(model, [prompt], engine.generate_batch([prompt], GREEDY), greedy=10)
         at_rest(engine)
 
 
