@@ -22,7 +22,7 @@ PROMPT = [40, 50, 60, 70]
 
 @cache
 def model() -> PreTrainedModel:
-    return make_model("llama", vocab_size=VOCAB)
+    return make_model("llama", vocab_size=VOCAB, num_hidden_layers=3)
 
 
 def build(**settings: Any) -> RolloutEngine:

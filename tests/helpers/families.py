@@ -53,6 +53,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4,
 # Fields besides _COMMON. hidden_size / num_attention_heads is 12 where no head_dim is given.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
+        "num_hidden_layers": 2,  # most tests are of this one
         "attention_bias": True,
         "mlp_bias": True,
         "head_dim": 16,

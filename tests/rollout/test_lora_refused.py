@@ -54,7 +54,7 @@ def other_method(config: Any) -> PeftModel:
             lambda: peft_model(alora_invocation_tokens=[1], task_type="CAUSAL_LM"),
             "uses alora_invocation_tokens.*plain LoRA",
         ),
-        (lambda: peft_model(layer_replication=[(0, 2), (1, 3)]), r"uses layer_replication.*in the base model"),
+        (lambda: peft_model(layer_replication=[(0, 1), (0, 2)]), r"uses layer_replication.*in the base model"),
         (lambda: peft_model(target_modules=ONE, use_bdlora=BdLoraConfig(ONE, None, 2)), r"uses use_bdlora.*plain LoRA"),
         (lambda: peft_model(use_qalora=True, qalora_group_size=4), r"uses use_qalora.*over the quantised base"),
         (lambda: peft_model(velora_config=VeloraConfig()), r"uses velora_config.*plain LoRA"),

@@ -25,7 +25,7 @@ def llama() -> PreTrainedModel:
     return make_model("llama")
 
 
-TOKEN_BYTES = 3 * 2 * (16 + 16) * 4  # layers, KV heads, key and value, fp32
+TOKEN_BYTES = 2 * 2 * (16 + 16) * 4  # layers, KV heads, key and value, fp32
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])

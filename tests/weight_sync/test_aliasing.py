@@ -96,7 +96,7 @@ def test_close_gives_every_parameter_a_storage_of_its_own_again():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = RolloutEngine(model, config=CONFIG)
     shared = [p for p in model.parameters() if not p.untyped_storage().resizable()]
-    assert len(shared) == 3 * (2 * 3 + 2 * 2)  # q, k, v and gate, up of three layers, weights and biases
+    assert len(shared) == 2 * (2 * 3 + 2 * 2)  # q, k, v and gate, up of both layers, weights and biases
     model.model.layers[0].mlp.gate_proj.weight.data = model.model.layers[0].mlp.gate_proj.weight.detach().clone()
     engine.update_weights()
     engine.close()
@@ -133,7 +133,7 @@ def test_an_engine_after_one_that_was_never_closed(model):
     gc.collect()
     with RolloutEngine(model, config=CONFIG) as engine:
         assert [p.data_ptr() for p in model.parameters()] == addresses  # they lie side by side already
-        assert len(engine._binding.wholes) == 3 * 4  # q, k, v and gate, up of three layers, weights and biases
+        assert len(engine._binding.wholes) == 2 * 4  # q, k, v and gate, up of both layers, weights and biases
         assert_matches(engine, model)
 
 
@@ -158,9 +158,9 @@ def test_rows_are_laid_side_by_side_again_after_one_was_given_other_memory(model
             weight = model.model.layers[1].self_attn.get_submodule(replaced).weight
             weight.data = 1.1 * weight.data
             assert engine.update_weights() == version
-            assert engine.stats().fused_layers == 3 and len(engine._binding.wholes) == 3 * 4
+            assert engine.stats().fused_layers == 2 and len(engine._binding.wholes) == 2 * 4
             assert set(assert_matches(engine, model)) == {version}
-        assert len(engine._binding.source._rehomed) == 3 * (2 * 3 + 2 * 2)
+        assert len(engine._binding.source._rehomed) == 2 * (2 * 3 + 2 * 2)
         now = snapshot(model)
     assert all(p.untyped_storage().resizable() for p in model.parameters())
     assert {name: p.shape for name, p in model.named_parameters()} == before
@@ -179,7 +179,7 @@ def test_biases_that_lie_apart_where_the_weights_lie_side_by_side(model, linear,
                 parameter.zero_()
     config = replace(CONFIG, quantization=quantization)
     with RolloutEngine(model, config=config) as engine:
-        assert engine.stats().fused_layers == 3
+        assert engine.stats().fused_layers == 2
         before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].logprobs
         with torch.no_grad():
             bias.add_(1.0)
@@ -194,7 +194,7 @@ def test_weights_that_other_processes_have_open_stay_where_they_are(model):
     addresses = [p.data_ptr() for p in model.parameters()]
     with RolloutEngine(model, config=CONFIG) as engine:
         assert_matches(engine, model)
-        assert engine.stats().fused_layers == 3
+        assert engine.stats().fused_layers == 2
     assert [p.data_ptr() for p in model.parameters()] == addresses and all(p.is_shared() for p in model.parameters())
 
 
@@ -227,7 +227,7 @@ def test_several_engines_on_one_model(model):
     assert second.verify_weights().ok
     assert [p.data_ptr() for p in model.parameters()] == addresses, "what the second runs on lies where it lay"
     assert_matches(second, model)
-    assert second.stats().fused_layers == 3 and second.weight_version == 1
+    assert second.stats().fused_layers == 2 and second.weight_version == 1
     train(model, optimizer)
     third = RolloutEngine(model, config=CONFIG)
     for engine in (second, third):
@@ -270,7 +270,7 @@ def test_from_pretrained_in_another_dtype(tmp_path):
         loaded = engine._binding.source.module
         assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
         assert all(torch.equal(a, b.bfloat16()) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-        assert engine.stats().kv_block_bytes == 16 * 3 * 2 * 2 * 16 * 2
+        assert engine.stats().kv_block_bytes == 16 * 2 * 2 * 2 * 16 * 2
         (c,) = engine.generate_batch([PROMPT], PARAMS)[0].completions
         assert math.isclose(c.logprobs[0], oracle.logprobs(model, PROMPT, c.token_ids)[0], abs_tol=0.2)
 

@@ -99,7 +99,7 @@ def test_a_mirror_keeps_the_weights_of_layers_that_cannot_be_fused(
     monkeypatch.setattr(OffloadableMemory, "__init__", of_nan)
     model = make_model(family).to(torch.float64 if family == "gemma4" else torch.float32)
     with in_fp8(model, dtype="float32" if family == "gemma4" else "float64") as engine:
-        assert engine.stats().fused_layers == 2
+        assert engine.stats().fused_layers == engine.stats().num_layers // 2
         assert engine._binding.source.passing == names_of(engine)
         assert not any(".layers.1." in name for name in names_of(engine))
         assert_rounded(engine, model)

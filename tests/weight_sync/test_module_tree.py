@@ -83,7 +83,7 @@ def bias_added(model: Any) -> None:
 
 
 def bias_taken_away(model: Any) -> None:
-    model.model.layers[2].mlp.up_proj.bias = None
+    model.model.layers[1].mlp.up_proj.bias = None
 
 
 def buffer_moved(model: Any) -> None:
@@ -95,7 +95,7 @@ def layer_replaced(model: Any) -> None:
 
 
 def layer_dropped(model: Any) -> None:
-    del model.model.layers[2]
+    del model.model.layers[1]
 
 
 def layer_added(model: Any) -> None:
@@ -344,7 +344,7 @@ SWITCHES: dict[str, Callable[[Any], object]] = {
     "another adapter": lambda m: m.set_adapter("other"),
     "several": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.set_adapter(["default", "other"]),
     "off": lambda m: m.base_model.disable_adapter_layers(),
-    "one layer off": lambda m: m.base_model.model.model.layers[2].self_attn.q_proj.enable_adapters(False),
+    "one layer off": lambda m: m.base_model.model.model.layers[1].self_attn.q_proj.enable_adapters(False),
     "merged": lambda m: m.base_model.model.model.layers[0].self_attn.q_proj.merge(),
     "merged tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.merge(),
     "other tokens": lambda m: m.base_model.model.model.embed_tokens.token_adapter.token_indices["default"].reverse(),

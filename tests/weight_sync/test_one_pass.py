@@ -78,7 +78,7 @@ def test_what_is_refused_is_not_written(taken: list[int]) -> None:
     with engine_that_guesses(model, "float16") as engine:
         before = {n: t.clone() for n, t in copies(engine).items()}
         step(model)
-        weight = model.model.layers[2].mlp.down_proj.weight
+        weight = model.model.layers[1].mlp.down_proj.weight
         weight.data[3, 5] = 7e4
         with pytest.raises(WeightsMismatchError, match="beyond what"):
             engine.update_weights()

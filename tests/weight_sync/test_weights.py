@@ -231,7 +231,7 @@ def test_another_model_inside_the_wrapper():
         assert_matches(engine, first)
         compiled._orig_mod = second
         assert set(assert_matches(engine, second)) == {1}
-        compiled._orig_mod = make_model("llama", num_hidden_layers=2)
+        compiled._orig_mod = make_model("llama", num_hidden_layers=3)
         for call in (lambda: engine.generate_batch([PROMPT]), engine.update_weights) * 2:
             with pytest.raises(UnsupportedModelError, match="another shape"):
                 call()
