@@ -29,10 +29,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.kernels.errors import InvalidConfigError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import Prompts
-from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import is_sharded
 

@@ -32,8 +32,8 @@ from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_metrics import RolloutMetrics
 from stoker.integrations.trl_sampling import live_model, sampling_params, tokenizer_of
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
-from stoker.weight_sync.interrupts import uninterrupted
 
 _ABSENT = object()
 

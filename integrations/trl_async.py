@@ -30,8 +30,8 @@ from stoker.integrations.trl_callbacks import remove_callback
 from stoker.integrations.trl_checks import check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutEngine
-from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.peft_adapters import active_adapters
 

@@ -10,7 +10,7 @@
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
 - ``checksum`` of weights; ``launch``, how kernels are launched.
 
-``errors`` and ``host_memory`` are here because all rooms may import them.
+``errors``, ``host_memory`` and ``interrupts`` are here because all rooms may import them.
 """
 
 from __future__ import annotations

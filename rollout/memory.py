@@ -9,10 +9,10 @@ import torch
 from stoker.engine.cache.kv_cache import KVCache
 from stoker.engine.core import EngineCore
 from stoker.kernels.errors import EngineStateError, InvalidRequestError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout.adapters import Adapters
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.user_values import shown
-from stoker.weight_sync.interrupts import uninterrupted
 
 TAGS = ("weights", "kv_cache", "graphs")  # in the order they are woken in
 _LEVELS = {1: ("kv_cache",), 2: TAGS, 3: TAGS}

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from stoker.engine.core import EngineCore
 from stoker.kernels.errors import InvalidRequestError, StokerError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout.adapters import Adapters, deleted
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.external_weights import ExternalWeights
@@ -17,7 +18,6 @@ from stoker.rollout.user_values import as_int, is_int, shown
 from stoker.rollout.verification import verify
 from stoker.weight_sync.adapter_files import model_of
 from stoker.weight_sync.checksum import WeightReport
-from stoker.weight_sync.interrupts import uninterrupted
 from stoker.weight_sync.rank_agreement import in_step, ranks_of, telling
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.staging import Staging

@@ -117,7 +117,7 @@ def test_a_folder_says_what_its_files_are_for(guide: str) -> None:
         ("stoker.kernels", "import transformers"),
         ("stoker.kernels", "from stoker.engine import core"),
         ("stoker.kernels.reference", "from ...engine.core import Core"),
-        ("stoker.engine", "import stoker.weight_sync.interrupts"),
+        ("stoker.engine", "import stoker.weight_sync.source"),
         ("stoker.engine", "from stoker import weight_sync"),
         ("stoker.engine", "from .. import weight_sync"),
         ("stoker.engine", "from stoker import *"),

@@ -7,5 +7,5 @@ Begin with ``source``: what a live model gets is an ``aliased_source``, or a ``m
 - Weights from elsewhere: ``transport``, ``manifest``, ``receiving``, ``staging``, ``consistent_reads``.
 - Adapters: ``peft_adapters`` of the live model, ``other_model_adapters``, ``adapter_files``.
 - Models as trainers have them: ``naming``, ``module_tree``, ``bitsandbytes_state``.
-- Used by all: ``checksum``, ``interrupts``.
+- Used by all: ``checksum``.
 """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError, first_line
-from stoker.weight_sync.interrupts import uninterrupted
+from stoker.kernels.interrupts import uninterrupted
 from stoker.weight_sync.shards import Shards, by_group, groups_of, is_sharded
 
 GRACE_S = 5.0  # for ranks to tell each other that they lost touch, when one of them did

@@ -17,7 +17,7 @@ import torch.multiprocessing  # registers how tensors travel through a Connectio
 from torch import Tensor
 
 from stoker.kernels.errors import WeightTransferError, first_line
-from stoker.weight_sync.interrupts import uninterrupted
+from stoker.kernels.interrupts import uninterrupted
 from stoker.weight_sync.manifest import Answer, Judge, Manifest, announce, answer
 
 BUCKET_BYTES = 256 * 2**20

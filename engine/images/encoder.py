@@ -23,6 +23,7 @@ from stoker.engine.images.batches import joined, row_of
 from stoker.engine.images.inputs import ImageFeatures, ImageInputs
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import InvalidRequestError, UnsupportedModelError
+from stoker.kernels.interrupts import uninterrupted
 
 # What a language model is given that is looked at, and that is of no interest; anything else may change its numbers.
 _KNOWN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds"}
@@ -100,7 +101,8 @@ def _handed_over(shell: ModelShell, inputs: Mapping[str, Any], adapter: ImageAda
     """The arguments that the model calls its language model with."""
     name = type(shell.module).__name__
     try:
-        with _intercepted(shell), adapter.over(shell.module):
+        # What stayed of this in the model after an interrupt would change what comes next, and nobody would know.
+        with uninterrupted(), _intercepted(shell), adapter.over(shell.module):
             given = {**inputs, "use_cache": False}
             if adapter.states:
                 functional_call(shell.module, dict(adapter.states), (), given)

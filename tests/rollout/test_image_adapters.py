@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import vision
+from torch.utils.hooks import RemovableHandle
 from vision import IMAGE, VIDEO, make_model, make_prompt
 
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -62,6 +65,24 @@ def test_an_adapter_over_the_tower_alone(kind: str, options: dict[str, Any]) -> 
         shake(model, seed=5)
         engine.update_weights()
         check(engine, model, kind)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch.nn.Module, "register_forward_hook"), (RemovableHandle, "remove")])
+def test_after_an_interrupt_nothing_of_it_is_left_in_the_tower(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, own, calls = adapted("llava", target_modules=OF_IMAGES), getattr(owner, name), count()
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return own(*args)
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            engine.generate_batch([make_prompt("llava", LAYOUTS[0])], GREEDY)
+        check(engine, model, "llava")
 
 
 def test_it_is_read_once_for_all_images(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,9 +30,9 @@ from stoker.engine.sampler import PenaltyState
 from stoker.engine.scheduler import Scheduler
 from stoker.engine.step_inputs import StepInputs
 from stoker.kernels.errors import RequestFailedError
+from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.rollout.stop_strings import StopStringChecker
-from stoker.weight_sync.interrupts import uninterrupted
 
 
 def test_nan_weights_fail_the_requests_and_a_repair_heals_the_engine():

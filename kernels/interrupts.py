@@ -1,4 +1,4 @@
-"""Ctrl-C during an update waits until it is over, so that weights, version and caches change together or not at all."""
+"""What an interrupt (Ctrl-C) does not cut in two: an update of weights, version and caches, say."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Deferred:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A first interrupt (Ctrl-C) waits until the block is done or has failed; a second one does not wait.
+    """An interrupt (Ctrl-C) waits until the block is done, or has failed; a second one does not. Inside another one it changes nothing.
 
-    Nested blocks are one. Outside of the main thread, where no interrupt arrives, nothing is changed.
+    Outside of the main thread, where no interrupt arrives, nothing is changed either.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     in_main = threading.current_thread() is threading.main_thread()
