@@ -61,7 +61,7 @@ def test_one_bad_request_does_not_touch_the_others():
     poison = 5
     model = make_model("llama")
     prompts = [[t for t in p if t != poison] or [1] for p in CROWD[:20]]
-    alike = [*prompts[3], 9]
+    alike = [*prompts[3], 7]
     expected = [oracle.greedy(model, p, 8) for p in prompts]
     healthy = oracle.greedy(model, alike, 8)
     assert poison not in healthy
