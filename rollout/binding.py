@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stoker.engine.cache.kv_cache import LayerShape
 from stoker.engine.layers.fp8_weights import Fp8Weights
-from stoker.engine.model import ModelShell, check_experts, check_supported
+from stoker.engine.model import ModelShell
+from stoker.engine.supported_models import check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
 from stoker.kernels.errors import (
     EngineStateError,

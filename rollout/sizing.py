@@ -8,7 +8,7 @@ from dataclasses import replace
 from stoker.engine.cache.kv_cache import KVCache, block_layout
 from stoker.engine.cache.state_cache import StateLayout
 from stoker.engine.device import Runtime
-from stoker.engine.model import decoder_of
+from stoker.engine.supported_models import decoder_of
 from stoker.kernels.errors import InvalidConfigError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.config import EngineConfig

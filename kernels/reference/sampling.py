@@ -91,7 +91,7 @@ def token_logprobs(logits: Tensor, inverse_temperature: Tensor, tokens: Tensor) 
     """``log_softmax(logits / temperature)[token]``. logits: [R, V] of any float dtype; tokens: int64 [R]; fp32 [R]."""
 
     def some(logits: Tensor, inverse: Tensor, tokens: Tensor) -> Tensor:
-        # Not less the logsumexp, by which a row that holds Inf is no NaN, as it is to be told by, but -Inf.
+        # A row that holds Inf is to come out as NaN, by which it is noticed; minus the logsumexp it would be -Inf.
         return (logits.float() * inverse[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
     return torch.cat([some(*part) for part in _parts(logits, inverse_temperature, tokens)])

@@ -190,6 +190,12 @@ def logged(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
+def check_parity(trainer: Any) -> None:
+    """The engine's log-probabilities are the trainer's."""
+    differences = logged(trainer, "sampling/sampling_logp_difference/max")
+    assert differences and max(differences) < LOGPROB_TOLERANCE
+
+
 def recorded(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) -> list[RolloutBatch]:
     """What an engine samples from now on, batch by batch."""
     sample = engine.generate_batch

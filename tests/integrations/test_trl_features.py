@@ -1,4 +1,4 @@
-"""What GRPO offers around generation, with the engine attached: chats, tools, environments, ``rollout_func``, resuming."""
+"""What GRPO offers around generation, with the engine attached: chats, tools, environments, ``rollout_func``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from trl_setup import (
     CHARACTERS,
     EOS,
-    LOGPROB_TOLERANCE,
     PAD,
     MakeTrainer,
+    check_parity,
     logged,
-    make_model,
     make_tokenizer,
     trainers,
 )
@@ -29,7 +27,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from stoker.integrations.trl import attach, detach
+from stoker.integrations.trl import attach
 
 IDS = {character: i + 3 for i, character in enumerate(CHARACTERS)}
 BLOCK = 4
@@ -60,11 +58,6 @@ def check_kept(later: list[RolloutOutput], answer: list[int]) -> None:
     for output in later:
         assert output.prompt_token_ids[-len(answer) :] == answer
         assert len(output.prompt_token_ids) - output.cached_tokens <= len(answer) + 1 + BLOCK
-
-
-def check_parity(trainer: Any) -> None:
-    differences = logged(trainer, "sampling/sampling_logp_difference/max")
-    assert differences and max(differences) < LOGPROB_TOLERANCE
 
 
 # -- chats and tools ---------------------------------------------------------------------------------------------------
@@ -352,54 +345,3 @@ def test_an_overlong_prompt_of_the_dataset_stops_training_by_name(make_trainer: 
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def test_resuming_takes_the_weights_of_the_checkpoint(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    first = make_trainer(max_steps=2, save_strategy="steps", save_steps=2)
-    attach(first)
-    first.train()
-    saved = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
-    detach(first)
-
-    resumed = make_trainer(max_steps=4)
-    engine = attach(resumed)
-    seen = []
-    generate_batch = engine.generate_batch
-
-    def keep(prompts: Any, params: Any) -> Any:
-        batch = generate_batch(prompts, params)
-        seen.append({name: tensor.clone() for name, tensor in resumed.model.state_dict().items()})
-        return batch
-
-    engine.generate_batch = keep  # type: ignore[method-assign]
-    engine.generate_batch([[3] * 40], None)  # caches keys and values of the weights before
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.state.global_step == 4 and len(seen) == 3
-    assert all(torch.equal(seen[1][name], tensor) for name, tensor in saved.items())
-    check_parity(resumed)
-
-
-def test_a_resumed_run_ends_where_one_that_was_never_stopped_does(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    def train(**more: Any) -> dict[str, torch.Tensor]:
-        trainer = make_trainer(max_steps=4, save_strategy="steps", save_steps=2)
-        attach(trainer)
-        trainer.train(**more)
-        check_parity(trainer)
-        detach(trainer)
-        return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-
-    whole = train()
-    torch.manual_seed(99)
-    resumed = train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert all(torch.equal(whole[name], tensor) for name, tensor in resumed.items())
-
-
-def test_a_checkpoint_saved_while_attached_is_an_ordinary_one(make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    trainer = make_trainer(max_steps=1, save_strategy="steps", save_steps=1)
-    attach(trainer)
-    trainer.train()
-    folder = tmp_path / "checkpoint-1"
-    loaded = type(make_model()).from_pretrained(folder)
-    assert all(torch.equal(loaded.state_dict()[name], t) for name, t in trainer.model.state_dict().items())
-    parameters = sum(t.nbytes for t in trainer.model.state_dict().values())
-    assert (folder / "model.safetensors").stat().st_size < parameters + 10_000  # nothing written twice
