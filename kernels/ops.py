@@ -1,7 +1,7 @@
 """The table of device operations. An engine picks one table when it is built and never asks again what device it is on.
 
-``reference`` has each operation in plain torch: the oracle, and most of what a CPU runs, which has ``cpu_attention`` and
-``cpu_recurrent`` besides. ``triton_ops`` has the tables of Triton's kernels:
+``reference`` has each operation in plain torch: the oracle, and most of what a CPU runs, which has ``cpu_attention``,
+``cpu_linear`` and ``cpu_recurrent`` besides. ``triton_ops`` has the tables of Triton's kernels:
 
 - Attention: ``attention``, planned by ``attention_plan`` and ``attention_splits``, in ``attention_kernels``,
   ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stoker.kernels import cpu_attention, cpu_recurrent
+from stoker.kernels import cpu_attention, cpu_linear, cpu_recurrent
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.reference import (
     attention,
@@ -140,6 +140,7 @@ REFERENCE = Ops(
 
 CPU = replace(
     REFERENCE,
+    linear=cpu_linear.linear,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
     gated_delta_rule=cpu_recurrent.gated_delta_rule,
@@ -155,8 +156,8 @@ def ops_for(
     in_fp8: bool = False,
     deterministic: bool = False,
 ) -> Ops:
-    """The operations for a device: Triton's on CUDA; a CPU has an attention and recurrences of its own, all else the
-    torch reference.
+    """The operations for a device: Triton's on CUDA; a CPU has attention, projections and recurrences of its own, all else
+    the torch reference.
 
     layers: key dimension, value dimension and dtype of what attention layers compute; kv_dtype: of what is kept of it, where
     it is another; in_fp8: whether weights are in fp8. Raises ``InvalidConfigError`` where the device has no such numbers.

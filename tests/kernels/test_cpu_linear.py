@@ -1,0 +1,105 @@
+"""A CPU's own projections against fp64: which of them oneDNN computes, in how many shapes, and that it sees live weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linears import expected_linear, make_linear
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton_oracle import assert_close
+
+from stoker.kernels import cpu_linear
+from stoker.kernels.ops import CPU, REFERENCE
+from stoker.rollout import RolloutEngine, SamplingParams
+
+LEAST = 32 * 32  # of a weight here; 2**18 where it counts
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a processor where oneDNN pays, with small weights taken for large; how many rows it was given, each time."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    calls: list[int] = []
+    product = cpu_linear._product
+
+    def counted(x: Tensor, *others: object) -> Tensor:
+        calls.append(x.shape[0])
+        return product(x, *others)
+
+    monkeypatch.setattr(cpu_linear, "_PAYS", True)
+    monkeypatch.setattr(cpu_linear, "_LEAST_NUMBERS", LEAST)
+    monkeypatch.setattr(cpu_linear, "_product", counted)
+    return calls
+
+
+@pytest.mark.parametrize("options", ["", "b", "n", "r", "s", "bnrg", "bots", "cbrg"])
+@pytest.mark.parametrize(("rows", "given"), [(1, 1), (4, 4), (5, 8), (8, 8), (61, 64), (128, 128)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_linear(rows: int, given: int, options: str, in_place: bool, asked: list[int]) -> None:
+    arguments = make_linear(rows, 80, 36, options, torch.float32)
+    expected = expected_linear(**arguments)
+    before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
+    out = CPU.linear(**arguments, in_place=in_place)
+    assert asked == [given]
+    assert_close(out, expected, torch.float32)
+    if in_place and arguments["residual"] is not None:
+        assert out.data_ptr() == arguments["residual"].data_ptr()
+        del before["residual"]
+    assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
+
+
+def test_shapes_are_few(asked: list[int]) -> None:
+    """What oneDNN compiles for a shape stays in memory for good."""
+    x, weight = torch.randn(300, 32), torch.randn(40, 32)
+    for rows in range(1, 301):
+        assert_close(CPU.linear(x[:rows], weight), x[:rows].double() @ weight.t().double(), torch.float32)
+    assert len(asked) == 128 and len(set(asked)) == 20
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # from turning oneDNN off
+def test_what_is_left_to_the_reference(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(6, 32), torch.randn(32, 32)
+    many, double = torch.randn(129, 32), torch.float64
+    for given in (
+        (x[:0], weight),
+        (many, weight),
+        (x, weight[1:]),
+        (x, weight.t()),
+        (x.to(double), weight.to(double)),
+        (x.bfloat16(), weight.bfloat16()),
+    ):
+        assert torch.equal(CPU.linear(*given), REFERENCE.linear(*given))
+    narrow, scales = torch.empty(32, 32, dtype=torch.float8_e4m3fn), torch.empty(32)
+    CPU.quantise_rows(weight, narrow, scales)
+    assert torch.equal(CPU.linear(x, narrow, row_scales=scales), REFERENCE.linear(x, narrow, row_scales=scales))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(CPU.linear(x, weight), REFERENCE.linear(x, weight))
+    assert not asked
+    monkeypatch.setattr(cpu_linear, "_PAYS", False)
+    assert torch.equal(CPU.linear(x, weight), REFERENCE.linear(x, weight)) and not asked
+
+
+def test_an_engine_samples_from_the_weights_of_now(asked: list[int]) -> None:
+    """Log-probabilities of a rollout are those of the model's own forward, before and after its weights change in place."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    prompts = [[1, 2, 3], [4, 5], [6]] * 2
+    with RolloutEngine(model) as engine:
+        for _ in range(2):
+            asked.clear()
+            for output in engine.generate_batch(prompts, SamplingParams(max_tokens=6, seed=0, ignore_eos=True)):
+                completion, prompt = output.completions[0], output.prompt_token_ids
+                with torch.no_grad():
+                    logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+                wanted = logits.log_softmax(-1)[range(6), completion.token_ids]
+                torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
+            assert 8 in asked
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            engine.update_weights()
