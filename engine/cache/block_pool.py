@@ -131,9 +131,8 @@ class BlockPool:
                 self._cached[block] = next(self._clock)
             else:
                 self._loose[block] = None
-            kept = not self._held[slab] and any(page in self._cached for page in self._pages(slab))
         if not self._held[slab]:
-            if kept:
+            if kept or any(page in self._cached for page in self._pages(slab)):
                 self._idle[slab] = next(self._clock)
                 self._num_idle_broken += slab in self._broken
             else:
@@ -142,10 +141,10 @@ class BlockPool:
 
     def _break(self, slab: int) -> int:
         """Cut an empty slab into pieces; returns the first, and all others are loose."""
-        if self.span > 1:
-            self._broken.add(slab)
-            self._loose |= dict.fromkeys(reversed(self._pages(slab)[1:]))
-        return slab * self.span
+        self._broken.add(slab)
+        first, *others = self._pages(slab)
+        self._loose |= dict.fromkeys(others)
+        return first
 
     def _mend(self, slab: int) -> None:
         """Make a slab without content whole again, if it is in pieces."""
@@ -157,7 +156,7 @@ class BlockPool:
 
     def _clear(self, slab: int) -> int:
         """Evict an idle slab's content. The slab is neither idle nor empty then."""
-        for block in self._pages(slab) if slab in self._broken else (slab * self.span,):
+        for block in self._pages(slab):
             if self._cached.pop(block, None) is not None:
                 self._loose[block] = None
             self._evict(block)

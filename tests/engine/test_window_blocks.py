@@ -69,13 +69,12 @@ def test_what_fits_can_be_had(seed: int) -> None:
             pool.free([block])
             held.remove(block)
         slabs, pieces = rng.randint(0, 9), rng.randint(0, 20) if span > 1 else 0
-        free = pool.num_free
+        free, whole = pool.num_free, pool.num_slabs - 1 - len({block // span for block in held})
+        assert pool.fits(slabs, pieces) == (slabs <= whole and slabs * span + pieces <= free)
         if pool.fits(slabs, pieces):
             held += [pool.allocate() for _ in range(slabs)] + [pool.allocate_piece() for _ in range(pieces)]
             pool.check([held])
             assert pool.num_free == free - slabs * span - pieces
-        else:
-            assert span > 1 or slabs > free
         while pool.fits(0, 1) and span > 1:
             held.append(pool.allocate_piece())
         assert span == 1 or pool.num_free == 0, "a page is left that nobody can have"
@@ -90,6 +89,15 @@ def test_pieces_of_one_sequence_lie_together_and_a_slab_is_whole_again_when_they
     pool.free(one)
     assert pool.fits(1) and pool.allocate() == min(one)
     pool.check([two, [min(one)]])
+
+
+def test_a_sequence_at_the_end_of_its_slab_goes_on_in_an_empty_one_and_not_beside_another() -> None:
+    pool = BlockPool(16, span=4)
+    one, two = ([pool.allocate_piece()] for _ in range(2))
+    for sequence in (one, two):
+        sequence += [pool.allocate_piece(sequence[-1] + i) for i in range(3)]
+    pool.free([two.pop(0)])
+    assert max(one) + 1 < min(two) < pool.allocate_piece(one[-1])
 
 
 @pytest.mark.parametrize("slab_is_older", [True, False])
