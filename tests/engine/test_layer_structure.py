@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from stoker.engine.layers.layer_structure import mlp_of, norm_of, structure_of
+from stoker.engine.layers.moe_structure import parts_of
 from stoker.engine.step_context import cache_name
 
 
@@ -29,6 +32,52 @@ def test_a_layer_with_a_tensor_that_nobody_knows_stays_as_it_is() -> None:
     assert structure_of(layer) is not None
     layer.register_buffer("gain", torch.ones(1))
     assert structure_of(layer) is None
+
+
+def _numbers_of_experts(block: Any, *names: str) -> None:
+    for name in names:
+        block.register_buffer(name, torch.zeros(len(block.experts.down_proj)))
+
+
+def _scales(block: Any, *names: str) -> None:
+    for name in names:
+        block.register_buffer(name, torch.ones(48))
+
+
+def _sizes(block: Any, experts: int, rows: int, depth: int) -> None:
+    block.experts.down_proj = nn.Parameter(torch.ones(experts, 48, 32))
+    block.gate.weight = nn.Parameter(torch.ones(rows, depth))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block, "shared_expert_gate", nn.Linear(48, 1)),  # whose bias may be zero as yet
+        lambda block: setattr(block, "shared_expert_gate", nn.Linear(48, 2, bias=False)),
+        lambda block: setattr(block, "another_gate", nn.Linear(48, 1, bias=False)),
+        lambda block: setattr(block, "another_mlp", copy.deepcopy(block.shared_expert)),
+        lambda block: delattr(block, "shared_expert"),
+        lambda block: _numbers_of_experts(block, "one", "two", "three", "four"),
+        lambda block: _scales(block, "one", "two"),
+        lambda block: block.register_buffer("another", torch.ones(7)),
+        lambda block: _sizes(block, 48, 48, 48),  # no place is left beside the logits that routers are tried with
+        lambda block: _sizes(block, 4, 5, 48),
+        lambda block: _sizes(block, 4, 4, 47),
+    ],
+)
+def test_a_mixture_of_other_parts_stays_as_it_is(change: Callable[[Any], object]) -> None:
+    block = make_model("qwen3_5_moe").model.layers[0].mlp
+    _numbers_of_experts(block, "bias", "correction", "gain")
+    _scales(block, "scale")
+    parts = parts_of(block)
+    assert parts is not None and parts.biases == ("bias", "correction", "gain") and parts.scale == "scale"
+    assert parts.shared_gate == "shared_expert_gate" and parts.shared is not None
+    for name in parts.biases:
+        delattr(block, name)
+    del block.scale
+    assert parts_of(block) is not None
+    change(block)
+    assert parts_of(block) is None
 
 
 def test_a_forward_is_given_the_cache_as_it_calls_it() -> None:
