@@ -87,7 +87,7 @@ def _route_kernel(
     await_turn(DEPENDENT)
     dtype = like_ptr.dtype.element_ty
     EACH: tl.constexpr = EXPERTS // GROUPS
-    ROUNDED: tl.constexpr = SCORE != "softmax" and not (WIDE_SCORES if SCORE == "sigmoid" else WIDE_LOGITS)
+    ROUNDED: tl.constexpr = SCORE != "softmax" and not WIDE_SCORES
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, GROUP_BLOCK * SIZE)
     expert = columns // SIZE * EACH + columns % SIZE

@@ -202,8 +202,10 @@ def test_sums_of_half_precision_rank_the_same_where_they_are_rounded(tokens: int
             assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(2, 3)}
         elif ops is not REFERENCE:  # which takes any
             assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(0, 3)}
-        ids = ops.route(x, weight, None, correction.float(), None, choice).ids  # sums that are fp32 in any case
-        assert {tuple(row) for row in ids.sort(dim=1).values.tolist()} == {(2, 3)}
+        of_softmax = ops.route(x, weight, None, correction, None, Choice(per_token=2, score="softmax")).ids
+        ids = ops.route(x, weight, None, correction.float(), None, choice).ids
+        for of_fp32 in (ids, of_softmax):  # sums that are fp32 in any case
+            assert {tuple(row) for row in of_fp32.sort(dim=1).values.tolist()} == {(2, 3)}
 
 
 @all_ops
