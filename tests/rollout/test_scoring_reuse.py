@@ -127,12 +127,25 @@ def test_what_was_borrowed_of_old_weights_is_scored_again():
         lender.abort()
 
 
-def test_who_lends_what_is_borrowed():
-    def scores(first: int, end: int) -> TokenScores:
-        known = TokenScores.unknown(first, end, 0)
-        known.logprobs.copy_(torch.arange(first, end))
-        return known
+def scores(first: int, end: int) -> TokenScores:
+    known = TokenScores.unknown(first, end, 0)
+    known.logprobs.copy_(torch.arange(first, end))
+    return known
 
+
+def test_scores_that_are_computed_again_are_complete_with_the_last_of_them():
+    scoring = Scoring(Variant(1.0, 0), 1, 4)
+    for through in (2, 3):  # new weights come after the second of three plans
+        for count in range(1, through + 1):
+            assert not scoring.complete
+            tokens = scoring.claim(count)
+            scoring.take(scores(tokens.start, tokens.stop))
+        if through == 2:
+            scoring.restart()
+    assert scoring.complete and torch.equal(scoring.scores.logprobs, torch.arange(1.0, 4.0))
+
+
+def test_who_lends_what_is_borrowed():
     one, two, three = (Scoring(Variant(1.0, 0), 1, end) for end in (9, 20, 20))
     one.claim(20)
     assert not two.borrow(one, 12), "it does not score as far"
