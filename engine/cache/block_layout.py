@@ -44,7 +44,8 @@ class BlockLayout:
             seen = max(min(v.window or tokens, v.chunk or tokens) for v in self.windows)
             window_blocks = min(blocks, -(-(seen + chunk) // block_size) + 1)
         slabs, pieces = self.sizes(blocks, window_blocks)
-        return slabs + -(-pieces // self.span)
+        # Pieces lie side by side from the sequence's first on. A window that has moved on begins anywhere in a slab.
+        return slabs + min(-(-blocks // self.span), -(-(pieces - 1) // self.span) + 1)
 
     def most_tokens(self, num_pages: int, block_size: int, chunk: int) -> int:
         """The length of the longest sequence that fits alone, a multiple of the block size."""

@@ -196,6 +196,23 @@ def test_whatever_the_schedule_the_results_are_those_of_a_request_alone(
         assert scheduler.counters.preemptions > 0, "the pool was not tight"
 
 
+@pytest.mark.parametrize("windows", [(WINDOW,), (CHUNK,), (CHUNK, WINDOW)])
+@pytest.mark.parametrize(("pages", "window_pages"), [(1, 1), (1, 3), (2, 1), (4, 1)])
+def test_the_longest_sequence_that_is_to_fit_runs_to_its_end(
+    pages: int, window_pages: int, windows: tuple[Visibility, ...]
+) -> None:
+    """Wherever in a slab its windows begin, and with nothing taken from it on the way."""
+    layout = BlockLayout(pages, window_pages, windows)
+    for slabs, chunk, ahead in ((8, 1, 0), (9, 5, 1), (12, 3, 1)):
+        fields = {"num_blocks": slabs * layout.span, "block_size": 4, "max_num_batched_tokens": chunk}
+        scheduler = make_scheduler(block_layout=layout, decode_window=1, **fields)
+        room = layout.most_tokens(slabs * layout.span, 4, chunk)
+        assert room > 8
+        (request,) = make_group(0, [i * i % 5 for i in range(room - 6)], [make_spec(max_tokens=6)])
+        scheduler.add([request])
+        assert Machine(scheduler, ahead).drain() == [request] and scheduler.counters.preemptions == 0
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_samples_that_wait_begin_at_their_prompt_s_end(caching: bool) -> None:
     """Whatever those before them have given up meanwhile."""
