@@ -219,6 +219,20 @@ def test_a_sigmoid_of_the_chosen_ranks_by_what_it_is_of(ops: Ops) -> None:
 
 @all_ops
 @pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("score", ["softmax", "chosen"])
+@pytest.mark.parametrize("middle", [-200.0, 200.0])
+def test_logits_may_be_far_from_zero(middle: float, score: Any, tokens: int, ops: Ops) -> None:
+    """Of which no power of e is a number."""
+    x, weight = (torch.zeros(n, 48, device=DEVICE) for n in (tokens, 3))
+    x[:, 0], weight[:, 0] = 1.0, middle + torch.tensor([0.5, -1.0, 1.0])
+    logits = weight[:, 0].double() if score == "softmax" else weight[::2, 0].double()
+    routing = ops.route(x, weight, None, None, None, Choice(per_token=2, score=score))
+    expected = logits.softmax(0)[[0, -1]].expand(tokens, -1)
+    assert_close(by_expert(routing, 3)[:, ::2].float(), expected, torch.float32)
+
+
+@all_ops
+@pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize("per_token", [3, 6])
 def test_an_expert_of_a_group_that_is_left_out_weighs_nothing(per_token: int, tokens: int, ops: Ops) -> None:
     """It may be taken where experts of the other groups have a score of zero: all of these rank the same."""
