@@ -230,6 +230,28 @@ def test_later_turns_take_no_more_room_than_the_completion_may(
     assert max(len(o.prompt_token_ids) + len(o.completions[0].token_ids) for call in calls for o in call) == longest
 
 
+def test_turns_have_the_room_that_they_have_without_the_engine(make_trainer: MakeTrainer) -> None:
+    """Each rollout is bounded by its own longest prompt: the second one's are of several lengths, and longer."""
+
+    def completions(*, engine: bool) -> list[list[int]]:
+        found: list[list[int]] = []
+
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            found.extend(completion_ids)
+            return [1.0] * len(completion_ids)
+
+        arguments = chatty(generation_kwargs={"do_sample": False, "min_new_tokens": 20, "max_new_tokens": 30})
+        chats = [[{"role": "user", "content": text}] for text in ("d", "ha", "feed" * 10, "c")]
+        arguments["more"] |= {"reward_funcs": reward, "train_dataset": Dataset.from_dict({"prompt": chats})}
+        trainer = make_trainer(**arguments, learning_rate=0.0, max_steps=2, shuffle_dataset=False)
+        if engine:
+            attach(trainer)
+        trainer.train()
+        return found
+
+    assert completions(engine=True) == completions(engine=False)
+
+
 def test_a_tool_that_asks_the_policy_gets_whole_completions(make_trainer: MakeTrainer) -> None:
     """What is left of the completion it is called in bounds the next turn of that, and not what the tool asks."""
     said: list[int] = []
