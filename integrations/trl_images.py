@@ -66,6 +66,5 @@ def _process(processor: Any, images: list[Any]) -> tuple[dict[str, Tensor], dict
 def _same(images: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether images are equal to the pixel: a dataset gives another object for each repetition. False where nobody can tell."""
     return len(images) == len(others) and all(
-        one is other or (type(one) is type(other) and (one == other) is True)
-        for one, other in zip(images, others, strict=True)
+        one is other or (one == other) is True for one, other in zip(images, others, strict=True)
     )

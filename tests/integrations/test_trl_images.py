@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vision
@@ -105,6 +106,14 @@ def test_images_of_a_group_are_processed_once(monkeypatch: pytest.MonkeyPatch) -
     found = with_images(processor, [ids[0]] * 4 + [ids[1]], copies + other + [images[1]])
     assert len(calls) == 3 and len(found) == 5
     assert found[0] is found[2] is not found[3]
+    one, both = with_images(
+        processor, [ids[0]] * 2, [copies[0], copies[0] + other[0]]
+    )  # alike as far as the first goes
+    assert len(both["pixel_values"]) == 2 * len(one["pixel_values"])
+    arrays = [[np.asarray(image) for image in given] for given in (copies[0], copies[1], other[0])]  # nobody compares
+    found = with_images(processor, [ids[0]] * 3, arrays)
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert not torch.equal(found[0]["pixel_values"], found[2]["pixel_values"])
     first, second = with_images(processor, [ids[0], [*ids[0], 3]], copies[:2])
     assert first["pixel_values"] is second["pixel_values"] and second["input_ids"].shape[1] == len(ids[0]) + 1
 
