@@ -33,7 +33,7 @@ def adapted(kind: str, **options: Any) -> Any:
 
 def check(engine: RolloutEngine, model: Any, kind: str) -> None:
     """The adapter and the base, side by side on the same images."""
-    prompts = [make_prompt(kind, layout) for layout in LAYOUTS for _ in range(2)]
+    prompts = [prompt for layout in LAYOUTS for prompt in [make_prompt(kind, layout)] * 2]  # one object, for both
     names = ["default", None] * len(LAYOUTS)
     said = engine.generate_batch(prompts, GREEDY, adapter=names)
     for prompt, name, output in zip(prompts, names, said, strict=True):

@@ -284,6 +284,14 @@ def test_the_text_before_images_is_shared(kind: str) -> None:
         check(model, prompts, RolloutBatch([first, second]))
 
 
+def test_an_image_under_other_text_of_one_call() -> None:
+    """Of a kind whose processor does not say which tokens stand for it: all that it made is the same."""
+    model = model_of("llava")
+    prompts = [make_prompt("llava", (before, (2, 3), 8)) for before in (9, 4, 9)]
+    with engine_of(model) as engine:
+        check(model, prompts, engine.generate_batch(prompts, GREEDY), greedy=10)
+
+
 @pytest.mark.parametrize("kind", SOME)
 def test_a_next_turn_begins_with_what_the_last_one_computed(kind: str) -> None:
     """The prompt, its completion and an answer; the images are those of the first turn, or one more."""

@@ -172,7 +172,7 @@ def test_suppressed_ids_are_not_sampled_and_others_are_as_likely_as_before():
     even = tuple(range(0, VOCAB, 2))
     with build() as engine:
         both = [
-            SamplingParams(n=8, seed=1, max_tokens=12, suppress_token_ids=even),
+            SamplingParams(n=8, seed=1, max_tokens=12, suppress_token_ids=even, logit_bias={4: 99.0}),  # which is even
             SamplingParams(n=8, seed=1, max_tokens=12),
         ]
         without, free = engine.generate_batch([NEEDLE, NEEDLE], both)
