@@ -54,6 +54,18 @@ def test_stop_ids_and_eos(window):
         assert ending(run(max_tokens=4)) == (14, 4, "length", None)
 
 
+def test_without_max_tokens_a_completion_takes_the_room_that_there_is():
+    """In the KV cache, or up to the length of the model."""
+    model = successor_model(list(range(10, 20)), vocab=64)
+    with build(model) as engine:
+        longest, block = engine.max_model_len, engine.stats().kv_block_bytes
+    for blocks, room in ((4, 3 * 16), (64, longest)):  # of the blocks one holds nothing
+        with build(model, kv_cache_memory=blocks * block) as engine:
+            params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+            c = only(engine.generate_batch([[10]], params))
+        assert c.token_ids == [10 + (i + 1) % 10 for i in range(room - 1)] and c.finish_reason == "length"
+
+
 def test_min_tokens_keeps_stop_ids_from_being_sampled():
     stops = tuple(range(2, VOCAB, 2))
     with build() as engine:

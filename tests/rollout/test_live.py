@@ -142,6 +142,9 @@ def test_aborted_requests_keep_their_tokens_and_give_back_their_blocks() -> None
         assert completion.finish_reason == "abort" and 0 < len(completion.token_ids) < 24
         assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
         assert other.result().completions[0].finish_reason == "length"
+        never = engine.submit([7, *PROMPTS[0]], long(prompt_logprobs=0))
+        never.abort()
+        assert never.result().prompt_logprobs is None
         at_rest(engine)
 
 
