@@ -214,6 +214,33 @@ def test_a_weight_that_does_not_fill_its_memory_row_by_row_stays_where_it_is(mod
         assert_matches(engine, model)
 
 
+@pytest.mark.parametrize("by_column", [False, True])
+def test_weights_that_follow_each_other_in_a_librarys_buffer(by_column):
+    """One matmul of a layer's takes these rows from the middle of it, and no columns for rows."""
+    model = make_model("llama", attention_bias=False, mlp_bias=False)  # or biases would lie between
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    flat = torch.cat([(p.detach().T if by_column else p.detach()).flatten() for p in weights])
+    for p, part in zip(weights, flat.split([p.numel() for p in weights]), strict=True):
+        p.data = part.view(p.T.shape).T if by_column else part.view(p.shape)
+    places = [(p.data_ptr(), p.stride()) for p in weights]
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine.stats().fused_layers == 2
+        assert len(engine._binding.wholes) == (0 if by_column else 2 * 2)  # q, k, v and gate, up
+        assert_matches(engine, model)
+        flat.mul_(1.1)
+        assert_matches(engine, model)
+        assert [(p.data_ptr(), p.stride()) for p in weights] == places
+
+
+def test_what_a_library_laid_elsewhere_since_is_left_there(model):
+    """Given memory of its own when the engine is closed, it would not follow the library's buffer any more."""
+    with RolloutEngine(model, config=CONFIG):
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector, model.parameters())  # as views
+    vector.mul_(1.1)
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), vector)
+
+
 def test_several_engines_on_one_model(model):
     first, second = RolloutEngine(model, config=CONFIG), RolloutEngine(model, config=CONFIG)
     addresses = [p.data_ptr() for p in model.parameters()]
