@@ -169,7 +169,7 @@ class MirroredSource:
 
     def spoil(self) -> None:
         assert self.mirror is not None
-        self.mirror.complete, self._seen = False, {}
+        self.mirror.complete = False
 
     def catch_up(self) -> bool:
         if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
@@ -229,7 +229,7 @@ class MirroredSource:
 
     def release(self) -> None:
         """Drop the mirror. The trainer was never touched."""
-        self.mirror, self._seen = None, {}
+        self.mirror = None
 
     # -- how it is done ----------------------------------------------------------------------------------------------
 
