@@ -106,6 +106,23 @@ def test_a_scale_set_by_hand_is_seen(scales: str, tell: bool) -> None:
         assert tokens(engine) == expected_tokens(model) != before
 
 
+def test_a_scale_of_experts_and_one_among_several_are_seen() -> None:
+    experts = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    model = peft_model("qwen3_moe", **experts)
+    several = peft_model("qwen3_moe", seed=2, **experts)
+    several.add_adapter("other", lora(**experts))
+    shake(several, seed=3)
+    several.base_model.set_adapter(["default", "other"])
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("both", several)
+        for changed, name in ((model, "default"), (several, "both")):
+            before = tokens(engine, adapter=name)
+            for module in changed.modules():
+                if hasattr(module, "scale_layer"):
+                    module.scaling["default"] *= 5.0
+            assert tokens(engine, adapter=name) == greedy_tokens(changed) != before
+
+
 def test_adapters_come_and_go() -> None:
     model = peft_model()
     with RolloutEngine(model, config=CONFIG) as engine:

@@ -37,7 +37,11 @@ from stoker.rollout import (
 LOADED: list[dict[str, Any]] = [
     {},
     {"use_dora": True, "use_rslora": True},
-    {"rank_pattern": {"layers.1.self_attn.q_proj": 9, "down_proj": 2}, "alpha_pattern": {r"layers\.0\..*": 31}},
+    {  # patterns of whole names, the first of which is of none
+        "use_rslora": True,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 9, "down_proj": 2},
+        "alpha_pattern": {"roj": 99, r"layers\.0\..*|v_proj": 31},
+    },
     {"modules_to_save": ["lm_head", "embed_tokens"]},
     {"family": "gpt2", "target_modules": ["c_attn", "c_proj", "c_fc"], "use_dora": True},
 ]
