@@ -60,8 +60,6 @@ def router_rule_of(block: nn.Module, parts: MoeParts, likely: RouterRule | None)
         )
         entered = [x if entry is None else x * g[parts.scale or ""] * entry.factor for x, g in tried]
         for choice, (bias, correction, gain) in itertools.product(choices, roles):
-            if (choice.per_token, choice.wide_weights) != (first.per_token, first.wide_weights):
-                continue
             names = bias, correction, gain
             routers = [
                 (x, given[parts.weight], *biases_of(given, names)) for x, (_, given) in zip(entered, tried, strict=True)
