@@ -51,7 +51,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
     """
     settings: dict[str, Any] = {"do_sample": True}
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        if hasattr(trainer, name) or hasattr(trainer.args, name):  # not every kind has them all
+        if hasattr(trainer.args, name):  # not every kind has them all
             settings[name] = _setting(trainer, name)
     limit = "max_new_tokens" if hasattr(trainer.args, "max_new_tokens") else "max_completion_length"
     settings["max_new_tokens"] = _setting(trainer, limit)
