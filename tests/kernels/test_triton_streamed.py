@@ -25,7 +25,6 @@ from triton_oracle import (
 from stoker.kernels import linear_measured, ops
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import splits_to_try, streamed, tiles_of
-from stoker.kernels.ops import REFERENCE
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
@@ -338,7 +337,7 @@ def test_each_engine_measures_for_itself_and_a_deterministic_one_never() -> None
     one, other = (ops.ops_for(cuda, [(64, 64, torch.bfloat16)]) for _ in range(2))
     assert isinstance(one.linear, MeasuredLinear) and one.linear is not other.linear
     assert ops.ops_for(cuda, deterministic=True).linear is DETERMINISTIC.linear
-    assert ops.ops_for(torch.device("cpu")).linear is REFERENCE.linear
+    assert ops.ops_for(torch.device("cpu")).linear is ops.CPU.linear
 
 
 @pytest.mark.gpu
