@@ -242,7 +242,8 @@ def _matmul(
     sums = c.segments, tokens, full_width
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if parallel else out
     settings = {"BIAS": bias is not None, "RESIDUAL": residual is not None, "GATED": gated}
-    settings |= {"SCALED": row_scales is not None} | launch.options(x.device)
+    # Unfused, as two kernels have to round alike: what does a segment, and adds what it made, or what another one made.
+    settings |= {"SCALED": row_scales is not None} | launch.options(x.device, fused=False)
     bias_or_x, residual_or_x, scales_or_x = (x if t is None else t for t in (bias, residual, row_scales))
     residual_stride = 0 if residual is None else residual.stride(0)
     _matmul_kernel[(tiles, c.segments if parallel else 1)](

@@ -147,6 +147,8 @@ def test_a_mirror_waits_in_pinned_memory_and_comes_back() -> None:
     with RolloutEngine(model, config=config(dtype="bfloat16")) as engine:
         before = engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids
         mirror: Any = engine._binding.source.mirror  # type: ignore[attr-defined]
+        pushed = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        engine.update_weights(pushed)  # from elsewhere, so that the model's own do not fill the mirror again
         for level in (2, 3, 2):
             free = torch.cuda.mem_get_info()[0]
             engine.sleep(level)
@@ -155,7 +157,7 @@ def test_a_mirror_waits_in_pinned_memory_and_comes_back() -> None:
             assert mirror._host is None or all(part.is_pinned() for part in mirror._host)
             engine.wake_up("weights")
             if level == 3:
-                engine.update_weights()
+                engine.update_weights(pushed)
             assert engine.verify_weights().ok
             engine.wake_up()
             assert engine.generate_batch([PROMPT], PARAMS)[0].completions[0].token_ids == before
