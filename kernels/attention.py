@@ -37,6 +37,11 @@ _SHARED_BYTES = 220 * 1024  # of an SM
 # Of the compiler's software pipeline. A tile's block numbers have to arrive before its keys and values can be asked for, which
 # takes up stages: with five, two tiles of keys and values are on their way at a time, as compiled code shows.
 _NUM_STAGES = 5
+# Of decode rows with few heads a key head, in 16 bits: programs of two warps, six an SM with a tile each on its way, took 0.6 to
+# 0.8 times what two or three of four warps and two tiles took on an H200 (for a single row 1.2 times). A program waits for what
+# it is to do, for block numbers and for the others that merge more than for memory.
+_FEW_HEADS = 16 * 128  # queries of a tile times dimensions
+_SMALL_STAGE_BYTES, _SMALL_STAGES, _SMALL_WARPS = 16 * 1024, 3, 2
 
 
 def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
@@ -82,6 +87,11 @@ def launch_config(
         return LaunchConfig(block_m, block_n, 8 if wide >= 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
     most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
     block_m = min(max(16, triton.next_power_of_2(queries)), most)
+    if block_m * wide <= _FEW_HEADS and itemsize == 2:
+        block_n = max(16, min(2 ** int(math.log2(_SMALL_STAGE_BYTES // row_bytes)), 64))
+        resident = 6 if wide <= 64 else 5  # by registers
+        registers = 65536 // (resident * _SMALL_WARPS * 32) // 8 * 8
+        return LaunchConfig(block_m, block_n, _SMALL_WARPS, _SMALL_STAGES, processors * resident, registers)
     block_n = max(16, min(fits, 64))
     num_warps = 4 if block_m * wide < 64 * 128 else 8
     # What compiled kernels take of an SM's 64K registers and 227 KiB, roughly; a program more than fits would run last, alone.
@@ -259,7 +269,7 @@ class _Launch:
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_G=merged,
-            BLOCK_P=max(1, 8192 // (merged * self.constants["DV"])),
+            BLOCK_P=max(1, 1024 * config.num_warps // (merged * self.constants["DV"])),
             TILES=tiles,
             MAX_PARTS=buffers.max_parts,
             SHARED=shares,
