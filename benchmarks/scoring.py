@@ -33,6 +33,9 @@ _GPU = Workload(
     name="grpo", prompts=32, samples=8, prompt_tokens=(256, 1024), median=400, sigma=0.7, cap=2048, slots=256
 )
 _QUICK = Workload(name="quick", prompts=4, samples=8, prompt_tokens=(32, 64), median=26, sigma=0.7, cap=64, slots=32)
+_QUICK_GPU = Workload(
+    name="quick", prompts=16, samples=8, prompt_tokens=(256, 1024), median=300, sigma=0.5, cap=1024, slots=128
+)
 
 SCENARIOS = {
     ("cpu", False): (
@@ -47,7 +50,7 @@ SCENARIOS = {
         Scenario(spec=LLAMA_1B, workload=_GPU, repeats=5, micro_batch=8),
         Scenario(spec=QWEN_7B, workload=_GPU, repeats=3, micro_batch=8),
     ),
-    ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK, repeats=3, micro_batch=8),),
+    ("cuda", True): (Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, repeats=3, micro_batch=8),),
 }
 
 

@@ -4,9 +4,13 @@ Decode is bound by memory. A row of c keys costs ``c * kv_heads * (key_dim + val
 on an H200 (4.3 TB/s) is 0.5 us for 1,000 keys of Llama-3.2-1B, and only that and what splits leave for the merge should
 move. So the query heads of a key head are rows of one tile and each key is read once; programs that work on neighbouring
 key heads run together, since those lie side by side; a few programs an SM keep about 100 KiB of loads in flight, more
-than latency times bandwidth asks for (about 25 KiB an SM); and keys read once for a unit of rows count once. Splits that
-cannot write their row's output leave it in an fp32 workspace, that mostly stays in L2, and the last to arrive merges: a
-kernel less a layer than a second pass, and the same bits, since it reads them in order whoever it is.
+than latency times bandwidth asks for (about 25 KiB an SM); and keys read once for a unit of rows count once.
+
+Pieces of a row are folded one after the other, in an order that follows from its length alone. Where there are rows enough,
+one program reads all of a row's splits and folds them in registers. Else what it reads is left in an fp32 workspace, that mostly
+stays in L2, and the last to arrive folds, with the same bits: a kernel less a layer than a second pass. It costs each program
+that is one of several some 2 us (6.0 for 3.9 us at one row of 512 keys, 103 for 72 at 256 such rows, on an H200), most of them
+for the word that its stores have arrived.
 
 Prefill is bound by arithmetic: tiles of queries and heads walk their row's keys as in "FlashAttention-2" (Dao, 2023).
 Exponentials are of base two, with log2(e) in the scale. Keys and values come in 16-byte pieces along the head, gathered
@@ -37,11 +41,10 @@ _SHARED_BYTES = 220 * 1024  # of an SM
 # Of the compiler's software pipeline. A tile's block numbers have to arrive before its keys and values can be asked for, which
 # takes up stages: with five, two tiles of keys and values are on their way at a time, as compiled code shows.
 _NUM_STAGES = 5
-# Of decode rows with few heads a key head, in 16 bits: programs of two warps, six an SM with a tile each on its way, took 0.6 to
-# 0.8 times what two or three of four warps and two tiles took on an H200 (for a single row 1.2 times). A program waits for what
-# it is to do, for block numbers and for the others that merge more than for memory.
+# Of decode rows with few heads a key head, in 16 bits: as many small programs as have registers enough, each with two tiles on
+# their way. On an H200 four of two warps an SM read keys at 0.71 to 0.90 of the memory's speed (64 rows of 512 or 2,048 keys).
 _FEW_HEADS = 16 * 128  # queries of a tile times dimensions
-_SMALL_STAGE_BYTES, _SMALL_STAGES, _SMALL_WARPS = 16 * 1024, 3, 2
+_SMALL_STAGE_BYTES, _SMALL_WARPS, _SMALL_PROGRAMS = 16 * 1024, 2, 4
 
 
 def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
@@ -59,7 +62,8 @@ def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
     """block_m: queries (rows, heads) of a tile; block_n: keys of a tile; programs: grid of a persistent kernel;
-    registers: the most a thread may take, so that all of these programs are resident at once."""
+    registers: the most a thread may take, so that all of these programs are resident at once; folds: whether a program has
+    registers enough to read several splits of a row one after the other."""
 
     block_m: int
     block_n: int
@@ -67,12 +71,20 @@ class LaunchConfig:
     num_stages: int
     programs: int
     registers: int
+    folds: bool = False
 
 
 def launch_config(
-    queries: int, key_dim: int, value_dim: int, itemsize: int, processors: int, *, prefill: bool = False
+    queries: int,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    kept_itemsize: int,
+    processors: int,
+    *,
+    prefill: bool = False,
 ) -> LaunchConfig:
-    """How to launch attention. queries: rows and heads that see the same keys; dims of a head; bytes of a number.
+    """How to launch attention. queries: rows and heads that see the same keys; dims of a head; bytes of a number, and in the cache.
 
     Never a function of lengths or of the number of rows: numbers must not depend on a row's neighbours.
     """
@@ -88,10 +100,13 @@ def launch_config(
     most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
     block_m = min(max(16, triton.next_power_of_2(queries)), most)
     if block_m * wide <= _FEW_HEADS and itemsize == 2:
-        block_n = max(16, min(2 ** int(math.log2(_SMALL_STAGE_BYTES // row_bytes)), 64))
-        resident = 6 if wide <= 64 else 5  # by registers
-        registers = 65536 // (resident * _SMALL_WARPS * 32) // 8 * 8
-        return LaunchConfig(block_m, block_n, _SMALL_WARPS, _SMALL_STAGES, processors * resident, registers)
+        kept_bytes = row_bytes * kept_itemsize // itemsize
+        block_n = max(16, min(2 ** int(math.log2(_SMALL_STAGE_BYTES // kept_bytes)), 64))
+        apart = (
+            2 if kept_bytes < row_bytes and wide > 64 else 1
+        )  # so many threads for what else one had no registers for
+        num_warps, programs = _SMALL_WARPS * apart, processors * _SMALL_PROGRAMS // apart
+        return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, programs, 255, True)
     block_n = max(16, min(fits, 64))
     num_warps = 4 if block_m * wide < 64 * 128 else 8
     # What compiled kernels take of an SM's 64K registers and 227 KiB, roughly; a program more than fits would run last, alone.
@@ -99,7 +114,10 @@ def launch_config(
     by_memory = _SHARED_BYTES // (2 * block_n * row_bytes + 2 * block_m * key_dim * itemsize)
     resident = max(1, min(by_registers, by_memory))
     registers = min(255, 65536 // (resident * num_warps * 32) // 8 * 8)
-    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, processors * resident, registers)
+    folds = (
+        block_m * triton.next_power_of_2(value_dim) <= 1024 * num_warps
+    )  # a thread has a quarter of its registers for it
+    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, processors * resident, registers, folds)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -195,7 +213,7 @@ class _Launch:
         self.heads, self.key_dim = query.shape[1:]
         self.kv_heads, self.value_dim = value_cache.shape[2:]
         self.group = self.heads // self.kv_heads
-        self.itemsize = query.element_size()
+        self.itemsize, self.kept_itemsize = query.element_size(), key_cache.element_size()
         self.processors = launch.multiprocessors(query.device)
         # A capped score is ``cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1))`` of ``x = score / cap``.
         self.numbers = (scale * _LOG2E, 0.0)
@@ -234,7 +252,8 @@ class _Launch:
         }
 
     def config(self, queries: int, prefill: bool = False) -> LaunchConfig:
-        return launch_config(queries, self.key_dim, self.value_dim, self.itemsize, self.processors, prefill=prefill)
+        sizes = self.key_dim, self.value_dim, self.itemsize, self.kept_itemsize
+        return launch_config(queries, *sizes, self.processors, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
         """Launch decode rows: first what units share, then each row's own pieces, the last of which to be done merges them all."""
@@ -244,9 +263,11 @@ class _Launch:
         self._decode(lanes, out, lse, shares, prefix=False)
 
     def _decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None, shares: bool, *, prefix: bool) -> None:
-        buffers, work = lanes.buffers, lanes.work_list(self.visibility)
+        own = self.config(self.group)
+        width = self.kv_heads * -(-self.group // own.block_m)
+        buffers, work = lanes.buffers, lanes.work_list(self.visibility, width, own.programs if own.folds else 0)
         queries = self.group * (UNIT_ROWS if prefix else 1)
-        config = self.config(queries)
+        config = self.config(queries) if prefix else own
         tiles = -(-queries // config.block_m)
         merged = min(triton.next_power_of_2(self.group), config.block_m)
         identity = lanes.tokens is None
@@ -258,7 +279,7 @@ class _Launch:
             buffers.prefix,
             buffers.unit_rows,
             work.items[int(prefix)],
-            work.counts[int(prefix) :],
+            work.counts,
             *buffers.partials(self.heads, self.value_dim),
             buffers.arrived(self.kv_heads * tiles),
             out,
@@ -274,6 +295,7 @@ class _Launch:
             MAX_PARTS=buffers.max_parts,
             SHARED=shares,
             PREFIX=prefix,
+            FOLDS=own.folds and not prefix,
             IDENTITY=identity,
             WITH_LSE=lse is not None,
             num_warps=config.num_warps,

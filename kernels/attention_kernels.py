@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from stoker.kernels.attention_splits import row_splits, split_size
-from stoker.kernels.attention_tiles import load_query, merge, store_output, store_partial, walk
+from stoker.kernels.attention_splits import row_splits, split_size, splits_together
+from stoker.kernels.attention_tiles import attend_tile, fold, load_query, merge, store_output, store_partial, walk
 from stoker.kernels.launch import await_turn
 
 
@@ -27,9 +27,9 @@ def decode_kernel(
     prefix,
     unit_rows,
     items,
-    count,
+    counts,
     partial,
-    partial_lse,
+    partial_stats,
     arrived,
     out,
     lse,
@@ -62,6 +62,7 @@ def decode_kernel(
     CHUNK: tl.constexpr,
     SHARED: tl.constexpr,
     PREFIX: tl.constexpr,
+    FOLDS: tl.constexpr,
     IDENTITY: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -70,40 +71,52 @@ def decode_kernel(
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Work through a list: one piece of one row's own keys, or, if PREFIX, of those a unit of rows shares.
+    """Work through a list: a run of splits of one row's own keys, or, if PREFIX, a split of those a unit of rows shares.
+
+    FOLDS: runs may have several splits. Those that a row begins with are folded as they come, in the order and with the bits
+    of ``merge``; of later runs each split is left for it.
 
     IDENTITY: lane i is token i and row i of the table. Key heads lie side by side in the cache, so programs that run
     together take neighbouring ones.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     await_turn(DEPENDENT)
-    work_items = tl.load(count) * (KV_HEADS * TILES)
+    work_items = tl.load(counts + PREFIX) * (KV_HEADS * TILES)
+    share = 0
+    if FOLDS:
+        share = tl.load(counts + 2)
     for work in range(tl.program_id(0), work_items, tl.num_programs(0)):
         kv_head = work % KV_HEADS
         tile = work // KV_HEADS % TILES
         item = tl.load(items + work // (KV_HEADS * TILES))
         lane = item // MAX_PARTS
-        split = item % MAX_PARTS
+        run = item % MAX_PARTS
 
         shared = 0
         shared_parts = 0
         if SHARED:
             shared = tl.load(prefix + lane)
             shared_parts = tl.cdiv(shared, split_size(shared))
+        together = 1
         if PREFIX:
             queries = tl.load(unit_rows + lane) * GROUP
             size = split_size(shared)
-            begin = split * size
+            begin = run * size
             end = tl.minimum(begin + size, shared)
-            part = split
+            part = run
+            runs = 0
             own_parts = 0
         else:
             queries = GROUP
             length = tl.load(lengths + lane).to(tl.int32)
             first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
-            begin = tl.maximum((first_split + split) * size, first)
-            end = tl.minimum((first_split + split + 1) * size, length)
-            part = shared_parts + split
+            if FOLDS:
+                together = tl.minimum(splits_together(length - first, size, share), own_parts)
+            split = first_split + run * together
+            begin = tl.maximum(split * size, first)
+            end = tl.minimum((split + together) * size, length)
+            part = shared_parts + run * together
+            runs = tl.cdiv(own_parts, together)
 
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         real = m < queries
@@ -116,50 +129,76 @@ def decode_kernel(
             token = tl.load(tokens + lanes, mask=real, other=0)
         offsets = token.to(tl.int64) * query_token + head * query_head
         query1, query2 = load_query(query, offsets, real, D1, D2, KEY_DIM)
-        top, total, acc = walk(
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.zeros([BLOCK_M, DV], tl.float32),
-            query1,
-            query2,
-            m,
-            m,
-            key_cache + kv_head * key_head,
-            value_cache + kv_head * value_head,
-            table + row.to(tl.int64) * table_row,
-            begin,
-            end,
-            scale,
-            softcap,
-            key_block,
-            key_token,
-            value_block,
-            value_token,
-            KEY_DIM,
-            VALUE_DIM,
-            D1,
-            D2,
-            DV,
-            BLOCK_SIZE,
-            BLOCK_N,
-            SOFTCAP,
-            VALUE_IS_KEY,
-            PRECISION,
-            True,
-            False,
-        )
-
         places = (lanes.to(tl.int64) * MAX_PARTS + part) * HEADS + head
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, DV], tl.float32)
+        so_far_top, so_far_total, so_far_acc = top, total, acc
+        blocks = table + row.to(tl.int64) * table_row
+        for start in range(begin // BLOCK_N * BLOCK_N, end, BLOCK_N):
+            at = start + tl.arange(0, BLOCK_N)
+            seen = at < end
+            if SHARED or WINDOW > 0 or CHUNK > 0:  # a row's own keys may begin within a tile
+                seen = seen & (at >= begin)
+            block = tl.load(blocks + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            top, total, acc = attend_tile(
+                top,
+                total,
+                acc,
+                query1,
+                query2,
+                m,
+                m,
+                key_cache + kv_head * key_head,
+                value_cache + kv_head * value_head,
+                block,
+                at,
+                seen,
+                scale,
+                softcap,
+                key_block,
+                key_token,
+                value_block,
+                value_token,
+                KEY_DIM,
+                VALUE_DIM,
+                D1,
+                D2,
+                DV,
+                BLOCK_SIZE,
+                SOFTCAP,
+                VALUE_IS_KEY,
+                PRECISION,
+                True,
+                False,
+            )
+            if FOLDS:
+                following = start + BLOCK_N
+                if (following % size == 0) & (following < end):
+                    if run == 0:
+                        so_far_top, so_far_total, so_far_acc = fold(
+                            so_far_top, so_far_total, so_far_acc, top, total, acc
+                        )
+                    else:
+                        store_partial(partial, partial_stats, places, real, top, total, acc, VALUE_DIM, DV)
+                        places += HEADS
+                    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                    total = tl.zeros([BLOCK_M], tl.float32)
+                    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+        if FOLDS:  # noqa: SIM102 - that is known when the kernel is compiled
+            if run == 0:
+                top, total, acc = fold(so_far_top, so_far_total, so_far_acc, top, total, acc)
+
         if PREFIX:
-            store_partial(partial, partial_lse, places, real, top, total, acc, VALUE_DIM, DV)
-        elif shared_parts + own_parts == 1:
+            store_partial(partial, partial_stats, places, real, top, total, acc, VALUE_DIM, DV)
+        elif shared_parts + runs == 1:
             store_output(out, lse, sinks, token, head, real, top, total, acc, HEADS, VALUE_DIM, DV, SINKS, WITH_LSE)
         else:
-            store_partial(partial, partial_lse, places, real, top, total, acc, VALUE_DIM, DV)
+            store_partial(partial, partial_stats, places, real, top, total, acc, VALUE_DIM, DV)
             tl.debug_barrier()  # every thread's stores come before the one atomic that releases them
             counter = arrived + (lane * KV_HEADS + kv_head) * TILES + tile
             # What the unit shares was all left by the kernel before, so only the row's own pieces are waited for.
-            if tl.atomic_add(counter, 1, sem="acq_rel") == own_parts - 1:
+            if tl.atomic_add(counter, 1, sem="acq_rel") == runs - 1:
                 tl.store(counter, 0)
                 g = tile * BLOCK_M + tl.arange(0, BLOCK_G)
                 head_g = kv_head * GROUP + g
@@ -167,10 +206,12 @@ def decode_kernel(
                 base = lane.to(tl.int64) * (MAX_PARTS * HEADS)
                 top_g, total_g, acc_g = merge(
                     partial + base * VALUE_DIM,
-                    partial_lse + base,
+                    partial_stats + 2 * base,
                     head_g,
                     real_g,
-                    shared_parts + own_parts,
+                    shared_parts + own_parts - together + 1,
+                    shared_parts + 1,
+                    together - 1,
                     HEADS,
                     VALUE_DIM,
                     DV,

@@ -31,9 +31,13 @@ _FEW_QUERIES = 8  # a chunk of no more is cheaper as so many decode rows, which 
 _MAX_SPLITS = 32  # of a row; a window or a shared beginning that starts inside a split adds one
 
 
+ListKey = tuple[Visibility, int, int]  # what a layer's queries see, and the arguments of ``work_list``
+
+
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """items: int32 [2, capacity], own splits of rows and those of shared beginnings; counts: int32 [2]."""
+    """items: int32 [2, capacity], runs of rows' own splits, and splits of shared beginnings; counts: int32 [3], how many there
+    are, and the keys that are a program's share."""
 
     items: Tensor
     counts: Tensor
@@ -51,16 +55,16 @@ class Buffers:
     common: Tensor  # int32 [rows], blocks shared with the row before
     prefix: Tensor  # int32 [rows], keys shared with the row's unit
     unit_rows: Tensor  # int32 [rows], rows of the unit a row is the first of, else 0
-    lists: dict[Visibility, WorkList] = field(default_factory=dict)  # of pure decode steps
+    lists: dict[ListKey, WorkList] = field(default_factory=dict)  # of pure decode steps
     _partials: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     _arrived: dict[int, Tensor] = field(default_factory=dict)
 
     def new_list(self) -> WorkList:
         items = torch.zeros(2, self.rows * self.max_parts, dtype=torch.int32, device=self.common.device)
-        return WorkList(items, torch.zeros(2, dtype=torch.int32, device=self.common.device))
+        return WorkList(items, torch.zeros(3, dtype=torch.int32, device=self.common.device))
 
     def partials(self, heads: int, value_dim: int) -> tuple[Tensor, Tensor]:
-        """Where pieces leave output and log-sum-exp: fp32 [rows, max_parts, heads, value_dim] and without the last.
+        """Where pieces are left: fp32 [rows, max_parts, heads, value_dim], and their largest scores and sums of exponentials, 2.
 
         All layers of that shape share it; its size is that of ``workspace_bytes``.
         """
@@ -69,7 +73,7 @@ class Buffers:
             device = self.common.device
             self._partials[heads, value_dim] = (
                 torch.empty(*size, value_dim, dtype=torch.float32, device=device),
-                torch.empty(size, dtype=torch.float32, device=device),
+                torch.empty(*size, 2, dtype=torch.float32, device=device),
             )
         return self._partials[heads, value_dim]
 
@@ -93,25 +97,29 @@ class Lanes:
     tokens: Tensor | None
     rows: Tensor | None
     shared: bool
-    lists: dict[Visibility, WorkList]
+    lists: dict[ListKey, WorkList]
 
     def shares(self, visibility: Visibility) -> bool:
         """What a window hides of a shared beginning differs from row to row, so such layers read each row alone."""
         return self.shared and visibility == PLAIN
 
-    def work_list(self, visibility: Visibility) -> WorkList:
-        if visibility not in self.lists:
-            self.lists[visibility] = self.buffers.new_list()
-            self._build(visibility)
-        return self.lists[visibility]
+    def work_list(self, visibility: Visibility, width: int = 1, programs: int = 0) -> WorkList:
+        """width: how many programs work on a key, as they have other heads of it; programs: of the launch that takes its work from
+        the list, if they can read several splits in a row, else 0."""
+        key = visibility, width, programs
+        if key not in self.lists:
+            self.lists[key] = self.buffers.new_list()
+            self._build(key)
+        return self.lists[key]
 
     def build(self) -> None:
-        """Write the lists of every visibility seen so far, for the lengths as they are on the device now."""
-        for visibility in self.lists:
-            self._build(visibility)
+        """Write the lists of every layer seen so far, for the lengths as they are on the device now."""
+        for key in self.lists:
+            self._build(key)
 
-    def _build(self, visibility: Visibility) -> None:
-        work, count, shared = self.lists[visibility], len(self.lengths), self.shares(visibility)
+    def _build(self, key: ListKey) -> None:
+        visibility, width, programs = key
+        work, count, shared = self.lists[key], len(self.lengths), self.shares(visibility)
         work_list_kernel[(count, 2 if shared else 1)](
             self.lengths,
             self.buffers.prefix,
@@ -120,6 +128,8 @@ class Lanes:
             work.counts,
             count,
             work.items.shape[1],
+            width,
+            programs,
             WINDOW=visibility.window or 0,
             CHUNK=visibility.chunk or 0,
             SHARED=shared,
@@ -191,7 +201,7 @@ def workspace_bytes(rows: int, columns: int, block_size: int, heads: int, value_
 
     Set aside when such a layer first runs, and kept in the workspace of ``plan_attention``.
     """
-    return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 1)
+    return 4 * rows * _max_parts(rows, columns, block_size) * heads * (value_dim + 2)
 
 
 def _buffers_of(block_tables: Tensor, block_size: int) -> Buffers:

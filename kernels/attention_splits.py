@@ -39,7 +39,20 @@ def row_splits(length, prefix, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return first, size, begin, count
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def splits_together(keys, size, share):
+    """How many splits one program reads, one after the other, of a row that sees so many keys. share: keys a program has to read.
+
+    What each split leaves for others to merge costs as much as some dozens of keys, and waiting for them as some hundreds. A
+    row that is a program's share, or little more, is read whole; a longer one in pieces of half a share, so that programs
+    end together, and of 512 keys at the least, if there are as many for everyone. None of this changes a bit of the result.
+    """
+    piece = tl.maximum(tl.minimum(share, 512), share // 2)
+    piece = tl.where(keys <= share + share // 8, keys, piece)
+    return tl.maximum((piece + size - 1) // size, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "programs"])
 def work_list_kernel(
     lengths,
     prefix,
@@ -48,6 +61,8 @@ def work_list_kernel(
     counts,
     num_rows,
     capacity,
+    width,
+    programs,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SHARED: tl.constexpr,
@@ -56,9 +71,11 @@ def work_list_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program a row (and list: 0 the rows' own splits, 1 those of shared beginnings): ``row * MAX_PARTS + split``.
+    """One program a row (and list: 0 runs of the rows' own splits, 1 splits of shared beginnings): ``row * MAX_PARTS + number``.
 
-    Every program counts the splits of all rows before its own, so the list is dense and in order without a second pass.
+    Every program counts what all rows before its own have, so the list is dense and in order without a second pass. Behind the
+    two counts, a program's share of the rows' own keys, if each is read by ``width`` of the attention's ``programs``; none, and
+    no runs, if ``programs`` is 0.
     """
     await_turn(DEPENDENT)
     row = tl.program_id(0)
@@ -69,7 +86,12 @@ def work_list_kernel(
     shared = tl.zeros([BLOCK], tl.int32)
     if SHARED:
         shared = tl.load(prefix + at, mask=real, other=0)
-    _, _, _, count = row_splits(length, shared, WINDOW, CHUNK)
+    first, size, _, count = row_splits(length, shared, WINDOW, CHUNK)
+    keys = tl.where(real, length - first, 0)
+    share = tl.minimum(tl.sum(keys.to(tl.int64)) * width // tl.maximum(programs, 1), 1 << 30).to(tl.int32)
+    if programs > 0:
+        together = splits_together(keys, size, share)
+        count = (count + together - 1) // together
     if SHARED:
         size = split_size(shared)
         leads = tl.load(unit_rows + at, mask=real, other=0) > 0
@@ -81,6 +103,7 @@ def work_list_kernel(
     tl.store(items + which * capacity + before + split, row * MAX_PARTS + split, mask=split < mine)
     if row == num_rows - 1:
         tl.store(counts + which, before + mine)
+        tl.store(counts + 2, share, mask=which == 0)
 
 
 @triton.jit

@@ -49,6 +49,74 @@ def load_query(query, offsets, real, D1: tl.constexpr, D2: tl.constexpr, KEY_DIM
 
 
 @triton.jit
+def attend_tile(
+    top,
+    total,
+    acc,
+    query1,
+    query2,
+    newest,
+    oldest,
+    keys,
+    values,
+    block,
+    at,
+    real,
+    scale,
+    softcap,
+    key_block,
+    key_token,
+    value_block,
+    value_token,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Online softmax of a tile of queries over a tile of one row's keys.
+
+    top, total: fp32 [M], largest score and sum of exponentials so far; acc: fp32 [M, DV]; newest, oldest: [M], positions
+    of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; at: [N], the keys'
+    positions, in these blocks. MASKED: some are not real. Those are not loaded, for what nobody wrote may be NaN.
+    """
+    within = at % BLOCK_SIZE
+    offsets = block * key_block + within * key_token
+    key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED).to(query1.dtype)
+    scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
+    if D2 > 0:
+        rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED).to(query1.dtype)
+        scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
+    scores = scores * scale
+    if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+    if CAUSAL:
+        seen = (at[None, :] <= newest[:, None]) & (at[None, :] >= oldest[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    elif MASKED:
+        scores = tl.where(real[None, :], scores, float("-inf"))
+    above = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(above == float("-inf"), 0.0, above)  # a query may see none of these keys
+    weights = tl.exp2(scores - finite[:, None])
+    decay = tl.exp2(top - finite)
+    total = total * decay + tl.sum(weights, 1)
+    acc = acc * decay[:, None]
+    if VALUE_IS_KEY:
+        value = key
+    else:
+        offsets = block * value_block + within * value_token
+        value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED).to(query1.dtype)
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return above, total, acc
+
+
+@triton.jit
 def walk(
     top,
     total,
@@ -81,12 +149,7 @@ def walk(
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Online softmax of a tile of queries over keys ``begin`` to ``end`` of one row of the table.
-
-    top, total: fp32 [M], largest score and sum of exponentials so far; acc: fp32 [M, DV]; newest, oldest: [M], positions
-    of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; table: the row's.
-    MASKED: the last tile may reach beyond ``end``. Those keys are not loaded, for what nobody wrote may be NaN.
-    """
+    """``attend_tile`` for each tile of the keys ``begin`` to ``end`` of one row of the table. MASKED: the last may reach beyond."""
     for start in range(begin, end, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         real = at < end
@@ -94,42 +157,57 @@ def walk(
             block = tl.load(table + at // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
         else:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-        within = at % BLOCK_SIZE
-        offsets = block * key_block + within * key_token
-        key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED).to(query1.dtype)
-        scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
-        if D2 > 0:
-            rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED).to(query1.dtype)
-            scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
-        scores = scores * scale
-        if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
-        if CAUSAL:
-            seen = (at[None, :] <= newest[:, None]) & (at[None, :] >= oldest[:, None])
-            scores = tl.where(seen, scores, float("-inf"))
-        elif MASKED:
-            scores = tl.where(real[None, :], scores, float("-inf"))
-        above = tl.maximum(top, tl.max(scores, 1))
-        finite = tl.where(above == float("-inf"), 0.0, above)  # a query may see none of these keys
-        weights = tl.exp2(scores - finite[:, None])
-        decay = tl.exp2(top - finite)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        if VALUE_IS_KEY:
-            value = key
-        else:
-            offsets = block * value_block + within * value_token
-            value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED).to(query1.dtype)
-        acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-        top = above
+        top, total, acc = attend_tile(
+            top,
+            total,
+            acc,
+            query1,
+            query2,
+            newest,
+            oldest,
+            keys,
+            values,
+            block,
+            at,
+            real,
+            scale,
+            softcap,
+            key_block,
+            key_token,
+            value_block,
+            value_token,
+            KEY_DIM,
+            VALUE_DIM,
+            D1,
+            D2,
+            DV,
+            BLOCK_SIZE,
+            SOFTCAP,
+            VALUE_IS_KEY,
+            PRECISION,
+            MASKED,
+            CAUSAL,
+        )
     return top, total, acc
+
+
+@triton.jit
+def fold(top, total, acc, next_top, next_total, next_acc):
+    """What two pieces of a row come to, the sum so far first. Each rounding is said, so that it has the same bits everywhere."""
+    above = tl.maximum(top, next_top)
+    finite = tl.where(above == float("-inf"), 0.0, above)
+    decay = tl.exp2(top - finite)
+    weight = tl.exp2(next_top - finite)
+    total = tl.fma(next_total, weight, total * decay)
+    weights = tl.broadcast_to(weight[:, None], acc.shape)
+    return above, total, tl.fma(next_acc, weights, acc * decay[:, None])
 
 
 @triton.jit
 def store_partial(
     partial,
-    partial_lse,
-    offsets,
+    partial_stats,
+    places,
     real,
     top,
     total,
@@ -137,12 +215,11 @@ def store_partial(
     VALUE_DIM: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Leave a piece's output and log-sum-exp for the merge. offsets: [M], places in ``partial_lse``."""
+    """Leave a piece for the merge. places: [M], whose ``partial`` and ``partial_stats`` it is."""
     d = tl.arange(0, DV)
-    some = tl.where(total > 0, total, 1.0)
-    scaled = acc / some[:, None]
-    tl.store(partial + offsets[:, None] * VALUE_DIM + d[None, :], scaled, mask=real[:, None] & (d < VALUE_DIM)[None, :])
-    tl.store(partial_lse + offsets, top + tl.log2(some), mask=real)
+    tl.store(partial + places[:, None] * VALUE_DIM + d[None, :], acc, mask=real[:, None] & (d < VALUE_DIM)[None, :])
+    tl.store(partial_stats + 2 * places, top, mask=real)
+    tl.store(partial_stats + 2 * places + 1, total, mask=real)
 
 
 @triton.jit
@@ -181,37 +258,38 @@ def store_output(
 @triton.jit
 def merge(
     partial,
-    partial_lse,
+    partial_stats,
     head,
     real,
     parts,
+    jump_at,
+    jump,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """A row's pieces in their order, as ``walk`` would have left them. Past L1: other programs wrote them."""
+    """A row's pieces one after the other, BLOCK_P of them on their way at a time. Past L1: other programs wrote them.
+
+    jump_at, jump: after so many pieces, so many places of those that were folded into the one before.
+    """
     top = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     acc = tl.zeros([BLOCK_G, DV], tl.float32)
     d = tl.arange(0, DV)
     for start in range(0, parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)
-        at = part[:, None] * HEADS + head[None, :]
-        mask = (part < parts)[:, None] & real[None, :]
-        lse = tl.load(partial_lse + at, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        above = tl.maximum(top, tl.max(lse, 0))
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        weights = tl.exp2(lse - finite[None, :])
-        decay = tl.exp2(top - finite)
-        values = tl.load(
-            partial + at[:, :, None] * VALUE_DIM + d[None, None, :],
-            mask=mask[:, :, None] & (d < VALUE_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * values, 0)
-        top = above
+        for i in tl.static_range(BLOCK_P):
+            number = start + i
+            place = (number + tl.where(number >= jump_at, jump, 0)) * HEADS + head
+            mask = real & (number < parts)  # one that is not there changes no bit
+            values = tl.load(
+                partial + place[:, None] * VALUE_DIM + d[None, :],
+                mask=mask[:, None] & (d < VALUE_DIM)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            next_top = tl.load(partial_stats + 2 * place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+            next_total = tl.load(partial_stats + 2 * place + 1, mask=mask, other=1.0, cache_modifier=".cg")
+            top, total, acc = fold(top, total, acc, next_top, next_total, values)
     return top, total, acc

@@ -10,6 +10,7 @@ import torch
 from cases_attention import DEVICE, GPU_ONLY, NARROW, PLAIN, SMALL, Heads, Paged, Row, check, family, options_of, units
 from paged_rows import TOLERANCE
 
+from stoker.kernels import launch
 from stoker.kernels.attention import attend
 from stoker.kernels.attention_plan import UNIT_ROWS, workspace_bytes
 from stoker.kernels.reference.attention_plan import Visibility
@@ -166,6 +167,31 @@ def test_a_row_gets_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> 
     regrouped, _ = attend(query[:2], *attention, both, **options)
     if dtype == torch.float32:  # rounded to bf16, they may be equal by chance
         assert not torch.equal(together[0], regrouped[0]), "sharing changes the bits, or this test shows nothing"
+
+
+FEW_AND_MANY = [{}, {"sinks": True}, {"visibility": Visibility(window=1000)}, {"visibility": Visibility(chunk=700)}]
+
+
+@pytest.mark.parametrize("feature", FEW_AND_MANY, ids=["all keys", "sinks", "window", "chunk"])
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+def test_a_row_gets_the_same_bits_from_one_program_and_from_several(
+    dtype: torch.dtype, feature: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many splits a program reads in a row follows from how many there are for how many programs."""
+    case = Paged(NARROW, [Row(n) for n in (1100, 1024, 513, 128, 1)], dtype, padded=0)
+    query, options = case.query(), options_of(case, PLAIN | feature)
+    found, items = [], []
+    for processors in (1, 3, 10_000):
+        monkeypatch.setattr(launch, "multiprocessors", lambda _, n=processors: n)
+        case.workspace.clear()
+        plan = case.plan(TRITON, shared=False)
+        out, _ = attend(query, case.key_cache, case.value_cache, plan, **options)
+        found.append(out)
+        items.append(sum(int(work.counts[0]) for work in plan.lanes[0].lists.values()))
+    assert items[0] < items[1] < items[2]
+    wanted, _ = case.dense(query, **options)
+    torch.testing.assert_close(found[0].cpu().double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
