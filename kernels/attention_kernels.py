@@ -191,13 +191,30 @@ def decode_kernel(
 
         if PREFIX:
             store_partial(partial, partial_stats, places, real, top, total, acc, VALUE_DIM, DV)
-        elif shared_parts + runs == 1:
+        elif runs == 1:
+            if SHARED and shared_parts > 0:  # left by the kernel before
+                base = lane.to(tl.int64) * (MAX_PARTS * HEADS)
+                shared_top, shared_total, shared_acc = merge(
+                    partial + base * VALUE_DIM,
+                    partial_stats + 2 * base,
+                    head,
+                    real,
+                    shared_parts,
+                    shared_parts,
+                    0,
+                    HEADS,
+                    VALUE_DIM,
+                    DV,
+                    BLOCK_M,
+                    max(1, BLOCK_P * BLOCK_G // BLOCK_M),
+                )
+                top, total, acc = fold(shared_top, shared_total, shared_acc, top, total, acc)
             store_output(out, lse, sinks, token, head, real, top, total, acc, HEADS, VALUE_DIM, DV, SINKS, WITH_LSE)
         else:
             store_partial(partial, partial_stats, places, real, top, total, acc, VALUE_DIM, DV)
             tl.debug_barrier()  # every thread's stores come before the one atomic that releases them
             counter = arrived + (lane * KV_HEADS + kv_head) * TILES + tile
-            # What the unit shares was all left by the kernel before, so only the row's own pieces are waited for.
+            # Only the row's own pieces are waited for.
             if tl.atomic_add(counter, 1, sem="acq_rel") == runs - 1:
                 tl.store(counter, 0)
                 g = tile * BLOCK_M + tl.arange(0, BLOCK_G)
