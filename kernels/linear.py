@@ -32,6 +32,39 @@ def weight_rows(columns, size, GATED: tl.constexpr):
 
 
 @triton.jit
+def with_scales_and_bias(total, weight_at, inside, bias_ptr, row_scales_ptr, BIAS: tl.constexpr, SCALED: tl.constexpr):
+    """Sums of some rows of the weight, fp32 [M, N], times their scales, with SCALED, and plus their bias."""
+    if SCALED:
+        total *= tl.load(row_scales_ptr + weight_at, mask=inside, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def store_rows(
+    total,
+    rows,
+    tokens,
+    columns,
+    width,
+    residual_ptr,
+    residual_stride,
+    scale,
+    out_ptr,
+    RESIDUAL: tl.constexpr,
+):
+    """A tile of the outputs, fp32 [M, N], or with RESIDUAL the sum of that and of ``scale`` times the tile."""
+    dtype = out_ptr.dtype.element_ty
+    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
+    at = rows.to(tl.int64)[:, None]
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + at * residual_stride + columns[None, :], mask=inside, other=0.0)
+        total = (total.to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + at * width + columns[None, :], total, mask=inside)
+
+
+@triton.jit
 def store_outputs(
     total,
     rows,
@@ -55,23 +88,15 @@ def store_outputs(
 
     GATED: activation, or None. SCALED: the rows of the weight have scales.
     """
-    dtype = out_ptr.dtype.element_ty
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = columns < (2 * width if GATED is not None else width)
-    if SCALED:
-        total *= tl.load(row_scales_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0)[None, :]
-    if BIAS:
-        total += tl.load(bias_ptr + weight_rows(columns, width, GATED), mask=inside, other=0.0).to(tl.float32)[None, :]
+    weight_at = weight_rows(columns, width, GATED)
+    total = with_scales_and_bias(total, weight_at, inside, bias_ptr, row_scales_ptr, BIAS, SCALED)
     if GATED is not None:
         gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
-        total = act_times(gate, up, dtype, GATED)
+        total = act_times(gate, up, out_ptr.dtype.element_ty, GATED)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    inside = (rows < tokens)[:, None] & (columns < width)[None, :]
-    at = rows.to(tl.int64)[:, None]
-    if RESIDUAL:
-        residual = tl.load(residual_ptr + at * residual_stride + columns[None, :], mask=inside, other=0.0)
-        total = (total.to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32) + residual.to(tl.float32)
-    tl.store(out_ptr + at * width + columns[None, :], total, mask=inside)
+    store_rows(total, rows, tokens, columns, width, residual_ptr, residual_stride, scale, out_ptr, RESIDUAL)
 
 
 @triton.jit

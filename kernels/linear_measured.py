@@ -1,8 +1,8 @@
 """A projection by whatever is the fastest on this device, as measured when a weight's shape first meets some dozens of rows.
 
-How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so do the best
-number of splits, and whether a norm before it is done on the way or by a kernel of its own. A way whose numbers are wrong
-is not taken. Where nothing can be measured, since something does not compile or finds no memory, the library multiplies.
+How near the vendor's library comes to the memory's speed for few rows differs from shape to shape, and so does the best
+cut of a weight among the programs that stream it. A way whose numbers are wrong is not taken. Where nothing can be
+measured, since something does not compile or finds no memory, the library multiplies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import MOST_ROWS, splits_to_try, streamed, tiles_of
+from stoker.kernels.linear_streamed import MOST_ROWS, cuts_to_try, describable, streamed
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -84,7 +84,7 @@ class MeasuredLinear:
         rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
         what = [name for name in ("bias", "norm", "gated", "residual", "row_scales") if given[name] is not None]
-        key = rows, weight.shape, *what, x.dtype
+        key = rows, weight.shape, *what, x.dtype, describable(weight)
         if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
                 return by_torch
@@ -100,8 +100,7 @@ class MeasuredLinear:
             expected = by_torch(x, weight, bias, **options).float()
             if not expected.isfinite().all():
                 raise ValueError("the product is not finite")
-            norm: Norm | None = options["norm"]
-            ways |= self._others(x, weight, norm is not None and not norm.centred and x.dtype != torch.float16)
+            ways |= self._others(x, weight, options["gated"] is not None)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
@@ -123,29 +122,22 @@ class MeasuredLinear:
             best = found = "torch"
         return found, ways[best]
 
-    def _others(self, x: Tensor, weight: Tensor, normed: bool) -> dict[str, Callable[..., Tensor]]:
+    def _others(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Callable[..., Tensor]]:
         """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
-        tiles, device = tiles_of(weight.shape[0]), x.device
-        if device not in self._arrived or self._arrived[device].numel() < tiles:
-            self._arrived[device] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
-        size = weight.shape[0], weight.shape[1]
         others: dict[str, Callable[..., Tensor]] = {}
-        for n in splits_to_try(size, x.dtype.itemsize, launch.multiprocessors(device)):
-            way = partial(streamed, splits=n, arrived=self._arrived[device])
-            others[f"streamed, {n} splits"] = way
-            if normed:  # of many rows it is more work to do it again for every tile than once before
-                others[f"norm, then streamed, {n} splits"] = partial(_after_norm, way)
+        if describable(weight):
+            processors = launch.multiprocessors(x.device)
+            if x.device not in self._arrived:  # of fewer tiles, where there are several splits
+                self._arrived[x.device] = torch.zeros(processors, dtype=torch.int32, device=x.device)
+            size = weight.shape[0], weight.shape[1]
+            for cut in cuts_to_try(x.shape[0], size, x.dtype.itemsize, gated, processors):
+                name = f"streamed, {cut.rows} rows in {cut.splits} splits"
+                others[name] = partial(streamed, cut=cut, arrived=self._arrived[x.device])
         if x.shape[0] <= MOST_SKINNY:
             others["skinny"] = skinny
         return others
-
-
-def _after_norm(
-    multiply: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *, norm: Norm, **options: Any
-) -> Tensor:
-    return multiply(rms_norm(x, *norm), weight, bias, norm=None, **options)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -1,145 +1,171 @@
 """A projection of some dozens of rows for a GPU, as fast as the weight can be read.
 
-Every byte of the weight is read once, by about as many programs as there are multiprocessors: where it has fewer tiles of
-rows, its depth is split among several. Each leaves its sum in memory (L2, in truth), and the last to come adds them up in
-order, so that the result does not depend on who that was (split-K; the order is that of Osama et al., "Stream-K", 2023).
+Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA), as many on their way
+at a time as there is room for. All programs run at once where they can, and where less than half of the multiprocessors
+would have one, the depth is split among several: a split costs the others' waiting for the slowest, and the reading of all
+their sums, so there are no more than that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds
+them up in order, so that the result does not depend on who that was (split-K; the order is that of Osama et al.,
+"Stream-K", 2023).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import await_turn_with_weight
-from stoker.kernels.linear import store_outputs, sum_over, weight_rows
-from stoker.kernels.norm_rotary import rms_norm
+from stoker.kernels.launch import await_turn
+from stoker.kernels.linear import store_rows, with_scales_and_bias
+from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
-_COLUMNS = 128
-_STAGES = 4
+_FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer than 64 rows
+_SHARED = 228 * 1024  # bytes a multiprocessor has (H100, H200)
+_MOST_STAGES = 8
+_MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
+_STEPS = 4  # of a split, at the least
+_ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+class Cut(NamedTuple):
+    """How programs share a weight [N, D]. rows: of it a program has, or of its gate and of its up. splits: of the depth.
+
+    rooms: how many programs a multiprocessor has room for, which share its memory.
+    """
+
+    rows: int
+    splits: int
+    rooms: int
+
+
+@triton.jit
+def _plus_product(total, x, weight, LEFT: tl.constexpr):
+    """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
+    weight = weight.to(x.dtype)
+    left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def _streamed_kernel(
-    x_ptr,
-    weight_ptr,
+    x,
+    weight,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
     out_ptr,
     row_scales_ptr,
     partial_ptr,
     arrived_ptr,
-    x_stride,
-    weight_stride,
     residual_stride,
     tokens,
     width,
     depth,
-    splits,
     split_depth,
-    eps,
     scale,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    OFFSET: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    LEFT: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """One split of ``BLOCK_N`` rows of the weight, for all tokens.
+    """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: descriptors of [T, D] and [N, D].
 
-    partial: fp32 [tile, split, M * (N + 1)], where each of several splits leaves its sums, and those of squares behind them.
+    partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
-    full_width = 2 * width if GATED is not None else width
-    rows = tl.arange(0, BLOCK_M)
-    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    weight_at = weight_rows(columns, width, GATED)
+    split, tile = tl.program_id(0), tl.program_id(1)
+    first = tile * BLOCK_N
     begin = split * split_depth
-    await_turn_with_weight(
-        weight_ptr + begin, weight_at, weight_stride, full_width, depth - begin, STAGES * BLOCK_K, DEPENDENT
-    )
-    inside = (rows < tokens)[:, None]
-    total, squares = sum_over(
-        x_ptr + rows.to(tl.int64)[:, None] * x_stride,
-        weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride,
-        norm_ptr,
-        inside,
-        (columns < full_width)[None, :],
-        begin,
-        min(begin + split_depth, depth),
-        NORM,
-        OFFSET,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
-    arrived = splits - 1
-    within = rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    behind = BLOCK_M * BLOCK_N + rows
-    if splits > 1:
-        mine = partial_ptr + (tile * splits + split) * (BLOCK_M * (BLOCK_N + 1))
-        tl.store(mine + within, total, mask=inside)
-        if NORM:
-            tl.store(mine + behind, squares)
+    total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
+    up = total
+    await_turn(DEPENDENT)
+    for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
+        some = x.load([0, at])
+        total = _plus_product(total, some, weight.load([first, at]), LEFT)
+        if GATED is not None:
+            up = _plus_product(up, some, weight.load([width + first, at]), LEFT)
+    if LEFT:
+        total = tl.trans(total)
+        up = tl.trans(up)
+    rows = tl.arange(0, BLOCK_M)
+    last = True
+    if SPLITS > 1:
+        inside = (rows < tokens)[:, None]
+        tile_ptr = partial_ptr + tile * (SPLITS * BLOCK_M * BLOCK_N)
+        tile_ptr += rows[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tl.store(tile_ptr + split * (BLOCK_M * BLOCK_N), total, mask=inside)
         tl.debug_barrier()  # of all threads, before one of them says so to other programs
-        arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-    if arrived == splits - 1:
-        if splits > 1:
+        last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
             tl.debug_barrier()
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            squares = tl.zeros((BLOCK_M,), tl.float32)
-            for number in range(splits):
-                theirs = partial_ptr + (tile * splits + number) * (BLOCK_M * (BLOCK_N + 1))
-                total += tl.load(theirs + within, mask=inside, other=0.0, cache_modifier=".cg")
-                if NORM:
-                    squares += tl.load(theirs + behind, cache_modifier=".cg")
+            for number in tl.static_range(SPLITS):
+                theirs = tile_ptr + number * (BLOCK_M * BLOCK_N)
+                total += tl.load(theirs, mask=inside, other=0.0, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
-        if NORM:
-            total *= tl.rsqrt(squares / depth + eps)[:, None]
-        store_outputs(
-            total,
-            rows,
-            tokens,
-            tile,
-            width,
-            bias_ptr,
-            residual_ptr,
-            residual_stride,
-            scale,
-            out_ptr,
-            row_scales_ptr,
-            BIAS,
-            RESIDUAL,
-            GATED,
-            SCALED,
-            BLOCK_M,
-            BLOCK_N,
-        )
+        columns = first + tl.arange(0, BLOCK_N)
+        real = columns < width
+        total = with_scales_and_bias(total, columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
+        if GATED is not None:
+            up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
+            total = act_times(total, up, out_ptr.dtype.element_ty, GATED)
+        store_rows(total, rows, tokens, columns, width, residual_ptr, residual_stride, scale, out_ptr, RESIDUAL)
 
 
-def tiles_of(width: int) -> int:
-    """How many counters a product needs with a weight of ``width`` rows."""
-    return int(triton.cdiv(width, _COLUMNS))
+def describable(matrix: Tensor) -> bool:
+    """Whether a matrix lies as the chip reads tiles of one by itself: each row contiguous, in whole pieces of 16 bytes."""
+    bytes_ = matrix.data_ptr() | matrix.itemsize * matrix.stride(0) | matrix.itemsize * matrix.shape[1]
+    return matrix.stride(1) == 1 and bytes_ % 16 == 0
 
 
-def splits_to_try(weight: tuple[int, int], itemsize: int, processors: int) -> list[int]:
-    """Numbers of splits of a weight [N, D] that give each multiprocessor one program, or two."""
-    width, depth = weight
-    most = max(1, depth // (512 // itemsize))  # of four steps at the least
-    return sorted({max(1, min(programs * processors // tiles_of(width), most)) for programs in (1, 2)})
+def _block_m(tokens: int) -> int:
+    return max(16, int(triton.next_power_of_2(tokens)))
+
+
+def cuts_to_try(tokens: int, weight: tuple[int, int], itemsize: int, gated: bool, processors: int) -> list[Cut]:
+    """Of a weight [N, D], for x of so many rows and bytes a number: one of them was the fastest wherever it was measured.
+
+    Few tokens are little to read again for every tile, and low ones are enough; others trade that against more programs.
+    """
+    width, depth = weight[0] // 2 if gated else weight[0], weight[1]
+    few, half = tokens <= _FEW, max(processors // 2, 1)
+    cuts: list[Cut] = []
+    for rows in (64, 128) if few else (32, 64) if gated else (32, 64, 128):
+        tiles = triton.cdiv(width, rows)
+        most = min(depth * itemsize // (256 * _STEPS), _MOST_SUMS // (rows * _block_m(tokens)))
+        splits = 1 if gated else max(1, min(triton.cdiv(half, tiles), most))
+        if cuts and (few or tiles * splits < half):
+            break
+        at_once = triton.cdiv(tiles * splits, processors)
+        if at_once <= _ROOMS:
+            cuts.append(Cut(rows, splits, at_once))
+    return cuts or [Cut(rows, splits, 2)]
+
+
+def pipeline(block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int]) -> tuple[int, int]:
+    """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number."""
+    of_x, of_weight = itemsizes
+    for width in (256, 128):  # bytes of a row of x
+        columns = width // of_x
+        converted = 0 if of_weight == of_x else weight_rows * columns * of_x
+        room = _SHARED // cut.rooms - 2048 - converted
+        stages = room // (columns * (block_m * of_x + weight_rows * of_weight))
+        if stages >= 3:
+            break
+    return columns, min(stages, _MOST_STAGES)
 
 
 def streamed(
@@ -151,59 +177,54 @@ def streamed(
     gated: Activation | None,
     residual: Tensor | None,
     scale: float,
-    splits: int,
+    cut: Cut,
     arrived: Tensor,
     row_scales: Tensor | None = None,
 ) -> Tensor:
-    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D]; the rows of both contiguous.
+    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
-    splits: of the depth, at most. arrived: int32 zeros, one a tile, of nobody else while this runs.
+    cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
     """
-    if norm is not None and (norm.centred or x.dtype == torch.float16):  # as in ``skinny``
-        x, norm = rms_norm(x, *norm), None
+    if norm is not None:  # for every tile again it would be more work than the product
+        x = rms_norm(x, *norm)
+    if not describable(x):
+        x = x.clone(memory_format=torch.contiguous_format)
     tokens, depth = x.shape
-    assert tokens <= MOST_ROWS and x.stride(1) == weight.stride(1) == 1
-    full_width = weight.shape[0]
-    width = full_width if gated is None else full_width // 2
-    block_m, block_k = (64 if tokens <= 64 else MOST_ROWS), 128 // x.dtype.itemsize
-    split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
-    splits, tiles = triton.cdiv(depth, split_depth), tiles_of(full_width)
+    assert tokens <= MOST_ROWS and describable(x) and describable(weight) and (gated is None or cut.splits == 1)
+    width = weight.shape[0] if gated is None else weight.shape[0] // 2
+    block_m = _block_m(tokens)
+    weight_rows = cut.rows if gated is None else 2 * cut.rows
+    block_k, stages = pipeline(block_m, weight_rows, cut, (x.dtype.itemsize, weight.dtype.itemsize))
+    split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
+    splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    sums = tiles * splits * block_m * (_COLUMNS + 1)
-    partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
-    norm_weight, eps, offset, *_ = norm or (x, 0.0, False)
-    _streamed_kernel[tiles, splits](
-        x,
-        weight,
+    sums = tiles * splits * block_m * cut.rows
+    _streamed_kernel[splits, tiles](
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
+        TensorDescriptor.from_tensor(weight, [cut.rows, block_k]),
         x if bias is None else bias,
-        norm_weight,
         x if residual is None else residual,
         out,
         x if row_scales is None else row_scales,
-        partial,
+        torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out,
         arrived,
-        x.stride(0),
-        weight.stride(0),
         0 if residual is None else residual.stride(0),
         tokens,
         width,
         depth,
-        splits,
         split_depth,
-        eps,
         scale,
         BIAS=bias is not None,
-        NORM=norm is not None,
-        OFFSET=offset,
         RESIDUAL=residual is not None,
         GATED=gated,
         SCALED=row_scales is not None,
+        LEFT=tokens <= _FEW,
+        SPLITS=splits,
         BLOCK_M=block_m,
-        BLOCK_N=_COLUMNS,
+        BLOCK_N=cut.rows,
         BLOCK_K=block_k,
-        STAGES=_STAGES,
-        num_warps=4 if block_m == 64 else 8,
-        num_stages=_STAGES,
+        num_warps=4,
+        num_stages=stages,
         **launch.options(x.device),
     )
     return out

@@ -16,6 +16,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import attention, attention_plan
 from stoker.kernels import launch as launching
@@ -59,6 +60,9 @@ def specialised(kernel: Any, given: dict[str, Any]) -> tuple[dict[str, str], dic
     signature, constants, aligned = {}, {}, {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = given[name]
+        if isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{NAMES[value.base.dtype]}{list(value.block_shape)}>"
+            continue
         is_tensor, is_integer = (
             isinstance(value, torch.Tensor),
             isinstance(value, int) and not parameter.do_not_specialize,
@@ -98,7 +102,9 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
     ptx, layouts = made.asm["ptx"], dict(re.findall(r"^(#\w+) = (.*)$", made.asm["ttgir"], re.MULTILINE))
     summed = re.findall(r"^ *\}\) : \((.*)\) -> ", made.asm["ttgir"], re.MULTILINE)
     # Reads and writes from the kernel's beginning; the first thing it does of them has to be to wait for the one before.
-    accesses = re.findall(r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.[a-z.]*global|cp\.async\.c)", ptx)
+    accesses = re.findall(
+        r"\b(griddepcontrol\.wait|(?:ld|st|atom|red)\.[a-z.]*global|cp\.async\.(?:c|bulk\.tensor))", ptx
+    )
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     return {
         "kernel": kernel.__name__,
@@ -114,6 +120,7 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "wide_compares": len(re.findall(r"\bsetp\.\w+\.[su]64", ptx)),
         "sums": [re.sub(r"#\w+\b(?!\.)", lambda name: layouts[name[0]], tensor) for tensor in summed],
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
+        "tiles_copied": ptx.count("cp.async.bulk.tensor"),
         "dependent": options.get("launch_pdl", False),
         "waits": accesses[0] == "griddepcontrol.wait",
     }

@@ -66,12 +66,14 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for tokens in (1, 4):
         linear.linear(zeros(tokens, dim), zeros(2 * hidden, dim), norm=norm, gated="gelu_tanh")
     arrived = torch.zeros(256, dtype=torch.int32)
-    for tokens in (40, 128):
+    for tokens in (16, 40, 128):
         streamed = partial(linear_streamed.streamed, arrived=arrived)
-        down = {"norm": None, "gated": None, "residual": zeros(tokens, dim), "scale": 0.3, "splits": 7}
-        streamed(zeros(tokens, hidden), zeros(dim, hidden), None, **down)
-        gate_up = {"norm": norm, "gated": "gelu_tanh", "residual": None, "scale": 1.0, "splits": 1}
-        streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), **gate_up)
+        down = {"norm": None, "gated": None, "residual": zeros(tokens, dim), "scale": 0.3}
+        for cut in linear_streamed.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+            streamed(zeros(tokens, hidden), zeros(dim, hidden), None, **down, cut=cut)
+        gate_up = {"norm": norm, "gated": "gelu_tanh", "residual": None, "scale": 1.0}
+        for cut in linear_streamed.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+            streamed(zeros(tokens, dim), zeros(2 * hidden, dim), zeros(2 * hidden), **gate_up, cut=cut)
     for tokens in (4, 200):
         linear_invariant.linear(zeros(tokens, hidden), zeros(dim, hidden), residual=zeros(tokens, dim), scale=0.3)
     linear_invariant.linear(zeros(200, dim), zeros(2 * hidden, dim), gated="gelu")
@@ -112,13 +114,13 @@ def launch_fp8(dim: int, hidden: int) -> None:
     for tokens in (1, 4):
         linear.linear(zeros(tokens, dim), **wide, norm=norm, gated="silu")
         linear.linear(zeros(tokens, hidden), **deep, residual=zeros(tokens, dim))
-    for tokens in (40, 128):
-        common = {"bias": None, "scale": 1.0, "arrived": arrived}
-        linear_streamed.streamed(zeros(tokens, dim), **wide, **common, norm=norm, gated="silu", residual=None, splits=1)
-        residual = zeros(tokens, dim)
-        linear_streamed.streamed(
-            zeros(tokens, hidden), **deep, **common, norm=None, gated=None, residual=residual, splits=7
-        )
+    for tokens in (16, 40, 128):
+        common = {"bias": None, "norm": None, "scale": 1.0, "arrived": arrived}
+        up, residual = {"gated": "silu", "residual": None}, zeros(tokens, dim)
+        for cut in linear_streamed.cuts_to_try(tokens, (2 * hidden, dim), 2, True, 132):
+            linear_streamed.streamed(zeros(tokens, dim), **wide, **common, **up, cut=cut)
+        for cut in linear_streamed.cuts_to_try(tokens, (dim, hidden), 2, False, 132):
+            linear_streamed.streamed(zeros(tokens, hidden), **deep, **common, gated=None, residual=residual, cut=cut)
     for tokens in (4, 256):
         linear_invariant.linear(zeros(tokens, dim), **wide, gated="silu")
         linear_invariant.linear(zeros(tokens, hidden), **deep, residual=zeros(tokens, dim))

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOAD, STORE, ATOMIC = range(3)
 DOES = ("loads", "stores", "updates")
@@ -53,7 +54,8 @@ class Launch:
     def __init__(self, kernel: str, arguments: dict[str, Any], everything: dict[str, NDArray[np.int64]]) -> None:
         """everything: extents of all tensors there are, as launches have found them."""
         self.kernel, self.faults, self._everything = kernel, set[str](), everything
-        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
+        given = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
+        tensors = [each for each in given if isinstance(each, Tensor)]
         self._allowed = _extents(tensors)
         slots, by_slot = SLOTS.get(kernel, (None, []))
         rows = [] if slots is None else _shared(arguments[slots])
@@ -163,9 +165,10 @@ def sanitized() -> Iterator[set[str]]:
         running[-1].barrier()
         run(self)
 
-    def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, other: Any, *more: Any) -> Any:
-        running[-1].access(LOAD, pointers, mask.data)
-        loaded = run(self, pointers, mask, other, *more)
+    def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, other: Any, *more: Any, **named: Any) -> Any:
+        # Of a descriptor's tile the interpreter makes a mask that is an array itself.
+        running[-1].access(LOAD, pointers, mask if isinstance(mask, np.ndarray) else mask.data)
+        loaded = run(self, pointers, mask, other, *more, **named)
         if other is None and not mask.data.all():
             data = np.array(loaded.data)
             anything = {"f": np.nan, "b": True}.get(data.dtype.kind) or np.iinfo(data.dtype).max // 3

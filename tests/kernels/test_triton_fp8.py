@@ -12,7 +12,7 @@ from triton_oracle import DEVICE, DTYPES, assert_close, randn, unwritten_is_nan 
 
 from stoker.kernels import fp8, linear_measured
 from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import streamed, tiles_of
+from stoker.kernels.linear_streamed import Cut, streamed
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.fp8 import FP8, dequantise_rows
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
@@ -141,12 +141,16 @@ def test_linear(case: tuple[int, int, int, str], ops: Ops, dtype: torch.dtype) -
 
 
 @dtypes
-@pytest.mark.parametrize("case", [(5, 130, 300, "bn", 2), (33, 262, 400, "bosg", 9), (65, 36, 300, "rt", 4)], ids=str)
-def test_streamed(case: tuple[int, int, int, str, int], dtype: torch.dtype) -> None:
-    *sizes, splits = case
-    arrived = torch.zeros(tiles_of(sizes[1]), dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize(
+    "case",
+    [(5, 130, 304, "bn", Cut(64, 2, 1)), (33, 262, 400, "bosg", Cut(32, 1, 1)), (65, 36, 304, "r", Cut(32, 2, 1))],
+    ids=str,
+)
+def test_streamed(case: tuple[int, int, int, str, Cut], dtype: torch.dtype) -> None:
+    *sizes, cut = case
+    arrived = torch.zeros(8, dtype=torch.int32, device=DEVICE)
     in_fp8, plain = (
-        streamed(**arguments, splits=splits, arrived=arrived)
+        streamed(**arguments, cut=cut, arrived=arrived)
         for arguments in narrow(make_linear(*sizes, dtype))  # type: ignore[arg-type]
     )
     assert torch.equal(in_fp8, plain) or DEVICE.type == "cuda"

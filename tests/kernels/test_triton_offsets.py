@@ -13,7 +13,7 @@ from lora_oracle import make_table
 from torch import Tensor
 from triton_oracle import DEVICE
 
-from stoker.kernels.linear_streamed import streamed
+from stoker.kernels.linear_streamed import Cut, streamed
 from stoker.kernels.reference.attention_plan import Visibility
 from stoker.kernels.reference.constraints import FIRST, HEADER, REFUSED, ConstraintRows
 from stoker.kernels.reference.fp8 import FP8
@@ -58,7 +58,7 @@ def weights(same: Same) -> list[Tensor]:
         found += [
             TRITON.linear(x[:1], weight, residual=None if residual is None else residual[:1]),
             TRITON.linear(x, weight, residual=residual),
-            streamed(x, weight, None, splits=2, arrived=arrived, **options),  # type: ignore[arg-type]
+            streamed(x, weight, None, cut=Cut(32, 2, 1), arrived=arrived, **options),  # type: ignore[arg-type]
             DETERMINISTIC.linear(x, weight, residual=residual),
         ]
     for given in (weight, same(torch.randn(64, 6)).t()):
