@@ -6,8 +6,11 @@ The kernel can cast what it reads and write it elsewhere on the way, so that wha
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
+from operator import and_, attrgetter
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +26,7 @@ from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 # rows, or its registers would keep others away (40 KiB, and less to be read at memory's speed).
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 _PER_SET = -(-APART // _COLUMNS)  # programs
+_dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
 
 
 @triton.jit
@@ -140,36 +144,57 @@ def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tup
     return to_device(owners, device), to_device(table, device)
 
 
+@torch.no_grad()
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
-    data = [t.detach().contiguous() for t in tensors]
-    data = [t.clone() if t.data_ptr() % 8 else t for t in data]
-    sums = torch.zeros(len(data), dtype=torch.int64, device=data[0].device)
+    data = [t if plain else _made_plain(t) for t, plain in zip(tensors, _plain(tensors), strict=True)]
     if not targets:
-        _launch(data, sums, [0] * len(data), None, None)
-        return sums
-    kinds: dict[tuple[torch.dtype, torch.dtype] | None, list[int]] = {}
-    for i, (source, target) in enumerate(zip(data, targets, strict=True)):
-        by_kernel = source.dtype in launch.TYPES and target.dtype in (torch.bfloat16, torch.float16)
-        by_kernel = by_kernel and target.is_contiguous() and target.data_ptr() % 8 == 0
-        kinds.setdefault((source.dtype, target.dtype) if by_kernel else None, []).append(i)
+        return _sums(data)
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
+    for i, kind in enumerate(zip(map(_dtype, data), map(_dtype, targets), _plain(targets), strict=True)):
+        kinds.setdefault(kind, []).append(i)
+    if len(kinds) == 1:
+        return _take(data, targets, *next(iter(kinds)))
+    sums = torch.empty(len(data), dtype=torch.int64, device=data[0].device)
     for kind, chosen in kinds.items():
-        some, to = [data[i] for i in chosen], [targets[i].detach() for i in chosen]
-        found = torch.zeros(len(chosen), dtype=torch.int64, device=sums.device)
-        if kind is None:
-            for source, target in zip(some, to, strict=True):
-                target.copy_(source)
-            _launch(some, found, [0] * len(some), None, None)
-        else:
-            _launch(some, found, [t.data_ptr() for t in to], *(launch.TYPES[dtype] for dtype in kind))
+        found = _take([data[i] for i in chosen], [targets[i] for i in chosen], *kind)
         sums.index_copy_(0, to_device(torch.tensor(chosen, device="cpu"), sums.device), found)
     return sums
 
 
-def _launch(data: Sequence[Tensor], sums: Tensor, addresses: Sequence[int], source, target) -> None:
-    """Add to ``sums``, and write to ``addresses`` where there are dtypes."""
+def _plain(tensors: Sequence[Tensor]) -> Iterator[bool]:
+    """Whether each lies element after element, and begins with a word."""
+    begins = (address % 8 == 0 for address in map(Tensor.data_ptr, tensors))
+    return map(and_, map(Tensor.is_contiguous, tensors), begins)
+
+
+def _made_plain(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().contiguous()
+    return tensor.clone() if tensor.data_ptr() % 8 else tensor
+
+
+def _take(
+    data: Sequence[Tensor], targets: Sequence[Tensor], source: torch.dtype, target: torch.dtype, plain: bool
+) -> Tensor:
+    """Checksums of plain tensors of one dtype, which are written to targets of another. plain: whether these are."""
+    if plain and source in launch.TYPES and target in (torch.bfloat16, torch.float16):
+        return _sums(data, targets, launch.TYPES[source], launch.TYPES[target])
+    torch._foreach_copy_([t.detach() for t in targets], list(data))
+    return _sums(data)
+
+
+def _sums(data: Sequence[Tensor], targets: Sequence[Tensor] = (), source: Any = None, target: Any = None) -> Tensor:
+    """Checksums of plain tensors. source, target: the dtypes in which they are and are written, where they are."""
+    sums = torch.zeros(len(data), dtype=torch.int64, device=data[0].device)
     device = sums.device
-    places = tuple((t.data_ptr(), t.nbytes, a) for t, a in zip(data, addresses, strict=True))
+    places = tuple(
+        zip(
+            map(Tensor.data_ptr, data),
+            map(_nbytes, data),
+            map(Tensor.data_ptr, targets) if targets else repeat(0),
+            strict=False,
+        )
+    )
     owners, table = _plan(places, device)
     if len(owners):
         with torch.accelerator.device_index(device.index):
@@ -190,3 +215,4 @@ def _launch(data: Sequence[Tensor], sums: Tensor, addresses: Sequence[int], sour
                 num_warps=_WARPS,
                 **launch.options(device, waits=False),
             )
+    return sums

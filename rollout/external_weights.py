@@ -34,7 +34,7 @@ class ExternalWeights:
             weights = checkpoint(type(binding.shell.module), os.fspath(weights))
         return receive(
             weights,
-            source.tensors(),
+            source.bound,
             source.optional,
             check_finite=binding.check_finite,
             casts=self._casts,
@@ -47,7 +47,7 @@ class ExternalWeights:
         Raises ``WeightTransferError`` where the model has other tensors by now than those it was received for.
         """
         source = self._binding.source
-        now = source.tensors()
+        now = source.bound
         if self._binding.moved() or any(now.get(name) is not tensor for name, tensor in staged.targets.items()):
             raise WeightTransferError(
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "

@@ -15,6 +15,7 @@ from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.bitsandbytes_state import is_packed, scales_of
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.mirror import Consumer
+from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import main_dtype, named_tensors, unwrap
 from stoker.weight_sync.staging import copy_each
 
@@ -44,6 +45,9 @@ class AliasedSource:
         self._check_finite = check_finite
         self._rehomed: list[tuple[nn.Parameter, int]] = []  # with the address it was given
         self._bound: list[_Place] = []
+        self._tree: Tree | None = None  # as of ``bind``
+        self.bound: Mapping[str, Tensor] = {}
+        self.optional: Collection[str] = ()
         self._scaled: list[tuple[nn.Module, Any]] = []  # modules with quantised weights, and these
         self._sums: list[int] | None = None
         self.complete = True
@@ -66,13 +70,7 @@ class AliasedSource:
         return 0
 
     def write(self, new: Mapping[str, Tensor]) -> int:
-        tensors = self.tensors()
-        return copy_each([tensors[name] for name in new], new.values())
-
-    @property
-    def optional(self) -> set[str]:
-        """Names of buffers that no checkpoint has."""
-        return {name for name, _, in_checkpoints in named_tensors(self.module) if not in_checkpoints}
+        return copy_each([self.bound[name] for name in new], new.values())
 
     def refuse(self, error: Exception) -> bool:
         """False: nobody waits for this rank."""
@@ -114,6 +112,9 @@ class AliasedSource:
 
     def bind(self) -> None:
         """Remember where every tensor lies now, so that ``moved`` can tell."""
+        self._tree, named = Tree(self.module), list(named_tensors(self.module))
+        self.bound = {name: tensor for name, tensor, _ in named}
+        self.optional = {name for name, _, in_checkpoints in named if not in_checkpoints}
         self._bound = list(self._places())
         pairs = ((m, weight) for m in self.module.modules() for weight in m._parameters.values())
         self._scaled = [(m, weight) for m, weight in pairs if any(True for _ in _scales_of(m, weight))]
@@ -134,6 +135,8 @@ class AliasedSource:
 
         module: the trainer's now, which may be another one altogether.
         """
+        if module is self.module and not self._scaled and self._tree is not None and self._tree.same():
+            return False  # no scales either, which are in no tree
         now = list(self._places())
         return (
             module is not self.module
@@ -211,7 +214,7 @@ class AliasedSource:
 
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""
-        self._bound, self._scaled = [], []
+        self._bound, self._scaled, self._tree, self.bound = [], [], None, {}
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
         while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
             parameter, address = self._rehomed[-1]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from stoker.weight_sync.checksum import checksums, take
+from torch import Tensor
+
+from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Held
 
@@ -18,7 +20,7 @@ class Changes:
     held: Held
     now: dict[tuple[str, ...], int]
     changed: set[tuple[str, ...]]
-    written: list[str]
+    written: set[str]
     refusal: Exception | None
 
 
@@ -37,17 +39,16 @@ def find_changes(
         held = held.of(lambda name: name not in mirror.passing)
     if not mirror.complete:
         before = {}
-    full = [name for name in held.full if name in mirror.tensors]
-    now: dict[tuple[str, ...], int] = {}
+    full = {name: tensor for name, tensor in held.full.items() if name in mirror.tensors}
     written: list[str] = []
     if refusal is None and not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
-        written = [name for name in full if (name,) in expected and held.full[name].device == mirror.device]
+        written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
     if written:
         mirror.complete = False
-        sums = take([mirror.tensors[n] for n in written], [held.full[n] for n in written])
-        now.update(((name,), number) for name, number in zip(written, sums, strict=True))
-    rest = [name for name in full if (name,) not in now]
-    sums = checksums([*(held.full[n] for n in rest), *(s.local for s in held.shards)], mirror.device)
-    now.update(zip([*((name,) for name in rest), *(s.names for s in held.shards)], sums, strict=True))
+    looked_at: dict[tuple[str, ...], Tensor] = {(name,): full.pop(name) for name in written}
+    looked_at.update(((name,), tensor) for name, tensor in full.items())
+    looked_at.update((s.names, s.local) for s in held.shards)
+    targets = [mirror.tensors[name] for name in written]
+    now = dict(zip(looked_at, checksums(looked_at.values(), mirror.device, targets=targets), strict=True))
     changed = {names for names, number in now.items() if before.get(names) != number}
-    return Changes(held, now, changed, written, refusal)
+    return Changes(held, now, changed, set(written), refusal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -36,43 +36,46 @@ class WeightReport:
         return not (self.mismatched or self.missing or self.extra)
 
 
+@torch.no_grad()
 def checksums(
-    tensors: Iterable[Tensor], device: torch.device | None = None, dtypes: Sequence[torch.dtype] | None = None
+    tensors: Iterable[Tensor],
+    device: torch.device | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    targets: Sequence[Tensor] = (),
 ) -> list[int]:
     """One number for each tensor, which other content of its shape has by rare chance only (see ``kernels.reference.checksum``).
 
     Made where the tensors are, and read by one copy from ``device``; None: where the first of them is. dtypes: of each
-    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB.
+    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB. targets: on ``device``, where
+    the first of the tensors, which are there too, are written to while they are read, cast.
     """
-    tensors = [t.detach() for t in tensors]
+    tensors = list(tensors)
     if not tensors:
         return []
     device = tensors[0].device if device is None else device
-    numbered = list(zip(count(), tensors, [t.dtype for t in tensors] if dtypes is None else dtypes, strict=False))
     whole: dict[torch.device, list[int]] = {}
-    owners: list[int] = []  # of the numbers, in their order
-    sums: list[Tensor] = []
-    with torch.no_grad():
-        for i, tensor, dtype in numbered:
-            if tensor.dtype == dtype:
-                whole.setdefault(tensor.device, []).append(i)
-        for place, indices in whole.items():
-            owners += indices
-            sums.append(ops_for(place).checksums([tensors[i] for i in indices]).to(device))
-        for lot in _casts([(i, t, dtype) for i, t, dtype in numbered if t.dtype != dtype]):
-            owners += [i for i, _ in lot]
-            sums.append(ops_for(lot[0][1].device).checksums([piece for _, piece in lot]).to(device))
-        numbers = torch.cat(sums).tolist()
+    cast: list[tuple[int, Tensor, torch.dtype]] = []
+    owners = list(range(len(targets)))  # of the numbers, in their order
+    sums = [ops_for(device).checksums(tensors[: len(targets)], targets)] if targets else []
+    for i, tensor in enumerate(tensors[len(targets) :], len(targets)):
+        if dtypes is None or dtypes[i] == tensor.dtype:
+            whole.setdefault(tensor.device, []).append(i)
+        else:
+            cast.append((i, tensor, dtypes[i]))
+    for place, indices in whole.items():
+        owners += indices
+        sums.append(ops_for(place).checksums([tensors[i] for i in indices]).to(device))
     found = [0] * len(tensors)
-    for i, number in zip(owners, numbers, strict=True):
+    in_pieces = len(owners)
+    for lot in _casts(cast):
+        owners += [i for i, _ in lot]
+        sums.append(ops_for(lot[0][1].device).checksums([piece for _, piece in lot]).to(device))
+    numbers = torch.cat(sums).tolist()
+    for i, number in zip(owners[:in_pieces], numbers, strict=False):
+        found[i] = number
+    for i, number in zip(owners[in_pieces:], numbers[in_pieces:], strict=True):
         found[i] = (31 * found[i] + number + 2**63) % 2**64 - 2**63
     return found
-
-
-def take(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[int]:
-    """Write each source to its target, cast, and return the sources' checksums: they are read once. On one device."""
-    with torch.no_grad():
-        return ops_for(targets[0].device).checksums([s.detach() for s in sources], targets).tolist()
 
 
 def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
@@ -101,12 +104,16 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
     looked_at = [
         (name, tensor.detach(), dtype)
         for name, tensor, dtype in tensors
-        if tensor.is_floating_point() and tensor.numel() and (finite or _narrows(tensor.dtype, dtype))
+        if (finite and tensor.is_floating_point()) or _narrows(tensor.dtype, dtype)
+        if tensor.numel()
     ]
     if not looked_at:
         return
-    wide = [t if t.itemsize > 1 else t.bfloat16() for _, t, _ in looked_at]  # of 8 bits torch has no norm
-    maxima = torch._foreach_norm(wide, ord=float("inf"))
+    norms = partial(torch._foreach_norm, ord=float("inf"))
+    wide = [t for _, t, _ in looked_at if t.itemsize > 1]
+    of_wide = iter(norms(wide) if wide else ())
+    # Of 8 bits torch has no norm; one after the other, so that they take the memory of one.
+    maxima = [next(of_wide) if t.itemsize > 1 else norms([t.bfloat16()])[0] for _, t, _ in looked_at]
     device = looked_at[0][1].device
     largest = torch.stack([m.to(device, torch.float64) for m in maxima]).tolist()
     for (name, _, dtype), value in zip(looked_at, largest, strict=True):
@@ -118,5 +125,7 @@ def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -
             yield f"{name} has values up to {value:.3g}, beyond what {dtype} can hold"
 
 
+@cache
 def _narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    return target.is_floating_point and 2 * torch.finfo(target).max < torch.finfo(source).max
+    floating = source.is_floating_point and target.is_floating_point
+    return floating and 2 * torch.finfo(target).max < torch.finfo(source).max

@@ -125,7 +125,11 @@ def not_weights(given: Any) -> InvalidRequestError:
 def spec_of(name: Any, tensor: Any) -> TensorSpec:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise not_weights(tensor)
-    if type(tensor.detach()) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+    if (
+        type(tensor) is not Tensor
+        and not isinstance(tensor, torch.nn.Parameter)
+        and type(tensor.detach()) is not Tensor
+    ):
         raise InvalidRequestError(
             f"{name} is a {type(tensor).__name__}: give plain tensors (full_tensor() of a DTensor)"
         )

@@ -24,6 +24,7 @@ from stoker.weight_sync.checksum import unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, prepare
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.mirror_comparison import compare
+from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, unwrap
 from stoker.weight_sync.rank_agreement import agree, number_of, parts_of, refuse, telling, unite
 from stoker.weight_sync.shards import Held, by_group, is_sharded, read
@@ -66,6 +67,8 @@ class MirroredSource:
         self._gather_bytes = gather_bytes
         self._wanted = dtype
         self._check_finite = check_finite
+        self._whole: tuple[Tree, Held] | None = None  # what was read last, of a model with no parts
+        self._fitting: Held | None = None  # what was last found to be of the shapes that the mirror has
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
@@ -116,6 +119,10 @@ class MirroredSource:
             self.mirror.fill_room()
             self._give_states(self.mirror)
         return {name: tensor for name, tensor in self.mirror.tensors.items() if name not in self._beside}
+
+    @property
+    def bound(self) -> dict[str, Tensor]:
+        return self.tensors()
 
     @property
     def passing(self) -> frozenset[str]:
@@ -172,9 +179,12 @@ class MirroredSource:
         self.mirror.complete = False
 
     def catch_up(self) -> bool:
-        if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
-            return False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
-        held = self._read()
+        if (held := self._remembered()) is None:
+            if is_sharded(self.model) and not (dist.is_initialized() and dist.get_world_size() == 1):
+                return (
+                    False  # not even read: FSDP2 would have to gather anew, on this rank alone, what a forward has left
+                )
+            held = self._read()
         return not held.shards and not self._from_elsewhere and self._take(self._look(held)) > 0
 
     def pull(self, alike: Sequence[str] = ()) -> int:
@@ -229,12 +239,25 @@ class MirroredSource:
 
     def release(self) -> None:
         """Drop the mirror. The trainer was never touched."""
-        self.mirror = None
+        self.mirror = self._whole = self._fitting = None
 
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
-        return read(self.model)
+        """What the trainer holds now."""
+        if (held := self._remembered()) is None:
+            self._whole = None
+            tree = (
+                None if is_sharded(self.model) else Tree(self.model)
+            )  # first: what changes meanwhile is seen next time
+            held = read(self.model)
+            if tree is not None and not held.states:  # whose scales are in no tree
+                self._whole = tree, held
+        return held
+
+    def _remembered(self) -> Held | None:
+        """What was read last, of a whole model that has the same tensors at the same places now."""
+        return self._whole[1] if self._whole is not None and self._whole[0].same() else None
 
     def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> Changes:
         assert self.mirror is not None
@@ -294,6 +317,17 @@ class MirroredSource:
         return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
 
     def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+        if held is not self._fitting and (misfit := self._misfit(held)) is not None:
+            return misfit
+        self._fitting = held
+        if not mirror.resident:
+            return WeightsMismatchError("the weights are not in memory: wake them up before an update")
+        wrong = list(unfit(held.numbers(self._dtypes), finite=self._check_finite))
+        if wrong:
+            return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
+        return None
+
+    def _misfit(self, held: Held) -> Exception | None:
         if held.spoilt:
             return UnsupportedModelError(
                 f"parameter {held.spoilt[0]} is sharded, and bitsandbytes' forward in eval() takes its parts for laid out as "
@@ -312,9 +346,4 @@ class MirroredSource:
             return UnsupportedModelError(
                 f"the model has another shape than the engine was built for: build a new engine (tensors {sorted(names)[:4]})"
             )
-        if not mirror.resident:
-            return WeightsMismatchError("the weights are not in memory: wake them up before an update")
-        wrong = list(unfit(held.numbers(self._dtypes), finite=self._check_finite))
-        if wrong:
-            return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None

@@ -55,6 +55,9 @@ class Tree:
         self._dtypes = list(map(_dtype, self._tensors))
         self._shapes = list(map(_shape, self._tensors))
         self._strides = list(map(Tensor.stride, self._tensors))
+        buffered = [m for m in modules if m["_buffers"]]
+        self._transient = [m["_non_persistent_buffers_set"] for m in buffered]
+        self._were_transient = list(map(set, self._transient))
 
     def looks_same(self) -> bool:
         """``same`` at a glance, which takes as long for any model: whatever changes a whole model is seen, not each detail.
@@ -66,7 +69,10 @@ class Tree:
         return held == self._held_ids and list(map(Tensor.data_ptr, self._lying)) == self._at
 
     def same(self) -> bool:
-        """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout."""
+        """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout.
+
+        Nor may checkpoints have other buffers.
+        """
         tensors = self._tensors
         return (
             get_referents(*self._empty) == self._nothing
@@ -76,6 +82,7 @@ class Tree:
             and list(map(_dtype, tensors)) == self._dtypes
             and all(map(eq, map(_shape, tensors), self._shapes))
             and all(map(eq, map(Tensor.stride, tensors), self._strides))
+            and self._transient == self._were_transient
         )
 
     def _same_members(self) -> bool:

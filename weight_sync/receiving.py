@@ -32,15 +32,14 @@ def receive(
     that does not fit, ``WeightTransferError`` where they did not arrive.
     """
     staging = Staging(targets, optional, check_finite, {} if casts is None else casts, passing)
-    if isinstance(weights, WeightTransfer):
+    if isinstance(weights, Mapping):
+        _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
+        staging.hold(weights)
+    elif isinstance(weights, WeightTransfer):
         _from_transfer(weights, staging)
         return staging
-    if isinstance(weights, str | os.PathLike):
+    elif isinstance(weights, str | os.PathLike):
         _from_file(os.fspath(weights), staging)
-    elif isinstance(weights, Mapping):
-        _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
-        for name, tensor in weights.items():
-            staging.hold(name, tensor)
     elif isinstance(weights, Iterable):
         for pair in weights:
             if not (isinstance(pair, Sequence) and len(pair) == 2):

@@ -93,7 +93,7 @@ class Shards:
 
 @dataclass
 class Held:
-    """All that a trainer holds on this rank. full: whole tensors; shapes and dtypes: of every tensor's whole."""
+    """All that a trainer holds on this rank. full: whole tensors, its own; shapes and dtypes: of every tensor's whole."""
 
     full: dict[str, Tensor] = field(default_factory=dict)
     shards: list[Shards] = field(default_factory=list)
@@ -167,9 +167,12 @@ def is_sharded(model: nn.Module) -> bool:
 
     What FSDP2 has gathered for a forward are no parameters to run on, though all of a model may be there until a backward.
     """
-    modules = (*walk(model), *walk_adapters(model))
-    wrapped = any(is_unit(module) or isinstance(module, FSDPModule) for _, module in modules)
-    return wrapped or any(is_shard(tensor) for _, tensor, _ in tensors_of(modules))
+    for path, module in chain(walk(model), walk_adapters(model)):  # mostly the first of them tells
+        if is_unit(module) or isinstance(module, FSDPModule):
+            return True
+        if any(is_shard(tensor) for _, tensor, _ in tensors_of([(path, module)])):
+            return True
+    return False
 
 
 def check_processes(model: nn.Module) -> None:
@@ -250,7 +253,7 @@ def read(model: nn.Module) -> Held:
             _read_zero3(held, name, tensor)
         else:
             held.add(name, tensor.shape, tensor.dtype)
-            held.full[name] = tensor.detach()
+            held.full[name] = tensor
     for path, module in modules:
         if inside(module) is None and (state := state_of(module)) is not None:
             _read_scales(held, f"{path}.weight", state)

@@ -37,10 +37,6 @@ class WeightSource(Protocol):
         """The names of the model's tensors as they are now."""
 
     @property
-    def optional(self) -> set[str]:
-        """The names of buffers that no checkpoint has."""
-
-    @property
     def wider(self) -> Mapping[torch.dtype, torch.dtype]:
         """Those of the trainer's dtypes whose parameters are in a wider one here, which holds all their numbers and more."""
 
@@ -66,6 +62,14 @@ class WeightSource(Protocol):
 
     def bind(self) -> None:
         """Remember where every tensor lies, so that ``moved`` can tell."""
+
+    @property
+    def bound(self) -> Mapping[str, Tensor]:
+        """The tensors as of ``bind``, which are those of now unless they have ``moved``: what ``write`` writes to."""
+
+    @property
+    def optional(self) -> Collection[str]:
+        """The names of buffers among them that no checkpoint has."""
 
     def moved(self, module: nn.Module) -> bool:
         """Whether borrowed tensors were added, removed, replaced or moved since ``bind``. module: the trainer's now."""

@@ -17,6 +17,7 @@ from stoker.weight_sync.manifest import TensorSpec
 _UNCHANGED = "No weight was changed: the engine keeps its version"
 # By name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
 Casts = dict[str, tuple[TensorSpec, torch.dtype, int]]
+_PLAIN = {Tensor, torch.nn.Parameter}  # and no class that does more than hold numbers
 
 
 @dataclass
@@ -94,13 +95,13 @@ class Staging:
             f"missing {name}" for name, t in self.targets.items() if id(t) not in there and name not in self.optional
         ]
 
-    def hold(self, name: str, tensor: Tensor) -> None:
-        """Take a whole tensor that stays as it is until ``commit``. It is copied now only where ``commit`` will write to it."""
-        tensor, target = tensor.detach(), self.targets[name]
-        if tensor.untyped_storage().data_ptr() in self._written and not same_place(tensor, target):
-            tensor = tensor.clone()
-        self._new[name], self._came[name] = tensor, tensor.numel()
-        self._look(name, tensor)
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take whole tensors that stay as they are until ``commit``. Copied now are those that ``commit`` will write to."""
+        for name, tensor in tensors.items():
+            if tensor.untyped_storage().data_ptr() in self._written and not same_place(tensor, self.targets[name]):
+                tensor = tensor.detach().clone()
+            self._new[name], self._came[name] = tensor, tensor.numel()
+        self._look(self._new)
 
     @cached_property
     def _written(self) -> set[int]:
@@ -121,12 +122,13 @@ class Staging:
 
     def write(self, name: str, start: int, flat: Tensor) -> None:
         """Copy elements of an expected tensor from ``start`` on."""
-        self._look(name, flat)
+        self._look({name: flat})
         self._new[name].view(-1)[start : start + flat.numel()].copy_(flat)
         self._came[name] += flat.numel()
 
-    def _look(self, name: str, tensor: Tensor) -> None:
-        self._problems += unfit([(name, tensor, self.targets[name].dtype)], finite=self.check_finite)
+    def _look(self, tensors: Mapping[str, Tensor]) -> None:
+        as_cast = ((name, tensor, self.targets[name].dtype) for name, tensor in tensors.items())
+        self._problems += unfit(as_cast, finite=self.check_finite)
 
     def finish(self) -> None:
         """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be is here and can be taken.
@@ -135,7 +137,7 @@ class Staging:
         """
         stays = {name: number for name, number in self._held.items() if name not in self._came}
         problems = list(dict.fromkeys(self._problems))
-        problems += unfit([(n, self.targets[n], self.targets[n].dtype) for n in stays], finite=self.check_finite)
+        problems += unfit(((n, self.targets[n], self.targets[n].dtype) for n in stays), finite=self.check_finite)
         problems += self._missing({*self._came, *stays})
         problems += [f"{name} came in part" for name, new in self._new.items() if self._came[name] != new.numel()]
         first: dict[int, tuple[str, Tensor]] = {}
@@ -180,8 +182,8 @@ def copy_each(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> int:
     written = 0
     for target, source in zip(targets, sources, strict=True):
         to, came = kinds.setdefault((target.dtype, source.dtype, source.device), ([], []))
-        to.append(target.detach())
-        came.append(source)
+        to.append(target if type(target) in _PLAIN else target.detach())
+        came.append(source if type(source) in _PLAIN else source.detach())
         written += target.nbytes
     with torch.no_grad():
         for to, came in kinds.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from families import make_model
@@ -15,8 +17,13 @@ from stoker.weight_sync import change_detection
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors were taken on the way, each time."""
     counts: list[int] = []
-    take = change_detection.take
-    monkeypatch.setattr(change_detection, "take", lambda to, came: counts.append(len(to)) or take(to, came))
+    look = change_detection.checksums
+
+    def counted(tensors: Iterable[torch.Tensor], device: torch.device, *, targets: list[torch.Tensor]) -> list[int]:
+        counts.extend([len(targets)] if targets else [])
+        return look(tensors, device, targets=targets)
+
+    monkeypatch.setattr(change_detection, "checksums", counted)
     return counts
 
 
@@ -56,14 +63,14 @@ def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
     with engine_that_guesses(model) as engine:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         step(model)
-        whole = change_detection.take
+        whole = change_detection.checksums
 
-        def half(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> list[int]:
-            whole(targets[::2], sources[::2])
+        def half(tensors: Iterable[torch.Tensor], device: torch.device, *, targets: list[torch.Tensor]) -> list[int]:
+            whole([*tensors][: len(targets) : 2], device, targets=targets[::2])
             raise MemoryError("no memory")
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(change_detection, "take", half)
+            patch.setattr(change_detection, "checksums", half)
             engine.update_weights()
         assert taken, "it had begun"
         with torch.no_grad():
