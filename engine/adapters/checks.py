@@ -21,9 +21,10 @@ def is_linear(module: Any) -> bool:
 
 def is_router(module: Any) -> bool:
     """Whether it is a small module with a matrix that is no linear's. It runs with base and adapter summed: its result may be a choice."""
+    if is_linear(module) or isinstance(module, nn.Linear | nn.Embedding):
+        return False
     weight = getattr(module, "weight", None)
-    other = is_linear(module) or isinstance(module, nn.Linear | nn.Embedding)
-    return not other and isinstance(weight, Tensor) and weight.dim() == 2
+    return isinstance(weight, Tensor) and weight.dim() == 2
 
 
 def shape_of(module: Any) -> tuple[int, int]:

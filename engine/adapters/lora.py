@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -57,10 +58,17 @@ class Adapted:
             self.layers.without_block.append(self.tables[-1])
 
     def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
-        """Set what a slot does to one of the linears. chain: in this order; the tables have to ``reach`` its length."""
-        for table, weights in zip(self.tables, [*chain, *[None] * len(self.tables)], strict=False):
+        """Set what a slot does to one of the linears. chain: in this order; the tables have to ``reach`` its length.
+
+        After the last of them comes ``look``.
+        """
+        for table, weights in zip_longest(self.tables, chain):
             table.put(index, slot, weights)
+
+    def look(self) -> tuple[object, ...]:
+        """What a captured step knows of the tables, as they are now."""
         self._active = [table for table in self.tables if not table.empty]
+        return tuple((t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in self.tables)
 
     def apply(self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
         """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""
@@ -200,7 +208,8 @@ class LoraLayers:
         for path, chain in chains.items():
             if path not in self._adapted:
                 self._adapt(path)
-            self._adapted[path][0].reach(len(chain))
+            if len(chain) > 1:
+                self._adapted[path][0].reach(len(chain))
         if self.without_block:
             self._blocks.append(PointerBlock(self.without_block))
             self.without_block = []
@@ -210,14 +219,13 @@ class LoraLayers:
         for block in self._blocks:
             block.upload()
         self._replacements.put(slot, links)
-        before, self._last = self._last, self._captured()
+        before, self._last = self._last, self._look()
         self.layout += before != self._last
 
-    def _captured(self) -> object:
+    def _look(self) -> object:
         """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
-        groups = {id(group): group for group, _ in self._adapted.values()}
-        tables = [[(t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in g.tables] for g in groups.values()]
-        return tables, self._replacements.places
+        groups = dict.fromkeys(group for group, _ in self._adapted.values())
+        return [group.look() for group in groups], self._replacements.places
 
     def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
         """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.
@@ -238,9 +246,9 @@ class LoraLayers:
         if bias is not None:
             shift = bias.float() - module.bias.float() + (0 if shift is None else shift)
         scale = weights.scale
-        if (factor := getattr(module, "embed_scale", None)) is not None:
+        if not is_linear(module) and (factor := getattr(module, "embed_scale", None)) is not None:
             scale *= float(factor)
-        return weights._replace(scale=scale, gain=gain, shift=shift)
+        return LoraWeights(weights.a, weights.b, scale, gain, shift)
 
     def _adapt(self, path: str) -> None:
         """Let a module, or the parameter of experts, that no replaced layer runs have adapters."""

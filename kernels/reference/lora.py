@@ -184,6 +184,7 @@ class AdapterRows:
 
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
 POINTER_FIELDS = 10
+_ROW = struct.Struct("5qd4q")
 
 
 class PointerBlock:
@@ -236,7 +237,7 @@ class LoraTable:
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
-    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # first rows of a slot
+    _written: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)  # first rows of a slot
     _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
 
     def __post_init__(self) -> None:
@@ -268,21 +269,25 @@ class LoraTable:
                 self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
-        self.max_rank = max(self.max_rank, weights.rank)
-        first = weights.of(0)
-        self.strided |= not (first.a.is_contiguous() and first.b.is_contiguous())
-        self.aligned &= weights.rank % 8 == 0 and all(_is_aligned(t) for t in (weights.a, weights.b))
-        gain, shift = (0 if t is None else t.data_ptr() for t in (weights.gain, weights.shift))
-        (scale,) = struct.unpack("q", struct.pack("d", weights.scale))
-        row = [first.a.data_ptr(), first.b.data_ptr(), gain, shift, weights.rank, scale]
-        row += [*first.a.stride(), *first.b.stride()]
+        a, b, scale, gain, shift = weights
+        rank, of_experts = a.shape[-2], a.dim() == 3
+        self.max_rank = max(self.max_rank, rank)
+        first_a, first_b = (a[0], b[0]) if of_experts else (a, b)
+        self.strided |= not (first_a.is_contiguous() and first_b.is_contiguous())
+        self.aligned &= rank % 8 == 0 and _is_aligned(a) and _is_aligned(b)
+        row = (
+            *(a.data_ptr(), b.data_ptr()),
+            *(0 if gain is None else gain.data_ptr(), 0 if shift is None else shift.data_ptr()),
+            *(rank, scale, *first_a.stride(), *first_b.stride()),
+        )
         if self._written.get((linear, slot)) != row:
-            entries[:] = row
-            of_experts = {} if weights.a.dim() == 2 else {0: weights.a, 1: weights.b, 3: weights.shift}
-            for column, tensor in of_experts.items():
-                if tensor is not None:
-                    nbytes = tensor.stride(0) * tensor.element_size()
-                    entries[:, column] += torch.arange(self.experts, device="cpu").numpy() * nbytes
+            _ROW.pack_into(entries[0], 0, *row)
+            if of_experts:
+                entries[1:] = entries[0]
+                for column, tensor in ((0, a), (1, b), (3, shift)):
+                    if tensor is not None:
+                        nbytes = tensor.stride(0) * tensor.element_size()
+                        entries[:, column] += torch.arange(self.experts, device="cpu").numpy() * nbytes
             block.changed = True
             self._written[linear, slot] = row
 
@@ -307,7 +312,11 @@ class LoraTable:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices, one for all."""
-        return next((w.a.dtype for by_slot in self.weights for w in by_slot.values() if w.rank), torch.float32)
+        for by_slot in self.weights:
+            for weights in by_slot.values():
+                if weights.rank:
+                    return weights.a.dtype
+        return torch.float32
 
     @property
     def empty(self) -> bool:
