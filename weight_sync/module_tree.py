@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from gc import get_referents
 from itertools import chain
-from operator import attrgetter, eq, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from random import Random
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ class Tree:
 
     A walk over names asks Python several times about every module, which takes milliseconds for a thousand parameters. This
     keeps flat lists of dictionaries and tensors, and compares them by calls that never come back to Python. What is left is
-    reading some ten cache lines a module: 0.2 us each. Tensors are compared by their ``id``: ``==`` of two would compute.
+    reading some ten cache lines a module: 0.2 us each. Tensors are compared by ``is``: ``==`` of two would compute.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,14 +39,13 @@ class Tree:
         self._children = [dict(m["_modules"]) for m in self._parents]
         registries = [m[name] for m in modules for name in ("_modules", "_parameters", "_buffers")]
         self._some = tuple(at_a_glance([r for r in registries if r]))
-        self._held = get_referents(*self._some)  # which keeps them, and so their ids
-        self._held_ids = list(map(id, self._held))
+        self._held = get_referents(*self._some)
         self._lying = [t for t in self._held if isinstance(t, Tensor)]
         self._at = list(map(Tensor.data_ptr, self._lying))
         held = [(m, name) for m in modules for name in ("_parameters", "_buffers")]
         self._owners, self._keys = zip(*((m, name) for m, name in held if m[name]), strict=True)
         members = [m[name] for m, name in held if m[name]]
-        self._members = list(map(dict, members))  # which keep what they have, and so its ids
+        self._members = list(map(dict, members))
         self._contents = _contents(members)
         self._empty = tuple(r for r in registries if not r)  # most are
         self._nothing = get_referents(*self._empty)  # none, but of registries with a class of their own, that
@@ -55,9 +54,6 @@ class Tree:
         self._dtypes = list(map(_dtype, self._tensors))
         self._shapes = list(map(_shape, self._tensors))
         self._strides = list(map(Tensor.stride, self._tensors))
-        buffered = [m for m in modules if m["_buffers"]]
-        self._transient = [m["_non_persistent_buffers_set"] for m in buffered]
-        self._were_transient = list(map(set, self._transient))
 
     def looks_same(self) -> bool:
         """``same`` at a glance, which takes as long for any model: whatever changes a whole model is seen, not each detail.
@@ -65,14 +61,11 @@ class Tree:
         Of a large model it looks at a part. It misses the first tensor or child of a module that had none, another name,
         dtype or layout for what lies where it lay, and another registry in place of one.
         """
-        held = list(map(id, get_referents(*self._some)))
-        return held == self._held_ids and list(map(Tensor.data_ptr, self._lying)) == self._at
+        same = _are(get_referents(*self._some), self._held)
+        return same and list(map(Tensor.data_ptr, self._lying)) == self._at
 
     def same(self) -> bool:
-        """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout.
-
-        Nor may checkpoints have other buffers.
-        """
+        """Whether no module or tensor was added, taken away, renamed, replaced or moved, nor has another dtype or layout."""
         tensors = self._tensors
         return (
             get_referents(*self._empty) == self._nothing
@@ -82,14 +75,13 @@ class Tree:
             and list(map(_dtype, tensors)) == self._dtypes
             and all(map(eq, map(_shape, tensors), self._shapes))
             and all(map(eq, map(Tensor.stride, tensors), self._strides))
-            and self._transient == self._were_transient
         )
 
     def _same_members(self) -> bool:
         """Whether registries of parameters and buffers that were not empty hold the same."""
         registries = list(map(dict.__getitem__, self._owners, self._keys))
-        contents = _contents(registries)
-        if contents != self._contents:
+        counts, names, values = contents = _contents(registries)
+        if (counts, names) != self._contents[:2] or not _are(values, self._contents[2]):
             if list(map(_ids, registries)) != list(map(_ids, self._members)):
                 return False
             self._contents = contents  # in another order, as PEFT leaves experts that it has adapted for a forward
@@ -100,7 +92,12 @@ def _ids(registry: dict[str, Any]) -> dict[str, int]:
     return {name: id(value) for name, value in registry.items()}
 
 
-def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str], list[int]]:
-    """(how much is in each registry, all names, the ids of what has them)."""
+def _contents(registries: Sequence[dict[str, Any]]) -> tuple[list[int], list[str], list[Any]]:
+    """(how much is in each registry, all names, what has them)."""
     values = chain.from_iterable(map(dict.values, registries))
-    return list(map(len, registries)), list(chain.from_iterable(registries)), list(map(id, values))
+    return list(map(len, registries)), list(chain.from_iterable(registries)), list(values)
+
+
+def _are(things: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects, which are not read for that."""
+    return len(things) == len(others) and all(map(is_, things, others))

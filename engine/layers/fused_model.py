@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -127,21 +127,21 @@ class FusedModel:
             for kind in self.kinds
         }
 
-    def _frequencies(self) -> list[Tensor]:
-        return [buffer.clone() for buffer in self._buffers()]
-
-    def _buffers(self) -> Sequence[Tensor]:
-        return () if self.rotary.module is None else tuple(self.rotary.module.buffers())
+    def _frequencies(self) -> Tensor:
+        """A copy of all there are: to be compared in one wait for the device."""
+        module = self.rotary.module
+        parts = [] if module is None else [buffer.flatten() for buffer in module.buffers()]
+        return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
     def refresh(self) -> None:
         """Make the kept tables again where the frequencies they are of have changed. They stay where they lie."""
-        if self.kept is None or all(map(torch.equal, self.of, self._buffers())):
+        if self.kept is None or torch.equal(self.of, frequencies := self._frequencies()):
             return
         with torch.inference_mode(), torch.autocast(self.embed.weight.device.type, enabled=False):
             for kind, tables in self._tables().items():
                 for table, new in zip(self.kept[kind], tables, strict=True):
                     table.copy_(new)
-        self.of = self._frequencies()
+        self.of = frequencies
 
     def hidden(self, token_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """Hidden states before the last norm, which only rows that are projected need."""
