@@ -179,7 +179,7 @@ def _take(
     """Checksums of plain tensors of one dtype, which are written to targets of another. plain: whether these are."""
     if plain and source in launch.TYPES and target in (torch.bfloat16, torch.float16):
         return _sums(data, targets, launch.TYPES[source], launch.TYPES[target])
-    torch._foreach_copy_([t.detach() for t in targets], list(data))
+    torch._foreach_copy_([t.detach() for t in targets], [t.detach() for t in data])
     return _sums(data)
 
 

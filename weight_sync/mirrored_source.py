@@ -286,7 +286,7 @@ class MirroredSource:
         assert mirror is not None
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
-        new = {name: tensor for name, tensor in held.full.items() if (name,) in changed and name not in found.written}
+        new = {name: tensor for name, tensor in held.full.items() if name not in found.written and (name,) in changed}
 
         def refresh(names: Collection[str]) -> None:
             nonlocal written
