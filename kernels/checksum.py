@@ -6,11 +6,10 @@ The kernel can cast what it reads and write it elsewhere on the way, so that wha
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import repeat
 from operator import and_, attrgetter
-from typing import Any
 
 import torch
 import triton
@@ -144,22 +143,40 @@ def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tup
     return to_device(owners, device), to_device(table, device)
 
 
-@torch.no_grad()
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
     """As the reference, with the same numbers. A tensor that is not contiguous, or begins inside a word, is copied."""
-    data = [t if plain else _made_plain(t) for t, plain in zip(tensors, _plain(tensors), strict=True)]
+    return prepare_checksums(tensors, targets)()
+
+
+def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
+    """As the reference."""
+    if not all(_plain(tensors)):  # a copy lies elsewhere each time
+        return lambda: checksums(
+            [t if plain else _made_plain(t) for t, plain in zip(tensors, _plain(tensors), strict=True)], targets
+        )
     if not targets:
-        return _sums(data)
+        return _prepare(tensors)
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
-    for i, kind in enumerate(zip(map(_dtype, data), map(_dtype, targets), _plain(targets), strict=True)):
+    for i, kind in enumerate(zip(map(_dtype, tensors), map(_dtype, targets), _plain(targets), strict=True)):
         kinds.setdefault(kind, []).append(i)
-    if len(kinds) == 1:
-        return _take(data, targets, *next(iter(kinds)))
-    sums = torch.empty(len(data), dtype=torch.int64, device=data[0].device)
-    for kind, chosen in kinds.items():
-        found = _take([data[i] for i in chosen], [targets[i] for i in chosen], *kind)
-        sums.index_copy_(0, to_device(torch.tensor(chosen, device="cpu"), sums.device), found)
-    return sums
+    device = tensors[0].device
+    parts = [
+        (
+            to_device(torch.tensor(chosen, device="cpu"), device),
+            _prepare([tensors[i] for i in chosen], [targets[i] for i in chosen], by_kernel=_is_written(*kind)),
+        )
+        for kind, chosen in kinds.items()
+    ]
+    if len(parts) == 1:
+        return parts[0][1]
+
+    def run() -> Tensor:
+        sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
+        for index, part in parts:
+            sums.index_copy_(0, index, part())
+        return sums
+
+    return run
 
 
 def _plain(tensors: Sequence[Tensor]) -> Iterator[bool]:
@@ -173,46 +190,44 @@ def _made_plain(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % 8 else tensor
 
 
-def _take(
-    data: Sequence[Tensor], targets: Sequence[Tensor], source: torch.dtype, target: torch.dtype, plain: bool
-) -> Tensor:
-    """Checksums of plain tensors of one dtype, which are written to targets of another. plain: whether these are."""
-    if plain and source in launch.TYPES and target in (torch.bfloat16, torch.float16):
-        return _sums(data, targets, launch.TYPES[source], launch.TYPES[target])
-    torch._foreach_copy_([t.detach() for t in targets], [t.detach() for t in data])
-    return _sums(data)
+def _is_written(source: torch.dtype, target: torch.dtype, plain: bool) -> bool:
+    """Whether the kernel writes such tensors to such targets. plain: the latter."""
+    return plain and source in launch.TYPES and target in (torch.bfloat16, torch.float16)
 
 
-def _sums(data: Sequence[Tensor], targets: Sequence[Tensor] = (), source: Any = None, target: Any = None) -> Tensor:
-    """Checksums of plain tensors. source, target: the dtypes in which they are and are written, where they are."""
-    sums = torch.zeros(len(data), dtype=torch.int64, device=data[0].device)
-    device = sums.device
-    places = tuple(
-        zip(
-            map(Tensor.data_ptr, data),
-            map(_nbytes, data),
-            map(Tensor.data_ptr, targets) if targets else repeat(0),
-            strict=False,
-        )
-    )
+def _prepare(
+    data: Sequence[Tensor], targets: Sequence[Tensor] = (), *, by_kernel: bool = False
+) -> Callable[[], Tensor]:
+    """Checksums of plain tensors. targets: where they are written to, all of one dtype to one other."""
+    device = data[0].device
+    written = map(Tensor.data_ptr, targets) if by_kernel else repeat(0, len(data))
+    places = tuple(zip(map(Tensor.data_ptr, data), map(_nbytes, data), written, strict=True))
     owners, table = _plan(places, device)
-    if len(owners):
-        with torch.accelerator.device_index(device.index):
-            _checksums_kernel[(len(owners),)](
-                owners,
-                table,
-                sums,
-                SOURCE=source,
-                TARGET=target,
-                PIECE_BYTES=PIECE_BYTES,
-                JOBS=_jobs_of_piece(PIECE_BYTES),
-                FEW_WORDS=FEW_WORDS,
-                APART=APART,
-                SET=SET,
-                PER_SET=_PER_SET,
-                COLUMNS=_COLUMNS,
-                ROWS=_ROWS if source is None else _ROWS // 2,
-                num_warps=_WARPS,
-                **launch.options(device, waits=False),
-            )
-    return sums
+    source, target = (launch.TYPES[t[0].dtype] if by_kernel else None for t in (data, targets))
+
+    def run() -> Tensor:
+        if targets and not by_kernel:
+            torch._foreach_copy_([t.detach() for t in targets], [t.detach() for t in data])
+        sums = torch.zeros(len(data), dtype=torch.int64, device=device)
+        if len(owners):
+            with torch.accelerator.device_index(device.index):
+                _checksums_kernel[(len(owners),)](
+                    owners,
+                    table,
+                    sums,
+                    SOURCE=source,
+                    TARGET=target,
+                    PIECE_BYTES=PIECE_BYTES,
+                    JOBS=_jobs_of_piece(PIECE_BYTES),
+                    FEW_WORDS=FEW_WORDS,
+                    APART=APART,
+                    SET=SET,
+                    PER_SET=_PER_SET,
+                    COLUMNS=_COLUMNS,
+                    ROWS=_ROWS if source is None else _ROWS // 2,
+                    num_warps=_WARPS,
+                    **launch.options(device, waits=False),
+                )
+        return sums
+
+    return run

@@ -87,6 +87,7 @@ class Ops:
     advance: Callable[..., None]
     # Weights.
     checksums: Callable[..., Tensor]
+    prepare_checksums: Callable[..., Callable[[], Tensor]]
     quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
 
     # -- what an implementation tells of itself ---------------------------------------------------------------------
@@ -136,6 +137,7 @@ REFERENCE = Ops(
     follow=constraints.follow,
     advance=decode_window.advance,
     checksums=checksum.checksums,
+    prepare_checksums=checksum.prepare_checksums,
 )
 
 CPU = replace(

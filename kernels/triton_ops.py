@@ -58,6 +58,7 @@ TRITON = replace(
     follow=constraints.follow,
     advance=decode_window.advance,
     checksums=checksum.checksums,
+    prepare_checksums=checksum.prepare_checksums,
     static_plans=True,
     shared_from=attention_plan.LEAST_SHARED,
     attention_workspace=attention_plan.workspace_bytes,

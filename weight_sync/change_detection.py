@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from stoker.weight_sync.checksum import checksums
+from stoker.weight_sync.checksum import prepare
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Held
 
@@ -24,31 +24,40 @@ class Changes:
     refusal: Exception | None
 
 
-def find_changes(
-    held: Held,
-    mirror: Mirror,
-    before: Mapping[tuple[str, ...], int],
-    expected: Collection[tuple[str, ...]],
-    refusal: Exception | None,
-) -> Changes:
-    """Look at what this rank holds. before: the checksums of the last look.
+class Look:
+    """A look at what this rank holds; how to take it is found out once, for as long as all that lies where it does.
 
     Tensors that are ``expected`` to have changed are written to the mirror on the way, in one pass, where nothing can refuse it.
     """
-    if mirror.consumer is None and mirror.passing:
-        held = held.of(lambda name: name not in mirror.passing)
-    if not mirror.complete:
-        before = {}
-    full = {name: tensor for name, tensor in held.full.items() if name in mirror.tensors}
-    written: list[str] = []
-    if refusal is None and not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
-        written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
-    if written:
-        mirror.complete = False
-    looked_at: dict[tuple[str, ...], Tensor] = {(name,): full.pop(name) for name in written}
-    looked_at.update(((name,), tensor) for name, tensor in full.items())
-    looked_at.update((s.names, s.local) for s in held.shards)
-    targets = [mirror.tensors[name] for name in written]
-    now = dict(zip(looked_at, checksums(looked_at.values(), mirror.device, targets=targets), strict=True))
-    changed = {names for names, number in now.items() if before.get(names) != number}
-    return Changes(held, now, changed, set(written), refusal)
+
+    def __init__(self, held: Held, mirror: Mirror, expected: Collection[tuple[str, ...]]) -> None:
+        """expected: none, where what is held may be refused."""
+        self._of = mirror, mirror.consumer, mirror.data.data_ptr(), set(expected)
+        if mirror.consumer is None and mirror.passing:
+            held = held.of(lambda name: name not in mirror.passing)
+        self._held, self._mirror = held, mirror
+        full = {name: tensor for name, tensor in held.full.items() if name in mirror.tensors}
+        written: list[str] = []
+        if not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
+            written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
+        self._written = set(written)
+        looked_at: dict[tuple[str, ...], Tensor] = {(name,): full.pop(name) for name in written}
+        looked_at.update(((name,), tensor) for name, tensor in full.items())
+        looked_at.update((s.names, s.local) for s in held.shards)
+        self._names = list(looked_at)
+        targets = [mirror.tensors[name] for name in written]
+        self._checksums = prepare(list(looked_at.values()), mirror.device, targets)
+
+    def fits(self, mirror: Mirror, expected: Collection[tuple[str, ...]]) -> bool:
+        """Whether it is one for the mirror as it is now, and where it lies, with these expectations."""
+        return (mirror, mirror.consumer, mirror.data.data_ptr(), expected) == self._of
+
+    def find_changes(self, before: Mapping[tuple[str, ...], int], refusal: Exception | None) -> Changes:
+        """before: the checksums of the last look."""
+        if not self._mirror.complete:
+            before = {}
+        if self._written:
+            self._mirror.complete = False
+        now = dict(zip(self._names, self._checksums(), strict=True))
+        changed = {names for names, number in now.items() if before.get(names) != number}
+        return Changes(self._held, now, changed, self._written, refusal)

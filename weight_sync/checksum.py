@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain, count
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from stoker.kernels.ops import ops_for
 from stoker.kernels.reference.checksum import PIECE_BYTES
+
+_dtype = attrgetter("dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,44 +42,60 @@ class WeightReport:
 
 @torch.no_grad()
 def checksums(
-    tensors: Iterable[Tensor],
-    device: torch.device | None = None,
-    dtypes: Sequence[torch.dtype] | None = None,
-    targets: Sequence[Tensor] = (),
+    tensors: Iterable[Tensor], device: torch.device | None = None, dtypes: Sequence[torch.dtype] | None = None
 ) -> list[int]:
     """One number for each tensor, which other content of its shape has by rare chance only (see ``kernels.reference.checksum``).
 
     Made where the tensors are, and read by one copy from ``device``; None: where the first of them is. dtypes: of each
-    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB. targets: on ``device``, where
-    the first of the tensors, which are there too, are written to while they are read, cast.
+    content after a cast, whose number it then is; casts take a temporary of at most 64 MiB.
     """
     tensors = list(tensors)
     if not tensors:
         return []
     device = tensors[0].device if device is None else device
+    numbered = list(zip(count(), tensors, map(_dtype, tensors) if dtypes is None else dtypes, strict=False))
     whole: dict[torch.device, list[int]] = {}
-    cast: list[tuple[int, Tensor, torch.dtype]] = []
-    owners = list(range(len(targets)))  # of the numbers, in their order
-    sums = [ops_for(device).checksums(tensors[: len(targets)], targets)] if targets else []
-    for i, tensor in enumerate(tensors[len(targets) :], len(targets)):
-        if dtypes is None or dtypes[i] == tensor.dtype:
+    owners: list[int] = []  # of the numbers, in their order
+    sums: list[Tensor] = []
+    for i, tensor, dtype in numbered:
+        if tensor.dtype == dtype:
             whole.setdefault(tensor.device, []).append(i)
-        else:
-            cast.append((i, tensor, dtypes[i]))
     for place, indices in whole.items():
         owners += indices
         sums.append(ops_for(place).checksums([tensors[i] for i in indices]).to(device))
-    found = [0] * len(tensors)
-    in_pieces = len(owners)
-    for lot in _casts(cast):
+    for lot in _casts([(i, t, dtype) for i, t, dtype in numbered if t.dtype != dtype]):
         owners += [i for i, _ in lot]
         sums.append(ops_for(lot[0][1].device).checksums([piece for _, piece in lot]).to(device))
     numbers = torch.cat(sums).tolist()
-    for i, number in zip(owners[:in_pieces], numbers, strict=False):
-        found[i] = number
-    for i, number in zip(owners[in_pieces:], numbers[in_pieces:], strict=True):
+    found = [0] * len(tensors)
+    for i, number in zip(owners, numbers, strict=True):
         found[i] = (31 * found[i] + number + 2**63) % 2**64 - 2**63
     return found
+
+
+def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[Tensor] = ()) -> Callable[[], list[int]]:
+    """What makes the ``checksums`` each time it is called, as long as all tensors lie where they do.
+
+    targets: on ``device``; where the first of the tensors, which are there too, are written to as they are read, cast.
+    """
+    lots: dict[torch.device | None, list[int]] = {None: list(range(len(targets)))} if targets else {}
+    for i, tensor in enumerate(tensors[len(targets) :], len(targets)):
+        lots.setdefault(tensor.device, []).append(i)
+    owners = list(chain.from_iterable(lots.values()))  # of the numbers, in their order
+    parts = [
+        ops_for(place or device).prepare_checksums([tensors[i] for i in lot], () if place else targets)
+        for place, lot in lots.items()
+    ]
+
+    @torch.no_grad()
+    def checksums() -> list[int]:
+        numbers = torch.cat([part().to(device) for part in parts]).tolist() if parts else []
+        found = [0] * len(owners)
+        for i, number in zip(owners, numbers, strict=True):
+            found[i] = number
+        return found
+
+    return checksums
 
 
 def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[tuple[int, Tensor]]]:
@@ -95,18 +115,24 @@ def _casts(tensors: Iterable[tuple[int, Tensor, torch.dtype]]) -> Iterator[list[
         yield lot
 
 
-def unfit(tensors: Iterable[tuple[str, Tensor, torch.dtype]], *, finite: bool) -> Iterator[str]:
-    """What is wrong with values of (name, tensor, dtype it is to have): beyond the range of the dtype, or not finite.
+_Number = tuple[str, Tensor, torch.dtype]  # a name, the tensor, and the dtype it is to have
 
-    Range is looked at where the dtype has a much smaller one (float16): bfloat16 holds every float32 that weights have.
+
+def in_doubt(tensors: Iterable[_Number], *, finite: bool) -> Iterator[_Number]:
+    """Those of which ``unfit`` looks at the values: where the dtype has a much smaller range (float16); bfloat16 holds every
+    float32 that weights have. finite: all."""
+    for name, tensor, dtype in tensors:
+        doubtful = (finite and tensor.is_floating_point()) or _narrows(tensor.dtype, dtype)
+        if doubtful and tensor.numel():
+            yield name, tensor, dtype
+
+
+def unfit(tensors: Iterable[_Number], *, finite: bool) -> Iterator[str]:
+    """What is wrong with values of tensors: beyond the range of the dtype, or not finite.
+
     finite: also name what holds NaN or Inf. One pass over what is looked at, one copy to the host.
     """
-    looked_at = [
-        (name, tensor.detach(), dtype)
-        for name, tensor, dtype in tensors
-        if (finite and tensor.is_floating_point()) or _narrows(tensor.dtype, dtype)
-        if tensor.numel()
-    ]
+    looked_at = [(name, tensor.detach(), dtype) for name, tensor, dtype in in_doubt(tensors, finite=finite)]
     if not looked_at:
         return
     norms = partial(torch._foreach_norm, ord=float("inf"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from stoker.kernels.errors import (
 )
 from stoker.kernels.host_memory import StableBuffers
 from stoker.weight_sync.bitsandbytes_state import give_state, with_scales
-from stoker.weight_sync.change_detection import Changes, find_changes
-from stoker.weight_sync.checksum import unfit
+from stoker.weight_sync.change_detection import Changes, Look
+from stoker.weight_sync.checksum import in_doubt, unfit
 from stoker.weight_sync.gather import MEMORY_BYTES, prepare
 from stoker.weight_sync.mirror import Consumer, Mirror
 from stoker.weight_sync.mirror_comparison import compare
@@ -29,6 +30,19 @@ from stoker.weight_sync.naming import engine_dtypes, main_dtype, named_tensors, 
 from stoker.weight_sync.rank_agreement import agree, number_of, parts_of, refuse, telling, unite
 from stoker.weight_sync.shards import Held, by_group, is_sharded, read
 from stoker.weight_sync.staging import copy_each
+
+
+@dataclass
+class _Known:
+    """What a trainer holds, and what was found out of it: that it fits, and how to look at it.
+
+    tree: of a model with no parts, that it is of as long as that is the same; None: it was read for one time.
+    """
+
+    held: Held
+    tree: Tree | None = None
+    in_doubt: list[tuple[str, Tensor, torch.dtype]] | None = None  # whether its range does; None: as yet nothing
+    looks: dict[bool, Look] = field(default_factory=dict)  # the last one with expectations, and the last without
 
 
 class MirroredSource:
@@ -67,8 +81,7 @@ class MirroredSource:
         self._gather_bytes = gather_bytes
         self._wanted = dtype
         self._check_finite = check_finite
-        self._whole: tuple[Tree, Held] | None = None  # what was read last, of a model with no parts
-        self._fitting: Held | None = None  # what was last found to be of the shapes that the mirror has
+        self._known: _Known | None = None  # what was read last, of a model with no parts
         held = self._read()
         self._shapes, self._aliases = held.shapes, held.aliases
         self._adapters, self._beside, self._packed = held.adapters, held.beside, held.states
@@ -239,29 +252,36 @@ class MirroredSource:
 
     def release(self) -> None:
         """Drop the mirror. The trainer was never touched."""
-        self.mirror = self._whole = self._fitting = None
+        self.mirror = self._known = None
 
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _read(self) -> Held:
         """What the trainer holds now."""
         if (held := self._remembered()) is None:
-            self._whole = None
-            tree = (
-                None if is_sharded(self.model) else Tree(self.model)
-            )  # first: what changes meanwhile is seen next time
+            self._known = None
+            # First: what changes meanwhile is seen the next time.
+            tree = None if is_sharded(self.model) else Tree(self.model)
             held = read(self.model)
             if tree is not None and not held.states:  # whose scales are in no tree
-                self._whole = tree, held
+                self._known = _Known(held, tree)
         return held
 
     def _remembered(self) -> Held | None:
         """What was read last, of a whole model that has the same tensors at the same places now."""
-        return self._whole[1] if self._whole is not None and self._whole[0].same() else None
+        known = self._known
+        return known.held if known is not None and known.tree is not None and known.tree.same() else None
 
-    def _look(self, held: Held, expected: Collection[tuple[str, ...]] = ()) -> Changes:
+    def _look(self, held: Held, expected: Set[tuple[str, ...]] = frozenset()) -> Changes:
         assert self.mirror is not None
-        return find_changes(held, self.mirror, self._seen, expected, self._refusal(held, self.mirror))
+        # Parts are let go: the trainer may have others in their place soon, and need the memory.
+        known = self._known if self._known is not None and self._known.held is held else _Known(held)
+        refusal = self._refusal(known, self.mirror)
+        expected = expected if refusal is None else frozenset()
+        look = known.looks.get(bool(expected))
+        if look is None or not look.fits(self.mirror, expected):
+            look = known.looks[bool(expected)] = Look(held, self.mirror, expected)
+        return look.find_changes(self._seen, refusal)
 
     def _take(self, found: Changes, alike: Sequence[str] = ()) -> int:
         mirror, held, changed = self.mirror, found.held, found.changed
@@ -316,13 +336,14 @@ class MirroredSource:
         there = (name for name in found.written if (name,) in changed)
         return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
 
-    def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
-        if held is not self._fitting and (misfit := self._misfit(held)) is not None:
-            return misfit
-        self._fitting = held
+    def _refusal(self, known: _Known, mirror: Mirror) -> Exception | None:
+        if known.in_doubt is None:
+            if (misfit := self._misfit(known.held)) is not None:
+                return misfit
+            known.in_doubt = list(in_doubt(known.held.numbers(self._dtypes), finite=self._check_finite))
         if not mirror.resident:
             return WeightsMismatchError("the weights are not in memory: wake them up before an update")
-        wrong = list(unfit(held.numbers(self._dtypes), finite=self._check_finite))
+        wrong = list(unfit(known.in_doubt, finite=self._check_finite))
         if wrong:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")
         return None

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.reference.lora import AdapterWeights
-from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.peft_adapters import (
@@ -46,13 +45,13 @@ class AdapterCopies(MirroredSource):
     def _read(self) -> Held:
         return super()._read().of(lambda name: self._is_wanted(name) is not None)
 
-    def _refusal(self, held: Held, mirror: Mirror) -> Exception | None:
+    def _misfit(self, held: Held) -> Exception | None:
         if held.shapes != self._shapes or held.aliases != self._aliases:
             return UnsupportedModelError(
                 f"adapter {self._name!r} is in other parts than when it was loaded: unload_adapter({self._name!r}), update the "
                 "weights and load it again"
             )
-        return super()._refusal(held, mirror)
+        return super()._misfit(held)
 
 
 class AdapterOfModel:

@@ -116,3 +116,27 @@ def test_what_is_read_is_cast_and_written_on_the_way(
     assert REFERENCE.checksums(tensors, again).tolist() == numbers.tolist()
     assert all(torch.equal(to, t.to(target)) for to, t in zip(again, tensors, strict=True))
     by_triton._plan.cache_clear()
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_was_prepared_reads_and_writes_what_there_is_then(plain: bool) -> None:
+    """Each time, tensors of several dtypes together; also those that the kernel reads from a copy, which lies elsewhere."""
+    tensors = [torch.randn(n, device=DEVICE) for n in (5, 4000, 90_000)]
+    tensors += [torch.randn(700, device=DEVICE).bfloat16(), torch.randn(6, device=DEVICE).double()]
+    if not plain:
+        tensors += [torch.randn(30, 40, device=DEVICE).t(), torch.randn(2003, device=DEVICE)[3:]]
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    to_triton, to_torch = (
+        [torch.zeros(t.shape, dtype=dtypes[i % 3], device=DEVICE) for i, t in enumerate(tensors)] for _ in range(2)
+    )
+    looks = [TRITON.prepare_checksums(tensors), REFERENCE.prepare_checksums(tensors)]
+    takes = [TRITON.prepare_checksums(tensors, to_triton), REFERENCE.prepare_checksums(tensors, to_torch)]
+    seen = []
+    for _ in range(3):
+        for t in tensors:
+            t.mul_(-1.5).add_(1)
+        numbers = [made().tolist() for made in (*looks, *takes)]
+        assert all(n == numbers[0] for n in numbers[1:]) and numbers[0] not in seen
+        seen.append(numbers[0])
+        for a, b in zip(to_triton, to_torch, strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7 if DEVICE.type == "cpu" else 0, atol=0)

@@ -191,3 +191,21 @@ def test_memory_that_the_trainer_lets_go_is_not_kept_by_what_is_known(dtype: str
         weight.data = weight.data.clone()
         assert memory.expired()
         assert_matches(engine, model)
+
+
+def test_a_mirror_that_has_slept_is_written_to_where_it_lies_now() -> None:
+    model: Any = make_model("llama")
+    with engine_on(model) as engine:
+        mirror, places = engine._binding.source.mirror, []
+        for version in range(1, 7):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.1)
+            assert engine.update_weights() == version and engine.verify_weights().ok
+            assert assert_matches(engine, model) == {version}
+            places.append((mirror.data.data_ptr(), mirror.data.clone()))  # which takes the memory that is given back
+            if version % 2:
+                engine.sleep(level=2)
+                places.append((0, torch.empty_like(mirror.data)))
+                engine.wake_up()
+        assert len({place for place, _ in places if place}) > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,18 +12,20 @@ from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 from stoker.rollout import RolloutEngine, WeightsMismatchError
 from stoker.weight_sync import change_detection
 
+Look = Callable[[], list[int]]
+
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors were taken on the way, each time."""
     counts: list[int] = []
-    look = change_detection.checksums
+    prepare = change_detection.prepare
 
-    def counted(tensors: Iterable[torch.Tensor], device: torch.device, *, targets: list[torch.Tensor]) -> list[int]:
-        counts.extend([len(targets)] if targets else [])
-        return look(tensors, device, targets=targets)
+    def counting(tensors: list[torch.Tensor], device: torch.device, targets: list[torch.Tensor]) -> Look:
+        look = prepare(tensors, device, targets)
+        return lambda: counts.extend([len(targets)] if targets else []) or look()
 
-    monkeypatch.setattr(change_detection, "checksums", counted)
+    monkeypatch.setattr(change_detection, "prepare", counting)
     return counts
 
 
@@ -63,14 +65,17 @@ def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
     with engine_that_guesses(model) as engine:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         step(model)
-        whole = change_detection.checksums
+        prepare = change_detection.prepare
 
-        def half(tensors: Iterable[torch.Tensor], device: torch.device, *, targets: list[torch.Tensor]) -> list[int]:
-            whole([*tensors][: len(targets) : 2], device, targets=targets[::2])
-            raise MemoryError("no memory")
+        def half(tensors: list[torch.Tensor], device: torch.device, targets: list[torch.Tensor]) -> Look:
+            def look() -> list[int]:
+                prepare(tensors[: len(targets) : 2], device, targets[::2])()
+                raise MemoryError("no memory")
+
+            return look
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(change_detection, "checksums", half)
+            patch.setattr(change_detection, "prepare", half)
             engine.update_weights()
         assert taken, "it had begun"
         with torch.no_grad():
