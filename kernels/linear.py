@@ -130,7 +130,11 @@ def sum_over(
             wide = x.to(tl.float32)
             squares += wide * wide
             x = (wide * norm_factor(norm_ptr, at, deep, OFFSET)[None, :]).to(x.dtype)
-        total = tl.dot(x, w, total, input_precision="ieee")
+        if x.dtype == tl.float32:  # step by step: in one long sum, small products are lost beside what came before
+            step = tl.dot(x, w, input_precision="ieee")
+            total = tl.fma(step, tl.full((BLOCK_M, BLOCK_N), 1.0, tl.float32), total)  # which a sum would undo
+        else:
+            total = tl.dot(x, w, total, input_precision="ieee")
     return total, tl.sum(squares, axis=1)
 
 
