@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import repeat
+from itertools import chain, repeat
 from operator import and_, attrgetter
 
 import torch
@@ -159,24 +159,15 @@ def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ())
     kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, kind in enumerate(zip(map(_dtype, tensors), map(_dtype, targets), _plain(targets), strict=True)):
         kinds.setdefault(kind, []).append(i)
-    device = tensors[0].device
     parts = [
-        (
-            to_device(torch.tensor(chosen, device="cpu"), device),
-            _prepare([tensors[i] for i in chosen], [targets[i] for i in chosen], by_kernel=_is_written(*kind)),
-        )
+        _prepare([tensors[i] for i in chosen], [targets[i] for i in chosen], by_kernel=_is_written(*kind))
         for kind, chosen in kinds.items()
     ]
     if len(parts) == 1:
-        return parts[0][1]
-
-    def run() -> Tensor:
-        sums = torch.empty(len(tensors), dtype=torch.int64, device=device)
-        for index, part in parts:
-            sums.index_copy_(0, index, part())
-        return sums
-
-    return run
+        return parts[0]
+    order = torch.tensor([*chain.from_iterable(kinds.values())], device="cpu").argsort()
+    places = to_device(order, tensors[0].device)
+    return lambda: torch.cat([part() for part in parts]).index_select(0, places)
 
 
 def _plain(tensors: Sequence[Tensor]) -> Iterator[bool]:
