@@ -36,14 +36,14 @@ _GPU = Workload(name="grpo", prompts=64, samples=4, prompt_tokens=(64, 256), med
 _QUICK = Workload(name="quick", prompts=4, samples=2, prompt_tokens=(8, 16), median=8, sigma=0.5, cap=16, slots=8)
 # A step of few rows is launches, and not what adapters cost.
 _QUICK_GPU = Workload(
-    name="quick", prompts=32, samples=4, prompt_tokens=(64, 256), median=100, sigma=0.3, cap=192, slots=128
+    name="quick", prompts=32, samples=4, prompt_tokens=(64, 256), median=60, sigma=0.3, cap=128, slots=128
 )
 
 SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
     ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
     ("cuda", False): [Scenario(spec=s, workload=_GPU, adapters=16, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
-    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=8, repeats=3)],
+    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=4, repeats=2)],
 }
 
 

@@ -307,10 +307,10 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     }
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth, Path(folder), ways),
             "of masters": lambda: of_masters(scenario, device, bandwidth),
-            "rounded": lambda: of_rounded(scenario, device, bandwidth),
             "of an adapter": lambda: of_adapter(scenario, device),
+            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth, Path(folder), ways),
+            "rounded": lambda: of_rounded(scenario, device, bandwidth),
             "of shards": lambda: of_shards(scenario, device, Path(folder)),  # last: each rank is a process to start
         }
         broken: dict[str, str] = {}

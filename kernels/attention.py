@@ -34,6 +34,7 @@ from stoker.kernels.attention_write import write_kernel
 from stoker.kernels.reference.attention_plan import Visibility
 
 _LOG2E = 1.4426950408889634
+_MOST_AT_ONCE = 8  # pieces that a merge has on their way: each is code of its own, and takes time to compile
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_KEY_DIM, _MAX_VALUE_DIM = 576, 512  # of DeepSeek's latent form; beyond it accumulators do not fit registers
 _STAGE_BYTES = 36 * 1024  # of keys and values that are on their way at a time
@@ -290,7 +291,7 @@ class _Launch:
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_G=merged,
-            BLOCK_P=max(1, 1024 * config.num_warps // (merged * self.constants["DV"])),
+            BLOCK_P=max(1, min(_MOST_AT_ONCE, 1024 * config.num_warps // (merged * self.constants["DV"]))),
             TILES=tiles,
             MAX_PARTS=buffers.max_parts,
             SHARED=shares,
