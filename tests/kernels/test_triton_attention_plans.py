@@ -195,6 +195,21 @@ def test_a_row_gets_the_same_bits_from_one_program_and_from_several(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
+@pytest.mark.parametrize(("processors", "items"), [(1, 3), (3, 6), (10_000, 17)])
+def test_shared_keys_and_runs_of_splits_are_merged(
+    processors: int, items: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a row's own splits all are read by one program, or some by each of several, or one by each."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: processors)
+    case = Paged(SMALL, family(256, [850, 900, 950], 0), dtype, padded=0)
+    plan = case.plan(TRITON)
+    check(case, plan, PLAIN)
+    assert units(case, plan) == [(0, 3, 256)]
+    (work,) = plan.lanes[0].lists.values()
+    assert work.counts[0] == items
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
 def test_a_deterministic_query_gets_the_same_bits_in_a_chunk_as_in_a_decode_step(dtype: torch.dtype) -> None:
     """Also where the queries are more than the buffers have rows for."""
     chunk, before = 21, 120
