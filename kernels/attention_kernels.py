@@ -111,7 +111,7 @@ def decode_kernel(
             length = tl.load(lengths + lane).to(tl.int32)
             first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
             if FOLDS:
-                together = tl.minimum(splits_together(length - first, size, share), own_parts)
+                together = splits_together(length - first, size, share)
             split = first_split + run * together
             begin = tl.maximum(split * size, first)
             end = tl.minimum((split + together) * size, length)
