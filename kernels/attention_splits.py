@@ -73,9 +73,9 @@ def work_list_kernel(
 ):
     """One program a row (and list: 0 runs of the rows' own splits, 1 splits of shared beginnings): ``row * MAX_PARTS + number``.
 
-    Every program counts what all rows before its own have, so the list is dense and in order without a second pass. Behind the
-    two counts, a program's share of the rows' own keys, if each is read by ``width`` of the attention's ``programs``; none, and
-    no runs, if ``programs`` is 0.
+    Rows whose pieces are the longest come first, so that those who take from the list by turns end together. Every program counts
+    what all rows before its own have, so the list is dense without a second pass. Behind the two counts, a program's share of
+    the rows' own keys, if each is read by ``width`` of the attention's ``programs``; none, and no runs, if ``programs`` is 0.
     """
     await_turn(DEPENDENT)
     row = tl.program_id(0)
@@ -89,20 +89,23 @@ def work_list_kernel(
     first, size, _, count = row_splits(length, shared, WINDOW, CHUNK)
     keys = tl.where(real, length - first, 0)
     share = tl.minimum(tl.sum(keys.to(tl.int64)) * width // tl.maximum(programs, 1), 1 << 30).to(tl.int32)
+    piece = tl.minimum(keys, size)
     if programs > 0:
         together = splits_together(keys, size, share)
         count = (count + together - 1) // together
+        piece = tl.minimum(keys, together * size)
     if SHARED:
         size = split_size(shared)
         leads = tl.load(unit_rows + at, mask=real, other=0) > 0
         count = tl.where(which == 1, tl.where(leads, (shared + size - 1) // size, 0), count)
     count = tl.where(real, count, 0)
-    before = tl.sum(tl.where(at < row, count, 0))
+    own = tl.sum(tl.where(at == row, piece, 0))
+    before = tl.sum(tl.where((piece > own) | ((piece == own) & (at < row)), count, 0))
     mine = tl.sum(tl.where(at == row, count, 0))
     split = tl.arange(0, PARTS_BLOCK)
     tl.store(items + which * capacity + before + split, row * MAX_PARTS + split, mask=split < mine)
-    if row == num_rows - 1:
-        tl.store(counts + which, before + mine)
+    if row == 0:
+        tl.store(counts + which, tl.sum(count))
         tl.store(counts + 2, share, mask=which == 0)
 
 

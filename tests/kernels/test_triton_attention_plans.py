@@ -209,6 +209,23 @@ def test_shared_keys_and_runs_of_splits_are_merged(
     assert work.counts[0] == items
 
 
+@pytest.mark.parametrize("programs", [0, 8])
+def test_the_longest_pieces_are_worked_on_first(programs: int) -> None:
+    """All pieces of all rows are in the list, and programs that take from it by turns end together."""
+    lengths = [40, 700, 128, 0, 900, 90, 700]
+    case = Paged(SMALL, [Row(max(n, 1)) for n in lengths], torch.float32, padded=0)
+    case.seq_lens.copy_(torch.tensor(lengths))
+    (lanes,) = case.plan(TRITON, shared=False).lanes
+    work = lanes.work_list(Visibility(), 1, programs)
+    items = work.items[0, : work.counts[0]].tolist()
+    rows = [item // lanes.buffers.max_parts for item in items]
+    if programs:  # whose share is 319 keys: a piece is three splits, and what is left
+        assert rows == [1, 1, 4, 4, 4, 6, 6, 2, 5, 0, 3]
+    else:
+        assert rows == [1] * 6 + [2] + [4] * 8 + [6] * 6 + [5, 0, 3]
+    assert sorted(items) == sorted(r * lanes.buffers.max_parts + i for r in range(7) for i in range(rows.count(r)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *GPU_ONLY])
 def test_a_deterministic_query_gets_the_same_bits_in_a_chunk_as_in_a_decode_step(dtype: torch.dtype) -> None:
     """Also where the queries are more than the buffers have rows for."""
