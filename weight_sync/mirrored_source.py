@@ -273,10 +273,10 @@ class MirroredSource:
         return known.held if known is not None and known.tree is not None and known.tree.same() else None
 
     def _look(self, held: Held, expected: Set[tuple[str, ...]] = frozenset()) -> Changes:
-        assert self.mirror is not None
+        assert self.mirror is not None and self.mirror.resident
         # Parts are let go: the trainer may have others in their place soon, and need the memory.
         known = self._known if self._known is not None and self._known.held is held else _Known(held)
-        refusal = self._refusal(known, self.mirror)
+        refusal = self._refusal(known)
         expected = expected if refusal is None else frozenset()
         look = known.looks.get(bool(expected))
         if look is None or not look.fits(self.mirror, expected):
@@ -336,13 +336,11 @@ class MirroredSource:
         there = (name for name in found.written if (name,) in changed)
         return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
 
-    def _refusal(self, known: _Known, mirror: Mirror) -> Exception | None:
+    def _refusal(self, known: _Known) -> Exception | None:
         if known.in_doubt is None:
             if (misfit := self._misfit(known.held)) is not None:
                 return misfit
             known.in_doubt = list(in_doubt(known.held.numbers(self._dtypes), finite=self._check_finite))
-        if not mirror.resident:
-            return WeightsMismatchError("the weights are not in memory: wake them up before an update")
         wrong = list(unfit(known.in_doubt, finite=self._check_finite))
         if wrong:
             return WeightsMismatchError(f"{'; '.join(wrong)}. No weight was changed: the engine keeps its version")

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from tree_changes import CHANGES, changeable
+from tree_changes import CHANGES, changeable, set_data
 
 from stoker.rollout import UnsupportedModelError, WeightsMismatchError
-from stoker.weight_sync import shards
+from stoker.weight_sync import mirrored_source, shards
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.mirrored_source import MirroredSource
+from stoker.weight_sync.shards import Held
 
 
 def plain_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -191,6 +192,40 @@ def test_memory_that_the_trainer_lets_go_is_not_kept_by_what_is_known(dtype: str
         weight.data = weight.data.clone()
         assert memory.expired()
         assert_matches(engine, model)
+
+
+def test_what_moves_while_it_is_read_is_seen_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread of the trainer, say."""
+    model: Any = make_model("llama")
+    read, weight = mirrored_source.read, model.lm_head.weight
+    source = MirroredSource(model, torch.float64, None)
+    source.tensors()
+
+    def read_too_early(model: Any) -> Held:
+        held = read(model)
+        model.lm_head.weight = nn.Parameter(2 * weight.detach())
+        return held
+
+    set_data(model)  # so that it is read anew
+    with monkeypatch.context() as patch:
+        patch.setattr(mirrored_source, "read", read_too_early)
+        source.pull()
+    assert torch.equal(source.tensors()["lm_head.weight"], weight.double())
+    source.pull()
+    assert torch.equal(source.tensors()["lm_head.weight"], 2 * weight.double())
+
+
+def test_a_mirror_that_is_let_go_leaves_no_memory_behind() -> None:
+    model: Any = make_model("llama")
+    source = MirroredSource(model, torch.float64, None)
+    for _ in range(3):
+        source.tensors()
+        for p in model.parameters():
+            p.data.mul_(1.5)
+        source.pull()
+    memory = StorageWeakRef(source.mirror.data.untyped_storage())
+    source.release()
+    assert memory.expired()
 
 
 def test_a_mirror_that_has_slept_is_written_to_where_it_lies_now() -> None:

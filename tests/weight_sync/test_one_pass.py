@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
 from stoker.weight_sync import change_detection
+from stoker.weight_sync.mirror import Mirror
 
 Look = Callable[[], list[int]]
 
@@ -78,6 +79,29 @@ def test_what_breaks_off_is_made_good_though_the_model_is_as_it_was(
             patch.setattr(change_detection, "prepare", half)
             engine.update_weights()
         assert taken, "it had begun"
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+        assert_matches(engine, model)
+        assert engine.verify_weights().ok
+
+
+def test_what_breaks_off_while_it_is_written_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of what is written after it was looked at."""
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        assert assert_matches(engine, model) == {0}
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        step(model)
+        write = Mirror.write
+
+        def half(mirror: Mirror, new: Mapping[str, torch.Tensor]) -> int:
+            write(mirror, dict(list(new.items())[::2]))
+            raise MemoryError("no memory")
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(Mirror, "write", half)
+            engine.update_weights()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name])

@@ -29,6 +29,7 @@ from stoker.rollout import (
     binding,
 )
 from stoker.rollout import engine as engine_module
+from stoker.weight_sync.mirrored_source import MirroredSource
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 pytest.importorskip("peft", reason="PEFT is not installed")
@@ -198,6 +199,19 @@ def test_scales_that_changed_are_seen(folder: Path, kind: str, ran_before: bool,
         check(model, after)
         assert engine.weight_version == 1 and engine.verify_weights().ok
     assert [o.completions[0].logprobs for o in first] != [o.completions[0].logprobs for o in after]
+
+
+def test_scales_that_were_replaced_come_into_a_mirror(folder: Path) -> None:
+    """Of a model that is whole again, say, while the engine was built on shards. Scales are in no registry of a module."""
+    model = quantised(folder, "fp4")
+    source = MirroredSource(model, None, None)
+    source.tensors()
+    source.pull()
+    state = model.model.layers[0].mlp.up_proj.weight.quant_state
+    state.absmax = 3 * state.absmax
+    source.pull()
+    held = source.tensors()["model.layers.0.mlp.up_proj.weight"].quant_state
+    assert torch.equal(held.absmax, state.absmax) and held.absmax is not state.absmax
 
 
 def test_weights_that_were_replaced_are_bound_again(folder: Path) -> None:

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import torch
 from families import make_model
+from mirrored import step
 
 from stoker.rollout import EngineConfig, RolloutEngine
 
@@ -86,3 +87,28 @@ def test_of_the_base_that_a_slots_magnitudes_were_made_of() -> None:
                 if name.endswith("q_proj.base_layer.weight"):
                     parameter.mul_(2)
         check_noticed(engine, model, version=2)
+
+
+@pytest.mark.parametrize("config", [MIRROR, replace(MIRROR, dtype="auto", quantization="fp8")], ids=["mirror", "fp8"])
+def test_while_they_were_asleep_and_the_cache_was_not(config: EngineConfig) -> None:
+    """What they are filled with again is not what the KV blocks were computed by."""
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=config) as engine:
+        engine.generate_batch(PROMPTS, adapted.GREEDY)
+        assert engine.generate_batch(PROMPTS, adapted.GREEDY)[0].cached_tokens > 0
+        engine.sleep(tags=["weights"])
+        step(model)
+        engine.wake_up()
+        output = engine.generate_batch(PROMPTS, adapted.GREEDY)[0]
+        assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
+        assert engine.verify_weights().ok
+
+
+def test_after_weights_from_elsewhere_and_the_models_own_again() -> None:
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=MIRROR) as engine:
+        engine.update_weights(make_model("llama", seed=5).state_dict())
+        assert engine.update_weights() == 2
+        check_noticed(engine, model, version=2)
+        step(model)
+        check_noticed(engine, model, version=3)
