@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,13 +30,13 @@ class Look:
     Tensors that are ``expected`` to have changed are written to the mirror on the way, in one pass, where nothing can refuse it.
     """
 
-    def __init__(self, held: Held, mirror: Mirror, expected: Collection[tuple[str, ...]]) -> None:
+    def __init__(self, held: Held, mirror: Mirror, expected: Set[tuple[str, ...]]) -> None:
         """expected: none, where what is held may be refused."""
-        self._of = mirror, mirror.consumer, mirror.data.data_ptr(), set(expected)
+        self._of = mirror.consumer, mirror.data.data_ptr(), expected
         if mirror.consumer is None and mirror.passing:
             held = held.of(lambda name: name not in mirror.passing)
         self._held, self._mirror = held, mirror
-        full = {name: tensor for name, tensor in held.full.items() if name in mirror.tensors}
+        full = dict(held.full)
         written: list[str] = []
         if not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
             written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
@@ -48,9 +48,9 @@ class Look:
         targets = [mirror.tensors[name] for name in written]
         self._checksums = prepare(list(looked_at.values()), mirror.device, targets)
 
-    def fits(self, mirror: Mirror, expected: Collection[tuple[str, ...]]) -> bool:
+    def fits(self, expected: Set[tuple[str, ...]]) -> bool:
         """Whether it is one for the mirror as it is now, and where it lies, with these expectations."""
-        return (mirror, mirror.consumer, mirror.data.data_ptr(), expected) == self._of
+        return (self._mirror.consumer, self._mirror.data.data_ptr(), expected) == self._of
 
     def find_changes(self, before: Mapping[tuple[str, ...], int], refusal: Exception | None) -> Changes:
         """before: the checksums of the last look."""

@@ -87,7 +87,6 @@ def prepare(tensors: Sequence[Tensor], device: torch.device, targets: Sequence[T
         for place, lot in lots.items()
     ]
 
-    @torch.no_grad()
     def checksums() -> list[int]:
         numbers = torch.cat([part().to(device) for part in parts]).tolist() if parts else []
         found = [0] * len(owners)

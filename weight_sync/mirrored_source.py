@@ -279,7 +279,7 @@ class MirroredSource:
         refusal = self._refusal(known)
         expected = expected if refusal is None else frozenset()
         look = known.looks.get(bool(expected))
-        if look is None or not look.fits(self.mirror, expected):
+        if look is None or not look.fits(expected):
             look = known.looks[bool(expected)] = Look(held, self.mirror, expected)
         return look.find_changes(self._seen, refusal)
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from tree_changes import CHANGES, changeable, set_data
 
+from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import UnsupportedModelError, WeightsMismatchError
-from stoker.weight_sync import mirrored_source, shards
+from stoker.weight_sync import checksum, mirrored_source, shards
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.shards import Held
@@ -244,3 +245,23 @@ def test_a_mirror_that_has_slept_is_written_to_where_it_lies_now() -> None:
                 places.append((0, torch.empty_like(mirror.data)))
                 engine.wake_up()
         assert len({place for place, _ in places if place}) > 1
+
+
+def test_kernels_that_know_addresses_write_to_a_mirror_where_it_lies_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(40, 30)
+    monkeypatch.setattr(checksum, "ops_for", lambda _: TRITON)
+    source = MirroredSource(model, torch.float16, None)
+    places: dict[int, list[torch.Tensor]] = {}
+    for _ in range(3):
+        for _ in range(3):
+            model.weight.data.mul_(1.5)
+            tensors = source.tensors()
+            source.pull()
+            assert all(torch.equal(tensors[name], p.half()) for name, p in model.named_parameters())
+        mirror = source.mirror
+        assert mirror is not None
+        place, nbytes = mirror.data.data_ptr(), mirror.nbytes
+        source.give_back(drop=False)
+        places[place] = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(9)]  # which take what was given back
+        source.take_again()
+    assert len(places) > 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.kernels.errors import WeightTransferError
+from stoker.weight_sync.manifest import announce
 from stoker.weight_sync.transport import SharedMemoryTransfer, send_weights
 
 
@@ -152,6 +153,12 @@ def test_buckets_hold_a_number_of_the_widest_dtype_whatever_they_are_to_take() -
     transfer = Kept()
     send_weights({"a": torch.randn(3, dtype=torch.complex128)}, transfer, bucket_bytes=1)
     assert [len(bucket) for bucket in transfer.came] == [16] * 3
+
+
+def test_what_is_to_travel_comes_in_one_order_at_both_ends() -> None:
+    """Whichever a transfer of a user's own has for what is wanted: of tensors that are cast no checksum would tell."""
+    manifest = announce({name: torch.zeros(2) for name in "abc"}, 8)
+    assert [[s.name for s in manifest.only(numbers).specs] for numbers in ([2, 0], (0, 2), {2, 0})] == [["a", "c"]] * 3
 
 
 def test_memory_is_opened_once_and_kept_for_later_updates(monkeypatch: pytest.MonkeyPatch) -> None:
