@@ -272,6 +272,9 @@ def test_copies_sleep_with_the_weights(dtype: str) -> None:
             assert all((copy() is None) == (change != 1) for copy in copies)
             assert engine.is_sleeping
             if change == 2:
+                engine.load_adapter("late", (state_dict(other), other.peft_config["default"]))
+                assert not engine._adapters._slabs  # nor is one made before they wake
+                engine.unload_adapter("late")
                 engine.wake_up(["kv_cache"])
                 with pytest.raises(EngineStateError, match=r"asleep \(weights\)"):
                     engine.generate_batch(PROMPTS, GREEDY)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from adapted import (
@@ -188,6 +189,21 @@ def test_loaded_while_the_weights_sleep(level: int, dtype: str) -> None:
         engine.wake_up()
         for name, of in (("live", first), ("second", second)):
             assert tokens(engine, adapter=name) == expected_tokens(of)
+
+
+def test_loaded_while_a_mirror_sleeps_in_which_no_adapter_lies() -> None:
+    """Magnitudes of one that has a slot are not made of weights which are not there."""
+    first, second = peft_model(use_dora=True), peft_model(seed=8, use_dora=True)
+    with RolloutEngine(first, config=replace(CONFIG, dtype="bfloat16")) as engine:
+        before, base = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", None))
+        engine.sleep(level=2)
+        engine.load_adapter("second", second)
+        engine.wake_up()
+        after, found = (engine.score(PROMPTS[:1], adapter=name)[0].logprobs for name in ("default", "second"))
+    assert torch.equal(after, before)
+    expected = oracle.logprobs(second, PROMPTS[0][:1], PROMPTS[0][1:]).float()
+    error = (found - expected).abs().median()
+    assert error < 0.1 and 3 * error < (base - expected).abs().median()
 
 
 def test_an_adapter_deleted_while_requests_use_it() -> None:
