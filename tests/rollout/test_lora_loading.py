@@ -34,6 +34,7 @@ from stoker.rollout import (
     RolloutEngine,
     UnsupportedModelError,
 )
+from stoker.rollout.adapters import Adapters
 
 LOADED: list[dict[str, Any]] = [
     {},
@@ -120,6 +121,28 @@ def test_reloaded_under_the_same_name() -> None:
         assert engine.adapters == ()
         with pytest.raises(InvalidRequestError, match="not known: there are none"):
             tokens(engine, adapter="a")
+
+
+@pytest.mark.parametrize("call", ["load", "unload"])
+def test_a_change_that_is_cut_off_in_the_middle_is_made_good(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next call: weights of the adapter are others already, or gone, and its name is not yet."""
+    before, after = (peft_model(seed=seed) for seed in (7, 8))
+    given = {of: (state_dict(of), of.peft_config["default"]) for of in (before, after)}
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with RolloutEngine(make_model("llama"), config=CONFIG) as engine:
+        engine.load_adapter("other", given[before])
+        assert tokens(engine, adapter="other") == expected_tokens(before)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Adapters, "_forget", interrupt)
+            engine.load_adapter("other", given[after]) if call == "load" else engine.unload_adapter("other")
+        if call == "load":
+            assert tokens(engine, adapter="other") == expected_tokens(after)
+        else:
+            with pytest.raises(InvalidRequestError, match="adapter='other' is not known"):
+                engine.submit(PROMPTS[0], GREEDY, adapter="other")
 
 
 def test_load_and_unload_while_requests_run() -> None:
