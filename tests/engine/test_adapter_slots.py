@@ -237,8 +237,9 @@ def test_an_adapter_that_is_deleted_fails_what_waits_for_it() -> None:
         at_rest(engine)
 
 
-def test_an_adapter_that_is_unloaded_before_its_request_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, here by the same one."""
+@pytest.mark.parametrize("again", [False, True])
+def test_an_adapter_that_is_unloaded_before_its_request_is_queued(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, here by the same one. again: another one has its name then."""
     model = peft_model()
     with RolloutEngine(model, config=ONE_SLOT) as engine:
         other = engine.submit(PROMPTS[1], GREEDY)
@@ -247,7 +248,10 @@ def test_an_adapter_that_is_unloaded_before_its_request_is_queued(monkeypatch: p
             make = RequestMaker.for_generation
 
             def unload(*args: Any, make: Any = make) -> Any:
-                engine.unload_adapter("x")
+                if again:
+                    engine.load_adapter("x", peft_model(seed=8))
+                else:
+                    engine.unload_adapter("x")
                 return make(*args)
 
             with monkeypatch.context() as patch:
