@@ -123,6 +123,19 @@ def test_reloaded_under_the_same_name() -> None:
             tokens(engine, adapter="a")
 
 
+@pytest.mark.parametrize("tell", [False, True])
+def test_a_copy_stays_in_its_slot_where_the_base_has_other_parameters(tell: bool) -> None:
+    """The engine makes another shell of them, whose slots are empty at first."""
+    base, other = make_model("llama"), peft_model(seed=7)
+    with RolloutEngine(base, config=CONFIG) as engine:
+        engine.load_adapter("other", (state_dict(other), other.peft_config["default"]))
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+        base.model.norm.weight = torch.nn.Parameter(base.model.norm.weight.detach().clone())
+        if tell:
+            engine.update_weights()
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+
+
 @pytest.mark.parametrize("call", ["load", "unload"])
 def test_a_change_that_is_cut_off_in_the_middle_is_made_good(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next call: weights of the adapter are others already, or gone, and its name is not yet."""

@@ -72,6 +72,20 @@ def test_another_layout_is_taken_before_anything_is_sampled(under_way: bool) -> 
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
 
 
+def test_parameters_that_are_others_at_one_update_and_those_from_before_at_the_next() -> None:
+    """As where a trainer puts averaged weights in their place, and nothing is sampled with these."""
+    model: Any = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.generate_batch([[5, 4, 3]])
+        norm, before = model.model.norm, model.model.norm.weight
+        for weight in (nn.Parameter(-2 * before.detach()), before):
+            norm.weight = weight
+            engine.update_weights()
+        (completion,) = engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=4))[0].completions
+        expected = oracle.logprobs(model, [5, 4, 3], completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
 def test_tensors_that_moved_before_an_adapter_was_loaded() -> None:
     model: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
     other: Any = get_peft_model(make_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
