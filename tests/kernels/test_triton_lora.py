@@ -89,6 +89,16 @@ def test_matrices_that_lie_column_after_column(ops: str, dtype: torch.dtype) -> 
     check(OPS[ops].lora, table, 33, torch.tensor([1, 2, 3, 0, 1], device=DEVICE), dtype)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_one_matrix_that_lies_column_after_column(which: str, ops: str) -> None:
+    table = LoraTable([24], [None], NUM_SLOTS, DEVICE)
+    a, b = randn(8, 33), randn(24, 8)
+    a, b = (a.T.contiguous().T, b) if which == "a" else (a, b.T.contiguous().T)
+    table.put(0, 1, LoraWeights(a, b, 0.5))
+    check(OPS[ops].lora, table, 33, torch.tensor([1, 0, 1], device=DEVICE), torch.float32)
+
+
 @pytest.mark.parametrize("tokens", [5, 300])
 @pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
@@ -164,6 +174,9 @@ def test_matrices_of_which_16_bytes_at_a_time_can_be_read(ops: str, dtype: torch
     odd = make_table([32], 64, {1: 8, 2: 3}, dtype)
     assert not odd.aligned
     check(OPS[ops].lora, odd, 64, slots, dtype)
+    of_experts = LoraTable([32], [None], NUM_SLOTS, DEVICE, experts=4)
+    of_experts.put(0, 1, by_expert(LoraWeights(randn(4 * 8, 64, dtype=dtype), randn(32, 8 * 4, dtype=dtype), 0.5), 4))
+    assert not of_experts.aligned, "B of the second expert begins one number after that of the first"
 
 
 def test_a_device_of_its_own_memory_is_told_of_every_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,24 @@ def test_a_plain_model_that_gets_an_adapter_and_loses_it() -> None:
         assert tokens(engine) == bare
 
 
+def test_what_a_model_gets_or_loses_beside_a_request_is_live_for_the_next() -> None:
+    """Which does not look at all of the model: what it gets, the engine does not know yet, and says so."""
+    model = make_model("llama")
+    with RolloutEngine(model, config=CONFIG) as engine:
+        bare = tokens(engine)
+        running = engine.submit(PROMPTS[0], GREEDY)
+        adapted = get_peft_model(model, lora()).eval()
+        shake(adapted)
+        with pytest.raises(InvalidRequestError, match="adapter='default' is not known: there are none"):
+            engine.submit(PROMPTS[1], GREEDY)
+        assert running.result().completions[0].token_ids == bare[0]
+        assert tokens(engine) == expected_tokens(adapted) != bare
+        running = engine.submit(PROMPTS[0], GREEDY)
+        adapted.unload()
+        assert engine.submit(PROMPTS[1], GREEDY).result().completions[0].token_ids == bare[1]
+        assert running.done
+
+
 @pytest.mark.skipif(
     Version(peft.__version__) < Version(MIN_PEFT_VERSION), reason="transformers adds adapters of a later PEFT alone"
 )
