@@ -252,6 +252,8 @@ def test_a_mirror_of_weights_that_are_at_hand_is_filled_anew(monkeypatch):
         (output,) = engine.generate_batch([prompt], params)
         assert output.completions[0].token_ids == expected.token_ids
         assert output.cached_tokens == 0 and engine.weight_version == 1
+        assert engine.generate_batch([prompt], params)[0].cached_tokens > 0, "they changed once"
+        assert engine.weight_version == 1
         assert engine.update_weights() == 2 and engine.stats().last_update_bytes == 0
 
 
