@@ -162,6 +162,19 @@ def test_sleep_gives_their_memory_back(level: int, monkeypatch: pytest.MonkeyPat
         assert engine.verify_weights().ok
 
 
+def test_weights_that_are_others_only_while_it_wakes() -> None:
+    """As averaged ones are that a trainer puts in their place meanwhile: what was rounded then is rounded once more."""
+    model = make_model("llama")
+    with in_fp8(model) as engine:
+        assert_rounded(engine, model)
+        before = copy.deepcopy(model.state_dict())
+        engine.sleep(level=2)
+        step(model)
+        engine.wake_up()
+        model.load_state_dict(before)
+        assert_rounded(engine, model)
+
+
 def test_the_model_is_as_it_was() -> None:
     model = make_model("llama")
     before = {name: p.clone() for name, p in model.named_parameters()}
