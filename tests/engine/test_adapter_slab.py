@@ -23,6 +23,7 @@ from adapted import (
     with_lora,
 )
 from families import make_model
+from peft import set_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.engine.adapters.slab import Slab, pack
@@ -284,3 +285,17 @@ def test_copies_sleep_with_the_weights(dtype: str) -> None:
             for name, handle in running.items():
                 assert [handle.result().completions[0].token_ids] == wanted[name][:1]
             assert {name: tokens(engine, adapter=name) for name in wanted} == wanted
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_copies_of_what_another_model_holds_only_while_they_wake_are_made_anew() -> None:
+    model, other = make_model("llama"), peft_model(seed=7)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.load_adapter("other", other)
+        assert tokens(engine, adapter="other") == expected_tokens(other)
+        before = {name: t.clone() for name, t in state_dict(other).items()}
+        engine.sleep(level=2)
+        shake(other, seed=8)
+        engine.wake_up()
+        set_peft_model_state_dict(other, before)
+        assert tokens(engine, adapter="other") == expected_tokens(other)
