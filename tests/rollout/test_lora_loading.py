@@ -136,6 +136,23 @@ def test_a_copy_stays_in_its_slot_where_the_base_has_other_parameters(tell: bool
         assert tokens(engine, adapter="other") == expected_tokens(other)
 
 
+@pytest.mark.parametrize("tell", [False, True])
+def test_a_copy_keeps_its_biases_where_those_of_the_base_change(tell: bool) -> None:
+    """In a slot is the difference between them."""
+    base, other = make_model("qwen2"), peft_model("qwen2", seed=7, bias="all")
+    with RolloutEngine(base, config=CONFIG) as engine:
+        engine.load_adapter("other", (state_dict(other), other.peft_config["default"]))
+        bare, adapted = tokens(engine, adapter=None), expected_tokens(other)
+        assert tokens(engine, adapter="other") == adapted
+        with torch.no_grad():
+            for layer in base.model.layers:
+                layer.self_attn.v_proj.bias += 2
+        if tell:
+            engine.update_weights()
+        assert tokens(engine, adapter="other") == adapted
+        assert tokens(engine, adapter=None) != bare
+
+
 @pytest.mark.parametrize("call", ["load", "unload"])
 def test_a_change_that_is_cut_off_in_the_middle_is_made_good(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the next call: weights of the adapter are others already, or gone, and its name is not yet."""
