@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from adapted import (
 )
 from families import make_model
 from peft import set_peft_model_state_dict
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stoker.engine.adapters.slab import Slab, pack
@@ -267,10 +267,10 @@ def test_copies_sleep_with_the_weights(dtype: str) -> None:
             for _ in range(3):
                 engine.core.step()
             engine.pause()
-            copies = [weakref.ref(slab._memory) for slab in engine._adapters._slabs.values()]
+            copies = [StorageWeakRef(slab._memory.untyped_storage()) for slab in engine._adapters._slabs.values()]
             assert len(copies) == 2
             engine.sleep(change) if isinstance(change, int) else engine.sleep(tags=change)
-            assert all((copy() is None) == (change != 1) for copy in copies)
+            assert all(copy.expired() == (change != 1) for copy in copies)
             assert engine.is_sleeping
             if change == 2:
                 engine.load_adapter("late", (state_dict(other), other.peft_config["default"]))
@@ -285,6 +285,9 @@ def test_copies_sleep_with_the_weights(dtype: str) -> None:
             for name, handle in running.items():
                 assert [handle.result().completions[0].token_ids] == wanted[name][:1]
             assert {name: tokens(engine, adapter=name) for name in wanted} == wanted
+        copies = [StorageWeakRef(slab._memory.untyped_storage()) for slab in engine._adapters._slabs.values()]
+        engine.unload_adapter("other")
+        assert sorted(copy.expired() for copy in copies) == [False, True], "nor to that of one that was unloaded"
 
 
 @pytest.mark.usefixtures("elsewhere")
