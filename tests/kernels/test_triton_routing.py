@@ -298,6 +298,17 @@ def test_what_is_no_number_harms_no_other_token(choice: Choice, value: float, op
     assert_in_order(routing, experts)
 
 
+@kernels
+@pytest.mark.parametrize("choice", [GPT_OSS, LLAMA4, LFM2, DEEPSEEK_V3])
+def test_an_expert_whose_weights_are_no_numbers_is_chosen(choice: Choice, ops: Ops) -> None:
+    """As ``topk`` does: a token that passed it by would hide that the model is broken."""
+    weight = randn(24, 48)
+    weight[5] = torch.nan
+    routing = ops.route(randn(3, 48), weight, None, None, None, choice)
+    assert (routing.ids == 5).any(1).all()
+    assert routing.weights[routing.ids == 5].isnan().all()
+
+
 @pytest.mark.parametrize("tokens", [3, 20])
 def test_one_program_or_several_choose_the_same(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = make_router(tokens, 24, 80, False, True, True, DEEPSEEK_V3, torch.float32)
