@@ -123,8 +123,16 @@ def test_what_passes_through_a_mirror_comes_with_every_transfer() -> None:
 
 
 @pytest.mark.parametrize("level", [2, 3])
-def test_a_mirror_of_layers_that_share_their_weights(level: int) -> None:
+def test_a_mirror_of_layers_that_share_their_weights(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tied is kept whole, and does not pass through: after waking it is rounded anew all the same."""
+    restore = OffloadableMemory.restore
+
+    def as_fresh_memory_may_be(memory: OffloadableMemory) -> None:
+        memory.release()  # an engine that wakes has kept nothing of these
+        restore(memory)
+        memory.data.fill_(255)
+
+    monkeypatch.setattr(OffloadableMemory, "restore", as_fresh_memory_may_be)
     model = make_model("llama")
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with in_fp8(model, dtype="float64") as engine:

@@ -110,6 +110,22 @@ def test_an_update_that_fails_half_way_is_made_good_before_the_next_rollout(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
+def test_an_update_that_is_refused_is_none(dtype: str) -> None:
+    """What was computed before it still serves, under its version."""
+    model: Any = small()
+    weight = model.model.norm.weight
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype, check_finite_weights=True)) as engine:
+        assert_matches(engine, model)
+        before = weight.detach().clone()
+        weight.data.fill_(torch.nan)
+        with pytest.raises(WeightsMismatchError, match="NaN"):
+            engine.update_weights()
+        weight.data.copy_(before)
+        assert set(assert_matches(engine, model)) == {0}
+        assert engine.generate_batch([PROMPT], PARAMS)[0].cached_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
 def test_weights_that_do_not_come_leave_the_trainers_in_service_which_were_moved_meanwhile(dtype: str) -> None:
     model = small()
     with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
