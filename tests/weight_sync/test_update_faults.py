@@ -17,7 +17,7 @@ from interrupting import InterruptAt
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from small_training import CONFIG, PARAMS, PROMPT, assert_matches
 
-from stoker.kernels.errors import WeightsMismatchError
+from stoker.kernels.errors import EngineStateError, WeightsMismatchError
 from stoker.rollout import RolloutEngine
 
 
@@ -123,6 +123,27 @@ def test_an_update_that_is_refused_is_none(dtype: str) -> None:
         weight.data.copy_(before)
         assert set(assert_matches(engine, model)) == {0}
         assert engine.generate_batch([PROMPT], PARAMS)[0].cached_tokens > 0
+
+
+def test_weights_that_came_in_part_are_not_whole_where_they_lie_elsewhere_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = small()
+    with RolloutEngine(model, config=CONFIG) as engine:
+
+        def break_off(weights: dict[str, torch.Tensor]) -> int:
+            next(iter(weights.values())).zero_()
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(engine._binding.source, "write", break_off)
+        with suppress(RuntimeError):
+            engine.update_weights({n: 1.2 * p.detach() for n, p in model.named_parameters()})
+        scale(model, 1.0, move=True)
+        for _ in range(2):
+            with pytest.raises(EngineStateError, match="incomplete since an update failed"):
+                engine.generate_batch([PROMPT], PARAMS)
+        engine.update_weights()
+        assert_matches(engine, model)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])
