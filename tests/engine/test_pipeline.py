@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import oracle
 import pytest
 import torch
+from families import make_model
 from pretend_device import STATIC, PretendDevice, build, close, params, prompts
 
 from stoker.engine.device import CpuRuntime
@@ -152,6 +155,27 @@ def test_nothing_runs_during_a_pause() -> None:
         assert not engine.core._launched
         engine.resume()
         assert len(handle.result().completions[0].token_ids) == 40
+
+
+def test_what_was_launched_before_weights_changed_is_of_the_weights_before() -> None:
+    """Also where another call notices them, with nobody having paused."""
+    prompt, model = prompts(1)[0], make_model("llama")
+    with build(model, ops=REFERENCE, runtime=lambda device: PretendDevice(device, ahead=2)) as engine:  # type: ignore[arg-type]
+        handle = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        assert engine.core._launched, "nothing was launched ahead: the test shows nothing"
+        before = copy.deepcopy(model)
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        engine.generate_batch([[5, 4, 3]], SamplingParams(max_tokens=2))
+        (completion,) = handle.result().completions
+        at = completion.weight_versions.index(1)
+        assert completion.weight_versions == [0] * at + [1] * (40 - at) and at > 0
+        for of, first, last in ((before, 0, at), (model, at, 40)):
+            given, sampled = prompt + completion.token_ids[:first], completion.token_ids[first:last]
+            expected = oracle.logprobs(of, given, sampled).float()
+            torch.testing.assert_close(torch.tensor(completion.logprobs[first:last]), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
