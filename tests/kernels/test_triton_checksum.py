@@ -118,6 +118,15 @@ def test_what_is_read_is_cast_and_written_on_the_way(
     by_triton._plan.cache_clear()
 
 
+def test_what_the_kernel_writes_nothing_else_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(n, device=DEVICE) for n in (7, 9000)]
+    targets = [torch.zeros_like(t, dtype=torch.float16) for t in tensors]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", None)
+        TRITON.checksums(tensors, targets)
+    assert all(torch.equal(to, t.half()) for to, t in zip(targets, tensors, strict=True))
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_what_was_prepared_reads_and_writes_what_there_is_then(plain: bool) -> None:
     """Each time, tensors of several dtypes together; also those that the kernel reads from a copy, which lies elsewhere."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 from stoker.rollout import RolloutEngine, WeightsMismatchError
 from stoker.weight_sync import change_detection
 from stoker.weight_sync.mirror import Mirror
+from stoker.weight_sync.shards import Held, Shards
 
 Look = Callable[[], list[int]]
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -133,3 +136,19 @@ def test_what_nobody_announced_is_looked_at_before_it_is_written(taken: list[int
         assert assert_matches(engine, model) == {2}
         engine.generate_batch([PROMPT], PARAMS)
         assert not taken
+
+
+def test_whole_tensors_among_shards_are_not_written_before_all_ranks_agreed() -> None:
+    """Another one may refuse, and the old weights stay."""
+    whole, part = torch.ones(4), torch.ones(3)
+    group: Any = None
+    shards = Shards(("part",), group, CPU, part, ())
+    shapes = {"whole": whole.shape, "part": torch.Size([6])}
+    mirror = Mirror(shapes, dict.fromkeys(shapes, torch.float64), {}, (), CPU, (), lambda *_: None)
+    for tensor in mirror.tensors.values():
+        tensor.zero_()
+    mirror.complete = True
+    held = Held(full={"whole": whole}, shards=[shards])
+    found = change_detection.Look(held, mirror, {("whole",), ("part",)}).find_changes({}, None)
+    assert found.changed == {("whole",), ("part",)} and not found.written
+    assert mirror.complete and not any(tensor.any() for tensor in mirror.tensors.values())
