@@ -166,6 +166,16 @@ def by_layout(name: str, full: Tensor, mesh: Mesh, placements: Sequence[Any]) ->
     return Shards((name,), layout.group, CPU, local.contiguous(), pieces)
 
 
+def test_strided_shards_cut_from_right_to_left(world: World) -> None:
+    """As torch defines them: each splits what the dimensions of the mesh to its right have left; FSDP over two others."""
+    world.local.rank = 0
+    mesh: Any = Mesh(world, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    placements = [_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0)]
+    found = dtensor_layout.layout_of("w", mesh, placements, torch.Size([8]))
+    starts = [low for ((low, _),) in found.boxes]
+    assert starts == [4 * c + 2 * b + a for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+
+
 def flat(names: Sequence[str], full: dict[str, Tensor], group: Group, gap: int) -> Shards:
     """Tensors flattened into one, with padding between them and at the end, cut into equal parts."""
     spans, content = [], []

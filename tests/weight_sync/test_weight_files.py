@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import modeling_utils
 from stoker.kernels.errors import WeightTransferError
 from stoker.rollout import RolloutEngine
 from stoker.weight_sync import receiving
+from stoker.weight_sync.consistent_reads import not_rewritten
 
 
 def save(path: Path, model: Any) -> Path:
@@ -71,3 +73,45 @@ def test_a_folder_of_which_files_are_replaced(tmp_path: Path, monkeypatch: pytes
     sender.trained(1).save_pretrained(folder, max_shard_size="40KB")
     at_opening(monkeypatch, modeling_utils, 2, lambda: later.save_pretrained(folder, max_shard_size="40KB"))
     assert_refused_once(folder, later)
+
+
+def replaced(file: Path) -> None:
+    other = file.with_suffix(".other")
+    other.write_bytes(file.read_bytes())
+    other.replace(file)
+
+
+@pytest.mark.parametrize(
+    ("names", "happens", "is_refused"),
+    [
+        (["a", "b"], lambda folder: replaced(folder / "a.safetensors"), True),
+        (["a", "b"], lambda folder: (folder / "a.safetensors").unlink(), True),
+        (["a", "b"], lambda folder: (folder / "c.safetensors").touch(), True),
+        (["a"], lambda folder: (folder / "b.safetensors").touch(), True),
+        (["a"], lambda folder: (folder / "a.safetensors").rename(folder / "b.safetensors"), True),
+        (["a", "b"], lambda folder: (folder / "b.safetensors").rename(folder / "a.safetensors"), True),
+        (["a", "b"], lambda folder: (folder / "log.txt").touch(), False),
+        (["a"], lambda folder: replaced(folder / "a.safetensors"), False),
+        (["a"], lambda folder: (folder / "gone.safetensors").symlink_to("nowhere"), False),
+    ],
+    ids=[
+        "one replaced",
+        "one gone",
+        "one more",
+        "a second",
+        "renamed",
+        "over another",
+        "a log",
+        "the only one",
+        "no file",
+    ],
+)
+def test_what_happens_to_a_folder(
+    names: list[str], happens: Callable[[Path], object], is_refused: bool, tmp_path: Path
+) -> None:
+    """Files that are replaced may be of another model than those beside them; a single one was read as a whole."""
+    for name in names:
+        (tmp_path / f"{name}.safetensors").write_text(name)
+    refused = pytest.raises(WeightTransferError, match="in parts old and new") if is_refused else nullcontext()
+    with refused, not_rewritten(str(tmp_path)):
+        happens(tmp_path)
