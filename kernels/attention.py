@@ -9,8 +9,8 @@ than latency times bandwidth asks for (about 25 KiB an SM); and keys read once f
 Pieces of a row are folded one after the other, in an order that follows from its length alone. Where there are rows enough,
 one program reads all of a row's splits and folds them in registers. Else what it reads is left in an fp32 workspace, that mostly
 stays in L2, and the last to arrive folds, with the same bits: a kernel less a layer than a second pass. It costs each program
-that is one of several some 2 us (6.0 for 3.9 us at one row of 512 keys, 103 for 72 at 256 such rows, on an H200), most of them
-for the word that its stores have arrived.
+that is one of several some 2 us (by hand on an H200: 6.0 for 3.9 us at one row of 512 keys, 103
+for 72 at 256 such rows), most of them for the word that its stores have arrived.
 
 Prefill is bound by arithmetic: tiles of queries and heads walk their row's keys as in "FlashAttention-2" (Dao, 2023).
 Exponentials are of base two, with log2(e) in the scale. Keys and values come in 16-byte pieces along the head, gathered
@@ -28,8 +28,9 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.attention_kernels import decode_kernel, prefill_kernel
+from stoker.kernels.attention_decode import decode_kernel
 from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes
+from stoker.kernels.attention_prefill import prefill_kernel
 from stoker.kernels.attention_write import write_kernel
 from stoker.kernels.reference.attention_plan import Visibility
 

@@ -1,4 +1,4 @@
-"""What the attention kernels do with a tile of queries: load it, walk along its keys, merge, store.
+"""What the attention kernels do with a tile of queries: load it, attend to a tile of keys, merge, store.
 
 Scores are of base two throughout: ``log2(e)`` is in the scale. Dimensions of a head that are no power of two come in two
 pieces where they are multiplied (a key of 80 as 64 and 16), so that little is multiplied by zeros; values are padded.
@@ -59,7 +59,7 @@ def attend_tile(
     oldest,
     keys,
     values,
-    block,
+    table,
     at,
     real,
     scale,
@@ -83,9 +83,13 @@ def attend_tile(
     """Online softmax of a tile of queries over a tile of one row's keys.
 
     top, total: fp32 [M], largest score and sum of exponentials so far; acc: fp32 [M, DV]; newest, oldest: [M], positions
-    of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; at: [N], the keys'
-    positions, in these blocks. MASKED: some are not real. Those are not loaded, for what nobody wrote may be NaN.
+    of the last and first key a query sees (used where CAUSAL); keys, values: the key head's, in block 0; table: the row's;
+    at: [N], the keys' positions. MASKED: some are not real. Those are not loaded, for what nobody wrote may be NaN.
     """
+    if MASKED:
+        block = tl.load(table + at // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
     within = at % BLOCK_SIZE
     offsets = block * key_block + within * key_token
     key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED).to(query1.dtype)
@@ -114,81 +118,6 @@ def attend_tile(
         value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED).to(query1.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
     return above, total, acc
-
-
-@triton.jit
-def walk(
-    top,
-    total,
-    acc,
-    query1,
-    query2,
-    newest,
-    oldest,
-    keys,
-    values,
-    table,
-    begin,
-    end,
-    scale,
-    softcap,
-    key_block,
-    key_token,
-    value_block,
-    value_token,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    D1: tl.constexpr,
-    D2: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    VALUE_IS_KEY: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """``attend_tile`` for each tile of the keys ``begin`` to ``end`` of one row of the table. MASKED: the last may reach beyond."""
-    for start in range(begin, end, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        real = at < end
-        if MASKED:
-            block = tl.load(table + at // BLOCK_SIZE, mask=real, other=0).to(tl.int64)
-        else:
-            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
-        top, total, acc = attend_tile(
-            top,
-            total,
-            acc,
-            query1,
-            query2,
-            newest,
-            oldest,
-            keys,
-            values,
-            block,
-            at,
-            real,
-            scale,
-            softcap,
-            key_block,
-            key_token,
-            value_block,
-            value_token,
-            KEY_DIM,
-            VALUE_DIM,
-            D1,
-            D2,
-            DV,
-            BLOCK_SIZE,
-            SOFTCAP,
-            VALUE_IS_KEY,
-            PRECISION,
-            MASKED,
-            CAUSAL,
-        )
-    return top, total, acc
 
 
 @triton.jit

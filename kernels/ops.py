@@ -3,8 +3,8 @@
 ``reference`` has each operation in plain torch: the oracle, and most of what a CPU runs, which has ``cpu_attention``,
 ``cpu_linear`` and ``cpu_recurrent`` besides. ``triton_ops`` has the tables of Triton's kernels:
 
-- Attention: ``attention``, planned by ``attention_plan`` and ``attention_splits``, in ``attention_kernels``,
-  ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
+- Attention: ``attention``, planned by ``attention_plan`` and ``attention_splits``, in ``attention_decode``,
+  ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
 - Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.

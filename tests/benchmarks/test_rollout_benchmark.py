@@ -374,7 +374,8 @@ def test_a_step_s_time_is_kernels_short_gaps_and_waits() -> None:
 @pytest.mark.parametrize(
     ("module", "kinds"),
     [
-        ("attention_kernels", {"attention"}),
+        ("attention_decode", {"attention"}),
+        ("attention_prefill", {"attention"}),
         ("attention_splits", {"attention"}),
         ("attention_write", {"norm, rotary, KV write"}),
         ("linear", {"matmul"}),
