@@ -11,7 +11,7 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,11 @@ from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import MOST_ROWS, cuts_to_try, describable, streamed
+from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, streamed, takes
+from stoker.kernels.lora_product import can_add
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 _log = logging.getLogger("stoker")
@@ -31,7 +33,15 @@ _MOST_OF_FP8 = 1024  # rows, from where on a plain copy of the weight costs litt
 _STEP = 16  # so many rows are measured together, and more where there are many
 _ROUNDS = 7
 _CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is then timed, be it a slow one
+_APART = 4.0  # microseconds that adapters take at least which a product could have added
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
+
+
+class _Found(NamedTuple):
+    """way: the fastest. cut: the best one of a streamed weight, where that is about as fast."""
+
+    way: Callable[..., Tensor]
+    cut: Cut | None = None
 
 
 class MeasuredLinear:
@@ -40,7 +50,7 @@ class MeasuredLinear:
     def __init__(self) -> None:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
-        self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+        self._ways: dict[tuple[Any, ...], _Found] = {}
         self._arrived: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -61,10 +71,34 @@ class MeasuredLinear:
         options["row_scales"] = row_scales
         multiply = by_torch
         if self._has_ways(x, weight, residual):
-            multiply = self._fastest(x, weight, bias, options)
+            multiply = self._fastest(x, weight, bias, options).way
         if multiply is by_torch:
             return by_torch(x, weight, bias, in_place=in_place, **options)
         return multiply(x, weight, bias, **options)
+
+    def adapted(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: LoraTable,
+        rows: AdapterRows,
+        *,
+        gated: Activation | None = None,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
+        row_scales: Tensor | None = None,
+    ) -> Tensor | None:
+        """The same, with what adapters do to the projection, in one product; None where that would take longer, or cannot be."""
+        options: dict[str, Any] = {"norm": None, "gated": gated, "residual": residual, "scale": scale}
+        options["row_scales"] = row_scales
+        if x.shape[0] > MOST_ROWS or not (self._has_ways(x, weight, residual) and can_add(table, x)):
+            return None
+        cut = self._fastest(x, weight, bias, options).cut
+        if cut is None or not takes(cut, table, gated):
+            return None
+        arrived = self._arrived[x.device]
+        return streamed(x, weight, bias, cut=cut, arrived=arrived, adapters=(table, rows), **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -77,9 +111,7 @@ class MeasuredLinear:
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
         )
 
-    def _fastest(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
-    ) -> Callable[..., Tensor]:
+    def _fastest(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> _Found:
         step = _STEP if x.shape[0] <= MOST_ROWS else MOST_ROWS
         rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
@@ -87,20 +119,20 @@ class MeasuredLinear:
         key = rows, weight.shape, *what, x.dtype, describable(weight)
         if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
-                return by_torch
+                return _Found(by_torch)
             found, self._ways[key] = self._measured(x, weight, bias, options)
             self.chosen[", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])] = found
         return self._ways[key]
 
-    def _measured(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
-    ) -> tuple[str, Callable[..., Tensor]]:
+    def _measured(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[str, _Found]:
         ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
+        cut = None
         try:
             expected = by_torch(x, weight, bias, **options).float()
             if not expected.isfinite().all():
                 raise ValueError("the product is not finite")
-            ways |= self._others(x, weight, options["gated"] is not None)
+            cuts = self._cuts(x, weight, options["gated"] is not None)
+            ways |= self._others(x, cuts)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
@@ -116,25 +148,33 @@ class MeasuredLinear:
             taken = microseconds(right, x.device)
             order = sorted(taken, key=lambda name: taken[name])
             best, found = order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
+            near = [name for name in order if taken[name] < taken[best] + _APART]
+            cut = next((cuts[name] for name in near if name in cuts), None)
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
             _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
             best = found = "torch"
-        return found, ways[best]
+        return found, _Found(ways[best], cut)
 
-    def _others(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Callable[..., Tensor]]:
+    def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
+        if x.shape[0] > MOST_ROWS or not describable(weight):
+            return {}
+        cuts = cuts_to_try(
+            x.shape[0], (weight.shape[0], weight.shape[1]), x.dtype.itemsize, gated, launch.multiprocessors(x.device)
+        )
+        return {f"streamed, {cut.rows} rows in {cut.splits} splits": cut for cut in cuts}
+
+    def _others(self, x: Tensor, cuts: Mapping[str, Cut]) -> dict[str, Callable[..., Tensor]]:
         """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
-        others: dict[str, Callable[..., Tensor]] = {}
-        if describable(weight):
+        if x.device not in self._arrived:  # of fewer tiles, where there are several splits
             processors = launch.multiprocessors(x.device)
-            if x.device not in self._arrived:  # of fewer tiles, where there are several splits
-                self._arrived[x.device] = torch.zeros(processors, dtype=torch.int32, device=x.device)
-            size = weight.shape[0], weight.shape[1]
-            for cut in cuts_to_try(x.shape[0], size, x.dtype.itemsize, gated, processors):
-                name = f"streamed, {cut.rows} rows in {cut.splits} splits"
-                others[name] = partial(streamed, cut=cut, arrived=self._arrived[x.device])
+            self._arrived[x.device] = torch.zeros(processors, dtype=torch.int32, device=x.device)
+        arrived = self._arrived[x.device]
+        others: dict[str, Callable[..., Tensor]] = {
+            name: partial(streamed, cut=cut, arrived=arrived) for name, cut in cuts.items()
+        }
         if x.shape[0] <= MOST_SKINNY:
             others["skinny"] = skinny
         return others

@@ -22,7 +22,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import store_rows, with_scales_and_bias
+from stoker.kernels.lora_product import NO_ADAPTERS, SHRINK_SHARED, Shrunk, plus_adapters
 from stoker.kernels.norm_rotary import act_times, rms_norm
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
@@ -63,11 +65,16 @@ def _streamed_kernel(
     row_scales_ptr,
     partial_ptr,
     arrived_ptr,
+    slots_ptr,
+    pointers_ptr,
+    columns_ptr,
+    hidden_ptr,
     residual_stride,
     tokens,
     width,
     depth,
     split_depth,
+    entries,
     scale,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -79,18 +86,29 @@ def _streamed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINEARS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    H_SPLITS: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: descriptors of [T, D] and [N, D].
 
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
+
+    LINEARS: of adapters, whose ``hidden`` the kernel before makes of the same x; 0: there are none. Until it ends the product
+    is under way: when this one comes up, x and the weight have been there since before that one began.
     """
     split, tile = tl.program_id(0), tl.program_id(1)
     first = tile * BLOCK_N
     begin = split * split_depth
     total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
     up = total
-    await_turn(DEPENDENT)
+    if LINEARS == 0:
+        await_turn(DEPENDENT)
     for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
         some = x.load([0, at])
         total = _plus_product(total, some, weight.load([first, at]), LEFT)
@@ -99,6 +117,8 @@ def _streamed_kernel(
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
+    if LINEARS > 0:
+        await_turn(DEPENDENT)
     rows = tl.arange(0, BLOCK_M)
     last = True
     if SPLITS > 1:
@@ -121,6 +141,53 @@ def _streamed_kernel(
         total = with_scales_and_bias(total, columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
         if GATED is not None:
             up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
+        if LINEARS > 0:
+            linear = 0
+            if GATED is None:
+                for other in tl.static_range(1, LINEARS):
+                    linear += (first >= tl.load(columns_ptr + other * 4 + 1)).to(tl.int32)
+            inside_linear = columns - tl.load(columns_ptr + linear * 4 + 1).to(tl.int32)
+            linear_width = tl.load(columns_ptr + linear * 4 + 2).to(tl.int32)
+            total = plus_adapters(
+                total,
+                rows,
+                inside_linear,
+                linear,
+                linear_width,
+                slots_ptr,
+                pointers_ptr,
+                hidden_ptr,
+                tokens,
+                entries,
+                LINEARS,
+                FIELDS,
+                DTYPE,
+                PRECISION,
+                ALIGNED,
+                H_SPLITS,
+                RANK,
+            )
+            if GATED is not None:
+                up = plus_adapters(
+                    up,
+                    rows,
+                    inside_linear,
+                    1,
+                    linear_width,
+                    slots_ptr,
+                    pointers_ptr,
+                    hidden_ptr,
+                    tokens,
+                    entries,
+                    LINEARS,
+                    FIELDS,
+                    DTYPE,
+                    PRECISION,
+                    ALIGNED,
+                    H_SPLITS,
+                    RANK,
+                )
+        if GATED is not None:
             total = act_times(total, up, out_ptr.dtype.element_ty, GATED)
         store_rows(total, rows, tokens, columns, width, residual_ptr, residual_stride, scale, out_ptr, RESIDUAL)
 
@@ -152,16 +219,29 @@ def cuts_to_try(tokens: int, weight: tuple[int, int], itemsize: int, gated: bool
         at_once = triton.cdiv(tiles * splits, processors)
         if at_once <= _ROOMS:
             cuts.append(Cut(rows, splits, at_once))
+        more = min(processors // tiles, most)
+        if rows == 64 and 1 < splits < more:  # which cost more, and leave no multiprocessor idle
+            cuts.append(Cut(rows, more, 1))
     return cuts or [Cut(rows, splits, 2)]
 
 
-def pipeline(block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int]) -> tuple[int, int]:
-    """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number."""
+def takes(cut: Cut, table: LoraTable, gated: Activation | None) -> bool:
+    """Whether each tile of a cut is of one linear, or of the same part of gate and up."""
+    if gated is not None:
+        return len(table.widths) == 2 and table.widths[0] == table.widths[1]
+    return len(table.widths) == 1 or all(width % cut.rows == 0 for width in table.widths)
+
+
+def pipeline(block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], beside: int = 0) -> tuple[int, int]:
+    """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number.
+
+    beside: bytes of shared memory to be left to others, of each multiprocessor.
+    """
     of_x, of_weight = itemsizes
     for width in (256, 128):  # bytes of a row of x
         columns = width // of_x
         converted = 0 if of_weight == of_x else weight_rows * columns * of_x
-        room = _SHARED // cut.rooms - 2048 - converted
+        room = (_SHARED - beside) // cut.rooms - 2048 - converted
         stages = room // (columns * (block_m * of_x + weight_rows * of_weight))
         if stages >= 3:
             break
@@ -180,10 +260,12 @@ def streamed(
     cut: Cut,
     arrived: Tensor,
     row_scales: Tensor | None = None,
+    adapters: tuple[LoraTable, AdapterRows] | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
     cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
+    adapters: what they do comes after the projection and before all else, where the cut ``takes`` them.
     """
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
@@ -194,11 +276,20 @@ def streamed(
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     block_m = _block_m(tokens)
     weight_rows = cut.rows if gated is None else 2 * cut.rows
-    block_k, stages = pipeline(block_m, weight_rows, cut, (x.dtype.itemsize, weight.dtype.itemsize))
+    itemsizes = x.dtype.itemsize, weight.dtype.itemsize
+    block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, 0 if adapters is None else SHRINK_SHARED)
     split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     sums = tiles * splits * block_m * cut.rows
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
+    constants = NO_ADAPTERS
+    low, columns, entries = None, arrived, 0
+    if adapters is not None:
+        table, rows = adapters
+        columns, entries = table.columns(cut.rows), table.entries
+        low = Shrunk.of(x, table, rows)
+        constants = low.constants
     _streamed_kernel[splits, tiles](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]),
@@ -206,13 +297,18 @@ def streamed(
         x if residual is None else residual,
         out,
         x if row_scales is None else row_scales,
-        torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out,
+        partial,
         arrived,
+        arrived if low is None else low.slots,
+        arrived if low is None else low.table.rows,
+        columns,
+        out if low is None else low.hidden,
         0 if residual is None else residual.stride(0),
         tokens,
         width,
         depth,
         split_depth,
+        entries,
         scale,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -225,6 +321,7 @@ def streamed(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=stages,
+        **constants,
         **launch.options(x.device),
     )
     return out

@@ -27,10 +27,11 @@ from stoker.kernels.reference.norm_rotary import Activation
 
 _FEW = 1024  # tokens, which are low tiles; more are tall ones
 _FEW_PAIRS = 256  # of a token and an expert
+_MOST_SPLITS = 256  # of one rank
 _LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Which tokens each program takes: some of one adapter, or neighbours where ``slots`` is 0."""
 
     programs: int
@@ -40,17 +41,17 @@ class _Tiles(NamedTuple):
     slots: int
 
     @staticmethod
-    def of(rows: AdapterRows, table: LoraTable, deterministic: bool) -> _Tiles:
+    def of(rows: AdapterRows, table: LoraTable, deterministic: bool) -> Tiles:
         tokens, slots = len(rows.slots), table.num_slots
         if table.experts > 1:
             height = 1 if tokens <= _FEW_PAIRS and not deterministic else 16
-            return _Tiles(triton.cdiv(tokens, height), height, rows.slots, rows.slots, 0)
+            return Tiles(triton.cdiv(tokens, height), height, rows.slots, rows.slots, 0)
         if slots not in rows.of_step:
             rows.of_step[slots] = order_by_group(rows.slots, slots + 1)
         # Of fp32 on no tensor core, 64 rows by as many columns are more than there are registers.
         height = 16 if deterministic or tokens <= _FEW or table.dtype == torch.float32 else 64
         order, starts = rows.of_step[slots]
-        return _Tiles(most_tiles(tokens, slots, height), height, order, starts, slots)
+        return Tiles(most_tiles(tokens, slots, height), height, order, starts, slots)
 
 
 def lora(
@@ -65,12 +66,29 @@ def lora(
     """As the reference. deterministic: a row's result has the same bits whatever stands beside it."""
     if table.empty:
         return out if gated is None else act_mul(out, gated)
+    tiles = Tiles.of(rows, table, deterministic)
+    hidden = shrink(x, table, rows, tiles, deterministic=deterministic)
+    if gated is not None and tiles.slots and len(set(table.widths)) == 1 and len(table.widths) == 2:
+        return _expand_gated(hidden, out, table, tiles, gated, deterministic)
+    out = _expand(hidden, out, table, rows, tiles, deterministic)
+    return out if gated is None else act_mul(out, gated)
+
+
+def shrink(
+    x: Tensor,
+    table: LoraTable,
+    rows: AdapterRows,
+    tiles: Tiles,
+    *,
+    deterministic: bool = False,
+    most_splits: int = _MOST_SPLITS,
+) -> Tensor:
+    """fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is written. x: [T, D]."""
     tokens, depth = x.shape
-    tiles = _Tiles.of(rows, table, deterministic)
-    linears, rank = len(table.widths), _padded_rank(table)
+    linears, rank = len(table.widths), padded_rank(table)
+    splits = min(_splits(tokens, depth, rank, deterministic), most_splits)
     wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
     block_r, block_k = min(rank, 32 if wide and table.strided else 64), 64 if wide else 128
-    splits = _splits(tokens, depth, rank, deterministic)
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
@@ -93,10 +111,7 @@ def lora(
         num_stages=4,
         **_settings(x, table, tiles, rank),
     )
-    if gated is not None and tiles.slots and len(set(table.widths)) == 1 and len(table.widths) == 2:
-        return _expand_gated(hidden, out, table, tiles, gated, deterministic)
-    out = _expand(hidden, out, table, rows, tiles, deterministic)
-    return out if gated is None else act_mul(out, gated)
+    return hidden
 
 
 def lora_embedding(
@@ -105,7 +120,7 @@ def lora_embedding(
     """As the reference. deterministic: as for ``lora``."""
     if table.empty:
         return out
-    tokens, rank = len(token_ids), _padded_rank(table)
+    tokens, rank = len(token_ids), padded_rank(table)
     hidden = torch.empty(1, 1, tokens, rank, dtype=torch.float32, device=out.device)
     look_up_kernel[(tokens,)](
         token_ids,
@@ -117,10 +132,10 @@ def lora_embedding(
         RANK=rank,
         **launch.options(out.device),
     )
-    return _expand(hidden, out, table, rows, _Tiles.of(rows, table, deterministic), deterministic)
+    return _expand(hidden, out, table, rows, Tiles.of(rows, table, deterministic), deterministic)
 
 
-def _padded_rank(table: LoraTable) -> int:
+def padded_rank(table: LoraTable) -> int:
     return int(max(16, triton.next_power_of_2(table.max_rank)))
 
 
@@ -128,14 +143,14 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     """In how many spans a shrink goes over its input, so that every multiprocessor reads: few kinds of them, as each is
     compiled for, and fewer of high ranks, whose blocks are programs too. Deterministic: whatever the other ranks are.
     """
-    most = 4 if deterministic else 256 // rank if tokens <= _FEW else 1
+    most = 4 if deterministic else _MOST_SPLITS // rank if tokens <= _FEW else 1
     splits = 1
     while splits < most and depth >= 2 * splits * _LEAST_SPAN:
         splits *= 2
     return splits
 
 
-def _settings(like: Tensor, table: LoraTable, tiles: _Tiles, rank: int) -> dict[str, Any]:
+def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int) -> dict[str, Any]:
     """The settings that both kernels are compiled for. like: a tensor of the dtype that the model computes in."""
     # What an fp32 adapter gives a model of 16 bits is rounded to these: three products on tensor cores are exact enough.
     thrice = table.dtype == torch.float32 and like.dtype != torch.float32
@@ -161,7 +176,7 @@ def _ranks_together(table: LoraTable, hidden: Tensor, deterministic: bool) -> in
 
 
 def _expand(
-    hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, tiles: _Tiles, deterministic: bool
+    hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, tiles: Tiles, deterministic: bool
 ) -> Tensor:
     """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
@@ -193,7 +208,7 @@ def _expand(
 
 
 def _expand_gated(
-    hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: _Tiles, gated: Activation, deterministic: bool
+    hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: Tiles, gated: Activation, deterministic: bool
 ) -> Tensor:
     """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as for ``_expand``."""
     splits, _, tokens, rank = hidden.shape

@@ -39,13 +39,13 @@ def _tokens_of(
 
 
 @triton.jit
-def _rank_of(entry, ALIGNED: tl.constexpr):
+def rank_of(entry, ALIGNED: tl.constexpr):
     rank = tl.load(entry + 4).to(tl.int32)
     return tl.multiple_of(rank, 8) if ALIGNED else rank
 
 
 @triton.jit
-def _matrix_of(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def matrix_of(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     matrix = tl.load(entry).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(matrix, 16) if ALIGNED else matrix
 
@@ -88,7 +88,7 @@ def shrink_kernel(
     slot = tl.max(slots, axis=0)
     while slot > 0:
         entry = pointers_ptr + (linear * entries + slot) * FIELDS
-        rank, a_ptr = _rank_of(entry, ALIGNED), _matrix_of(entry, DTYPE, ALIGNED)
+        rank, a_ptr = rank_of(entry, ALIGNED), matrix_of(entry, DTYPE, ALIGNED)
         if tl.min(ranks, axis=0) < rank:
             if STRIDED:
                 rank_stride, depth_stride = tl.load(entry + 6), tl.load(entry + 7)
@@ -147,7 +147,7 @@ def _adapted(
 
     out + scale * hidden @ b.T; with a gain g, bias + g * (out - bias + the same); plus shift.
     """
-    rank, b_ptr = _rank_of(entry, ALIGNED), _matrix_of(entry + 1, DTYPE, ALIGNED)
+    rank, b_ptr = rank_of(entry, ALIGNED), matrix_of(entry + 1, DTYPE, ALIGNED)
     gain_address, shift_address = tl.load(entry + 2), tl.load(entry + 3)
     scale = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
     if STRIDED:

@@ -5,7 +5,8 @@
 
 - Attention: ``attention``, planned by ``attention_plan`` and ``attention_splits``, in ``attention_decode``,
   ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
-- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``.
+- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``,
+  ``lora_product``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
 - ``checksum`` of weights; ``launch``, how kernels are launched.
@@ -104,6 +105,8 @@ class Ops:
     # Bytes that a layer with recurrent states takes while it runs, of (most tokens, heads, state's key dimension, dtype) and
     # whether it is the gated delta rule; layers take them one after the other.
     recurrent_workspace: Callable[..., int] | None = None
+    # ``linear`` and ``lora`` in one, of (x, weight, bias, table, rows); it may give None for what it cannot do so, or not as fast.
+    adapted_linear: Callable[..., Tensor | None] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
     # one that is taken first.
     matmuls: Mapping[str, str] = field(default_factory=dict)

@@ -69,7 +69,7 @@ TRITON = replace(
 def measured() -> Ops:
     """TRITON, with matmuls of some dozens of rows by what one engine finds to be the fastest."""
     linear = MeasuredLinear()
-    return replace(TRITON, linear=linear, matmuls=linear.chosen)
+    return replace(TRITON, linear=linear, adapted_linear=linear.adapted, matmuls=linear.chosen)
 
 
 # The same bits for a row alone and among any others, and in any pieces, where TRITON's depend on how many there are.

@@ -68,7 +68,16 @@ class Adapted:
     def look(self) -> tuple[object, ...]:
         """What a captured step knows of the tables, as they are now."""
         self._active = [table for table in self.tables if not table.empty]
-        return tuple((t.max_rank, t.dtype, t.strided, t.aligned, t.empty) for t in self.tables)
+        return tuple(t.traits for t in self.tables)
+
+    def multiply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterRows, **options: Any
+    ) -> Tensor | None:
+        """``Ops.linear`` of these linears with what ``apply`` does to it, in one, where there is an operation for that."""
+        in_one = self.layers.ops.adapted_linear
+        if in_one is None or len(self._active) > 1:
+            return None
+        return in_one(x, weight, bias, self._active[0], rows, **options)
 
     def apply(self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
         """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""

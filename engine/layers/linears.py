@@ -56,6 +56,11 @@ class Linears:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
             return self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
+        if self.weight is not None and rows is not None:
+            options = {"gated": gated, "residual": residual, "scale": scale, "row_scales": self.row_scales}
+            product = self.lora.multiply(x, self.weight, self.bias, rows, **options)
+            if product is not None:
+                return product
         # Adapters that only add may add to the residual as well.
         onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
         if self.weight is not None:

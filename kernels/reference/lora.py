@@ -182,6 +182,7 @@ class AdapterRows:
             change(x, out)
 
 
+FEW_ADAPTERS = 4  # of one linear, which a product may add one after the other
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
 POINTER_FIELDS = 10
 _ROW = struct.Struct("5qd4q")
@@ -236,6 +237,8 @@ class LoraTable:
     rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
+    only_products: bool = True  # whether no adapter has a gain or a shift
+    crowded: bool = False  # whether a linear ever had more than ``FEW_ADAPTERS``
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
     _written: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)  # first rows of a slot
     _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
@@ -269,8 +272,10 @@ class LoraTable:
                 self._written.pop((linear, slot), None)
             return
         self.weights[linear][slot] = weights
+        self.crowded |= len(self.weights[linear]) > FEW_ADAPTERS
         a, b, scale, gain, shift = weights
         rank, of_experts = a.shape[-2], a.dim() == 3
+        self.only_products &= gain is None and shift is None
         self.max_rank = max(self.max_rank, rank)
         first_a, first_b = (a[0], b[0]) if of_experts else (a, b)
         self.strided |= not (first_a.is_contiguous() and first_b.is_contiguous())
@@ -317,6 +322,12 @@ class LoraTable:
                 if weights.rank:
                     return weights.a.dtype
         return torch.float32
+
+    @property
+    def traits(self) -> tuple[object, ...]:
+        """What a captured step knows of the table. All but the last can only change once, or grow."""
+        known = self.max_rank, self.strided, self.only_products, self.crowded, self.aligned
+        return (*known, self.dtype, self.empty)
 
     @property
     def empty(self) -> bool:

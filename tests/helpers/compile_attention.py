@@ -123,6 +123,9 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str
         "tiles_copied": ptx.count("cp.async.bulk.tensor"),
         "dependent": options.get("launch_pdl", False),
         "waits": accesses[0] == "griddepcontrol.wait",
+        "before": sorted(
+            {*accesses[: accesses.index("griddepcontrol.wait")]} if "griddepcontrol.wait" in accesses else {}
+        ),
     }
 
 

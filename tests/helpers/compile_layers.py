@@ -254,6 +254,21 @@ def launch_adapters() -> None:
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
 
 
+def launch_adapted_products() -> None:
+    """Products that add adapters, and the shrinks beside which they begin."""
+    arrived = torch.zeros(256, dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens, gated, widths, depth in ((64, "silu", (8192, 8192), 2048), (128, None, (2048,), 8192)):
+            size = sum(widths), depth
+            for cut in linear_streamed.cuts_to_try(tokens, size, 2, gated is not None, 132)[:1]:
+
+                def op(x: torch.Tensor, out: torch.Tensor, *adapters: Any, **given: Any) -> None:
+                    linear_streamed.streamed(x, zeros(*given.pop("size")), None, norm=None, adapters=adapters, **given)
+
+                given = {"gated": gated, "residual": None, "scale": 1.0, "cut": cut, "arrived": arrived, "size": size}
+                adapt(tokens, 64, dtype, depth=depth, widths=widths, op=partial(op, **given))
+
+
 def launch_recurrent() -> None:
     """A decode step and prompts, of Qwen3-Next, OLMo-hybrid, LFM2, Bamba, Falcon-H1 and Nemotron-H."""
     for heads, dim in ((32, 128), (30, 192)):
@@ -330,5 +345,6 @@ if __name__ == "__main__":
     launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
     launch_routed()
     launch_adapters()
+    launch_adapted_products()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

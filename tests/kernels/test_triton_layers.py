@@ -287,11 +287,13 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     assert {m["kernel"] for m in made} == dependent | {"_checksums_kernel", "_thresholds", "_apply_thresholds"}
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
-        # A kernel that comes up before the one before has ended reads nothing until it has.
-        assert m["dependent"] == m["waits"] == (m["kernel"] in dependent), m
+        # A kernel that comes up before the one before has ended reads nothing until it has, but what was there before that began.
+        begun = m["kernel"] == "_streamed_kernel" and m["before"] == ["cp.async.bulk.tensor"]
+        assert m["dependent"] == (m["waits"] or begun) == (m["kernel"] in dependent), m
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
     assert all(m["tiles_copied"] and m["tensor_cores"] for m in streamed)
+    assert sum(not m["waits"] for m in streamed) == 4  # products with adapters, which begin beside the shrink
     # A token has the same bits as one of a decode step and as one of a piece: sums are over the same numbers of the same threads.
     for name in ("gated_delta_rule", "selective_scan"):
         sums = [m["sums"] for m in made if m["kernel"] == f"_{name}_kernel"]
