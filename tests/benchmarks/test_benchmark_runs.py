@@ -16,6 +16,7 @@ import torch
 from stoker.benchmarks import command, footprint, memory, report, rollout
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.scoring import SCENARIOS
+from stoker.weight_sync.change_detection import Changes, Look
 
 
 def test_what_is_left_out_or_fails_is_written_beside_what_was_found(
@@ -185,9 +186,36 @@ def test_a_way_that_fails_is_left_out_of_the_race() -> None:
         return weights.Way(prepare=list, update=update, check=lambda: True)
 
     found = weights.race({name: way(name) for name in ("one", "bad", "other")}, "cpu", 2, 1.0)
-    assert turns == ["one", "bad", "other", *["one", "other"] * 2]
+    assert turns == ["one", "bad", "other", *["one", "other"] * 3]
     assert found["bad"] == {"skipped": "RuntimeError: invalid device pointer", "failed": True}
     assert [len(found[name]["seconds"]) for name in ("one", "other")] == [2, 2] and found["one"]["bytes"] == 7
+
+
+@torch.no_grad()
+def test_updates_of_a_mirror_are_timed_where_each_is_like_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that changes is written in one pass, by what an update before has made."""
+    weights = importlib.import_module("stoker.benchmarks.weights")
+    scenario, pulls, made = weights.SCENARIOS["cpu", True][0], list[tuple[int, int, int]](), list[Look]()
+    make, find = Look.__init__, Look.find_changes
+
+    def making(look: Look, *arguments: Any) -> None:
+        made.append(look)
+        make(look, *arguments)
+
+    def finding(look: Look, *arguments: Any) -> Changes:
+        found = find(look, *arguments)
+        pulls.append((len(found.changed), len(found.written), len(made)))
+        made.clear()
+        return found
+
+    monkeypatch.setattr(Look, "__init__", making)
+    monkeypatch.setattr(Look, "find_changes", finding)
+    weights.of_masters(scenario, "cpu", 1.0)
+    (_, *in_full), in_part = pulls[: -weights.WARM_UP - 1], pulls[-weights.WARM_UP - 1 :]
+    layer = len(weights.weight_ranks.first_layer(model := scenario.spec.build("meta", torch.float32)))
+    assert [*in_full[weights.WARM_UP :], *in_part[weights.WARM_UP :]] == [
+        (count, count, 0) for count in (len(list(model.parameters())), layer)
+    ]
 
 
 def test_a_cache_is_as_large_as_wanted_or_as_a_device_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
