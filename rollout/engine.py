@@ -242,6 +242,7 @@ class RolloutEngine:
             raise InvalidRequestError(f"mode={shown(mode)}: give 'keep', 'wait' or 'abort'")
         self._loop.pause(mode)
 
+    @torch.inference_mode(False)
     def resume(self, *, recompute: bool = False) -> None:
         """Go on. recompute: compute the KV of requests under way again, where weights changed; else they keep the old.
 

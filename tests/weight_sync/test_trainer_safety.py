@@ -187,6 +187,25 @@ def test_whatever_grad_mode_the_caller_is_in(model, mode):
     assert not any(p.is_inference() for p in model.parameters())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_parameters_replaced_in_a_pause_can_be_trained_whatever_mode_it_ends_in(model, mode):
+    """They are laid side by side then, in storages of the engine's making."""
+    with RolloutEngine(model, config=CONFIG) as engine:
+        handle = engine.submit(PROMPT, PARAMS)
+        next(iter(handle))
+        engine.pause()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight = nn.Parameter(layer.self_attn.q_proj.weight.detach().clone())
+        with mode():
+            engine.resume()
+        handle.result()
+        plain = copy.deepcopy(model)
+        for trained in (model, plain):
+            train(trained, torch.optim.SGD(trained.parameters(), lr=0.01))
+        assert_same(model, snapshot(plain))
+        assert_matches(engine, model)
+
+
 def test_a_model_of_inference_tensors():
     with torch.inference_mode():
         model = make_model("llama")
