@@ -300,15 +300,15 @@ def test_what_is_no_adapter_ends_nobodys_request() -> None:
 
 
 def test_what_is_refused_between_two_steps_ends_nobodys_request() -> None:
-    """As images that the model makes nothing of, or an adapter that they cannot go through."""
+    """As images that the model makes nothing of, or an adapter that they cannot go through, or Ctrl-C while they are read."""
 
-    def refuse(error: type[Exception]) -> None:
+    def refuse(error: type[BaseException]) -> None:
         raise error("no")
 
     with build() as engine:
         handle = engine.submit(PROMPTS[0], long())
         next(iter(handle))
-        for kind in (InvalidRequestError, UnsupportedModelError):
+        for kind in (InvalidRequestError, UnsupportedModelError, KeyboardInterrupt):
             with pytest.raises(kind, match="no"):
                 engine._loop.attempt("read images", partial(refuse, kind))
         assert handle.result().error is None

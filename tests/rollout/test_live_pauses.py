@@ -286,4 +286,10 @@ def test_who_waits_for_long_says_who_has_paused(
         assert re.fullmatch(rf"requests wait for resume\(\): the engine was {words}", record.getMessage())
         assert re.search(words, repr(engine))
         engine.resume()
+        with beside(engine.pause), caplog.at_level(logging.WARNING, "stoker"):
+            pass
+        with pytest.raises(TimeoutError):
+            handle.result(timeout=0)
+        assert len(caplog.records) == 2, "of another pause it is said again"
+        engine.resume()
         assert handle.result().completions and "paused" not in repr(engine)
