@@ -39,6 +39,8 @@ _QUICK_GPU = Workload(
     name="quick", prompts=32, samples=4, prompt_tokens=(64, 256), median=60, sigma=0.3, cap=128, slots=128
 )
 
+_CHECKED = {"cpu": 8, "cuda": 64}  # rows
+
 SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
     ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
@@ -66,13 +68,19 @@ def build(scenario: Scenario, device: str) -> PeftModel:
 
 
 @torch.inference_mode()
-def check(engine: RolloutEngine, model: PeftModel, prompt: list[int]) -> dict[str, float]:
-    """That log-probabilities are those of PEFT's own forward, under the first adapter."""
-    (output,) = engine.generate_batch([prompt], SamplingParams(max_tokens=8), adapter="0")
-    (completion,) = output.completions
-    logits = model(torch.tensor([prompt + completion.token_ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
-    expected = logits.float().log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids].cpu()
-    worst = (expected - torch.tensor(completion.logprobs)).abs().max().item()
+def check(engine: RolloutEngine, model: PeftModel, prompts: Sequence[list[int]], adapters: int) -> dict[str, float]:
+    """That log-probabilities are those of PEFT's own forward: of a batch of all adapters, as many rows as the steps timed."""
+    names = [str(row % adapters) for row in range(len(prompts))]
+    outputs = engine.generate_batch(list(prompts), SamplingParams(max_tokens=8), adapter=names)
+    worst = 0.0
+    for output, name in zip(outputs, names, strict=True):
+        (completion,) = output.completions
+        ids, prompt = completion.token_ids, output.prompt_token_ids
+        model.set_adapter(name)
+        logits = model(torch.tensor([prompt + ids], device=model.device)).logits[0, len(prompt) - 1 : -1]
+        expected = logits.float().log_softmax(-1)[range(len(ids)), ids].cpu()
+        worst = max(worst, (expected - torch.tensor(completion.logprobs)).abs().max().item())
+    model.set_adapter("0")
     return gate.check(worst, gate.limit_of(model.dtype), "PEFT's")
 
 
@@ -172,7 +180,8 @@ def compare(scenario: Scenario, device: str) -> dict[str, Any]:
         max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
     )
     with RolloutEngine(model, config=config) as engine:
-        checked = check(engine, model, scenario.workload.draw(scenario.spec.config.vocab_size, -2)[0])
+        drawn = scenario.workload.draw(scenario.spec.config.vocab_size, -2)
+        checked = check(engine, model, drawn[: _CHECKED[device]], scenario.adapters)
         return {
             "model": {"name": scenario.spec.name, "dtype": str(model.dtype).removeprefix("torch.")},
             "workload": scenario.workload.describe(),
