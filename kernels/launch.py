@@ -9,7 +9,8 @@ places that become free, have weights on their way to L2, and then wait. Capture
 The rules, which make every kernel see all that was written before it: each calls ``await_turn`` before it reads or writes
 anything of the device's; all programs of one are there before any of the next; and a kernel's waiting for the one before
 is a wait for all before that one too, for it ended only after its own wait. So when a kernel comes up, all but the one before
-have ended: what they wrote a product with adapters reads before it waits (``lora_product``), and nothing else does.
+have ended: what they wrote, products with adapters and expands read before they wait (``lora_product``, ``lora_kernels``), and
+nothing else does.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

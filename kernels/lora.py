@@ -120,7 +120,7 @@ def lora_embedding(
     """As the reference. deterministic: as for ``lora``."""
     if table.empty:
         return out
-    tokens, rank = len(token_ids), padded_rank(table)
+    tokens, rank, tiles = len(token_ids), padded_rank(table), Tiles.of(rows, table, deterministic)
     hidden = torch.empty(1, 1, tokens, rank, dtype=torch.float32, device=out.device)
     look_up_kernel[(tokens,)](
         token_ids,
@@ -132,7 +132,7 @@ def lora_embedding(
         RANK=rank,
         **launch.options(out.device),
     )
-    return _expand(hidden, out, table, rows, Tiles.of(rows, table, deterministic), deterministic)
+    return _expand(hidden, out, table, rows, tiles, deterministic)
 
 
 def padded_rank(table: LoraTable) -> int:

@@ -219,8 +219,10 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A tile of tokens by columns of one linear, of each adapter that it meets."""
-    await_turn(DEPENDENT)
+    """A tile of tokens by columns of one linear, of each adapter that it meets.
+
+    Which those are was known before the shrink began, beside which this one comes up.
+    """
     tile = tl.program_id(1)
     linear = 0
     for other in tl.static_range(1, LINEARS):
@@ -234,6 +236,7 @@ def expand_kernel(
     columns = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, slots = _tokens_of(tl.program_id(0), slots_ptr, order_ptr, starts_ptr, tokens, num_slots, SLOTS, BLOCK_T)
     slot = tl.max(slots, axis=0)
+    await_turn(DEPENDENT)
     while slot > 0:
         entry = pointers_ptr + (linear * entries + slot) * FIELDS
         if (tl.load(entry + 4) > 0) | (tl.load(entry + 3) != 0):
@@ -298,13 +301,13 @@ def expand_gated_kernel(
 
     out: [T, width], beside gate_up, which stays as it is.
     """
-    await_turn(DEPENDENT)
     slot, first, end = group_of_tile(starts_ptr, entries, tl.program_id(0), SLOTS, BLOCK_T)
+    places = first + tl.arange(0, BLOCK_T)
+    mine = places < end  # of a tile beyond all groups: none
+    rows = tl.load(order_ptr + places, mask=mine, other=0).to(tl.int64)
+    await_turn(DEPENDENT)
     if slot >= entries:
         return
-    places = first + tl.arange(0, BLOCK_T)
-    mine = places < end
-    rows = tl.load(order_ptr + places, mask=mine, other=0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     gate = _adapted(
         hidden_ptr,
