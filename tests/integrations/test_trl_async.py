@@ -306,10 +306,10 @@ def test_what_cannot_work_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch
         AsyncRollouts(count_a).attach(SimpleNamespace())
     with pytest.raises(EngineStateError, match=r"call attach\(trainer\) before trainer.train\(\)"):
         trainer.train()
-    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    with pytest.raises(InvalidConfigError, match="the trainer shards its model"):
-        trainer.rollout_worker.attach(trainer)
-    monkeypatch.undo()
+    for kind in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        with monkeypatch.context() as patch, pytest.raises(InvalidConfigError, match="the trainer shards its model"):
+            patch.setattr(trainer, kind, True)
+            trainer.rollout_worker.attach(trainer)
     trainer.rollout_worker.attach(trainer)
     with pytest.raises(EngineStateError, match="attached already"):
         trainer.rollout_worker.attach(trainer)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from trl_async_setup import Make, async_trainers, count_a, record, saved_model, 
 from trl_setup import EOS, logged
 
 pytest.importorskip("trl", reason="TRL is not installed")
+
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
@@ -82,6 +85,42 @@ def test_a_run_goes_on_where_its_checkpoint_stopped(make: Make, tmp_path: Path) 
     assert asked[first][0] == resumed.processing_class("abc")["input_ids"]
     seeds = [params.seed for _, params, _ in asked + later]  # nothing is drawn twice, in whichever run
     assert None not in seeds and len(set(seeds)) == len(seeds)
+
+
+def test_the_loop_has_every_setting_of_the_trainer_that_there_is_one_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names that TRL itself gives them in both places; but those that its server would have had."""
+    settings: dict[str, Any] = {
+        "num_generations": 2,
+        "max_inflight_tasks": 5,
+        "queue_maxsize": 77,
+        "chat_template_kwargs": {"deep": True},
+        "max_tool_calling_iterations": 3,
+        "log_completions": True,
+        "num_completions_to_print": 2,
+        "fork_threshold_tokens": 9,
+    }
+    of_the_server = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "request_timeout"}
+    trainer = make(count_a, **settings)
+    engine = trainer.rollout_worker.attach(trainer)
+    taken, given, begin = signature(_AsyncRolloutLoop).parameters, dict[str, Any](), _AsyncRolloutLoop.__init__
+    assert taken.keys() & vars(trainer.args).keys() == settings.keys() | of_the_server
+    assert all(settings[name] != taken[name].default for name in settings), "or this shows nothing"
+    monkeypatch.setattr(_AsyncRolloutLoop, "__init__", lambda self, **o: (given.update(o), begin(self, **o))[1])
+    loop = trl_async._loop(trainer.rollout_worker, trainer, engine)
+    loop._steps.close()
+    loop._loop.close()
+    assert {name: given.get(name) for name in settings} == settings
+    assert given["processing_class"] is trainer.processing_class and given["dataset"] is trainer.train_dataset
+    assert given["eos_token_ids"] == trainer.eos_token_ids and given["reward_funcs"] == [count_a]
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_what_is_sampled_follows_the_trainers_seed(make: Make, seed: int) -> None:
+    rollouts = AsyncRollouts(count_a)
+    engine = rollouts.attach(make(count_a, rollouts, seed=seed))
+    assert engine is not None and engine.config.seed == seed
 
 
 def test_a_completion_that_was_aborted_is_sampled_anew(make: Make) -> None:
