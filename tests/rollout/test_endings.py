@@ -267,13 +267,14 @@ def test_special_tokens_are_those_that_a_text_is_decoded_without():
     assert special_tokens(bare) == {3: "<s>"}, "every stop string has the text of one that has none"
 
 
-def test_the_end_of_max_model_len():
-    with build(max_model_len=32) as engine:
-        prompts = [draw(1, 31), draw(2, 20), draw(3, 5)]
+@pytest.mark.parametrize("longest", [32, 35])  # whole blocks, and a part of one
+def test_the_end_of_max_model_len(longest: int) -> None:
+    with build(max_model_len=longest) as engine:
+        prompts, counts = [draw(1, 31), draw(2, 20), draw(3, 5)], (longest - 31, longest - 20, 16)
         batch = engine.generate_batch(prompts, SamplingParams(temperature=0, max_tokens=16))
-        assert [len(o.completions[0].token_ids) for o in batch] == [1, 12, 16]
+        assert [len(o.completions[0].token_ids) for o in batch] == [*counts]
         assert {o.completions[0].finish_reason for o in batch} == {"length"}
-        assert tokens(batch) == [[oracle.greedy(llama(), p, n)] for p, n in zip(prompts, (1, 12, 16), strict=True)]
+        assert tokens(batch) == [[oracle.greedy(llama(), p, n)] for p, n in zip(prompts, counts, strict=True)]
 
 
 def test_the_whole_of_the_models_positions():

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from live_setup import PROMPTS, at_rest, build, check_logprobs, long, nudge
+from live_setup import PROMPTS, at_rest, beside, build, check_logprobs, long, nudge
 
 from stoker.kernels.errors import EngineStateError, InvalidRequestError, WeightTransferError
 from stoker.rollout import RolloutEngine
@@ -73,6 +73,24 @@ def test_a_submission_notices_new_weights() -> None:
         output = engine.submit(PROMPTS[3], long(3)).result()
         assert output.cached_tokens == 0 and set(output.completions[0].weight_versions) == {1}
         check_logprobs(engine, PROMPTS[3], output.completions[0])
+
+
+def test_a_submission_under_others_requests_looks_at_no_weights() -> None:
+    """It would end the KV of all of these, in the middle of an optimizer step, perhaps; a batch and ``resume`` do look."""
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        engine.pause()
+        nudge(engine)
+        with beside(lambda: engine.submit(PROMPTS[1], long())):
+            pass
+        engine.submit(PROMPTS[2], long())
+        assert engine.weight_version == 0
+        engine.resume()
+        assert engine.weight_version == 1
+        (completion,) = handle.result().completions
+        assert set(completion.weight_versions) == {0, 1}
+        at_rest(engine)
 
 
 def test_a_batch_notices_new_weights_under_others_requests() -> None:
