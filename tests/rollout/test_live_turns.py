@@ -101,6 +101,31 @@ def test_no_thread_sleeps_between_a_look_at_the_weights_and_the_requests_of_them
         at_rest(engine)
 
 
+def test_no_thread_has_a_turn_while_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way in a pause is preempted then; an abort in the middle of that would find blocks that are gone."""
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        next(iter(handle))
+        engine.pause()
+        sleep, abort = engine._memory.sleep, threading.Thread(target=handle.abort)
+
+        def sleeping(*given: Any, **options: Any) -> None:
+            abort.start()
+            abort.join(0.2)
+            assert not handle.done
+            sleep(*given, **options)
+            assert not handle.done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._memory, "sleep", sleeping)
+            engine.sleep()
+        abort.join(60)
+        assert handle.done
+        engine.wake_up()
+        engine.resume()
+        at_rest(engine)
+
+
 def test_who_reads_between_two_lines_of_a_turn_sees_whole_tokens() -> None:
     """A token and its log-probability are taken one after the other, and whoever polls holds no lock."""
     with build() as engine:
