@@ -138,6 +138,10 @@ class EngineCore:
         """End these requests, those that have not ended yet. What is sampled for them still arrives, and is dropped."""
         self.scheduler.abort(requests)
 
+    def release(self) -> None:
+        """Hold nothing any more that a step would run on: there is no other one."""
+        del self.runner, self.inputs, self.images
+
     def abort_all(self, error: StokerError | None = None) -> None:
         """Drop all work, wherever an exception struck. Every block and slot is free again."""
         self._launched.clear()

@@ -188,6 +188,10 @@ class AdapterSources:
         for copies in self._gathered.values():
             copies.take_again()
 
+    def release(self) -> None:
+        """Hold none any more, and no shell."""
+        self.weights, self.packed, self._others, self._copies, self._shell = {}, {}, {}, {}, None
+
     # -- how it is done ----------------------------------------------------------------------------------------------
 
     def _changing(self) -> dict[str, AdapterWeights]:

@@ -209,6 +209,12 @@ class Adapters:
             self._placed.pop(slot, None)
         self._slabs.clear()
 
+    def release(self) -> None:
+        """Hold no weights any more, and no shell."""
+        self._placed.clear()
+        self._aliased.clear()
+        self._weights = {}
+
     def take_again(self) -> None:
         for adapter in self.slots:
             self.place(adapter)

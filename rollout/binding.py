@@ -364,5 +364,8 @@ class ModelBinding:
         self._stream = stream
 
     def release(self) -> None:
-        """Give the model's parameters storages of their own again."""
+        """Give the model's parameters storages of their own again, and hold none that they had: nothing runs any more."""
         self.source.release()
+        self.wholes, self.rounded = {}, None
+        self.adapters.release()
+        vars(self).pop("shell", None)

@@ -398,6 +398,8 @@ class RolloutEngine:
                 self._memory.sleep(TAGS, drop_weights=True)
                 self._binding.release()
                 self._closed = True
+                self.core.release()  # or whoever keeps the engine would keep the memory that parameters lay in
+                self._adapters.release()
 
     def __enter__(self) -> Self:
         return self

@@ -70,7 +70,7 @@ def stats_of(memory: EngineMemory, updates: WeightUpdates) -> EngineStats:
         scored_tokens=counters.scored_tokens,
         finished_requests=counters.finished_requests,
         fused_layers=binding.fused_layers,
-        num_layers=binding.shell.num_layers,
+        num_layers=len(binding.shapes),
         matmuls=dict(binding.ops.matmuls),
         last_update_seconds=updates.last_seconds,
         last_update_bytes=updates.last_bytes,

@@ -9,7 +9,9 @@ from functools import cache
 import pytest
 import ranks
 import torch
+from adapted import two_adapters
 from families import make_model
+from peft import get_peft_model_state_dict
 from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
@@ -165,6 +167,32 @@ def test_an_engine_that_is_dropped_is_gone():
     del engine
     gc.collect()
     assert (kv(), shell(), model()) == (None, None, None)
+
+
+def bytes_held() -> int:
+    """Of all tensors there are, each memory once."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float64"}, {"quantization": "fp8"}], ids=str)
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_closed_engine_holds_no_memory(settings: dict, lora: bool, asleep: bool) -> None:
+    """Whoever still has it goes on training: neither the storages that weights lay side by side in nor copies of any kind."""
+    model = two_adapters() if lora else make_model("llama")
+    before = bytes_held()
+    engine = RolloutEngine(model, config=EngineConfig(kv_cache_memory="1MiB", **settings))
+    if lora:
+        engine.load_adapter("more", (get_peft_model_state_dict(model), model.peft_config["default"]))
+    handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=4), **({"adapter": "more"} if lora else {}))
+    tokens = handle.result().completions[0].token_ids
+    if asleep:
+        engine.sleep(2)
+    engine.close()
+    assert bytes_held() - before < 100, repr(engine)
+    assert handle.result().completions[0].token_ids == tokens and engine.stats().num_layers == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2"])
