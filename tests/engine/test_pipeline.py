@@ -80,6 +80,21 @@ def test_states_leave_keys_and_values_half_of_the_memory(
     assert ("max_num_seqs is" in caplog.text) == (most < 64)
 
 
+def test_states_take_what_they_need_of_memory_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is free: that says how much an "auto" cache may take."""
+    monkeypatch.setattr(PretendDevice, "free_memory", lambda self: 10**5)
+    with build("qwen3_5", kv_cache_memory="8MiB", max_num_seqs=64) as engine:
+        assert engine.config.max_num_seqs == engine.core.scheduler.max_num_seqs == 64
+
+
+def test_what_torch_holds_and_nobody_uses_is_free_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [10**5]
+    monkeypatch.setattr(PretendDevice, "free_memory", lambda self: free[0])
+    monkeypatch.setattr(PretendDevice, "release_memory", lambda self: free.insert(0, 10**8))
+    with build("qwen3_5", kv_cache_memory="auto", max_num_seqs=64) as engine:
+        assert engine.config.max_num_seqs == 64
+
+
 @cache
 def one_step_at_a_time(family: str) -> tuple[RolloutBatch, int]:
     """What 25 requests give, and the memory in which some of them are preempted."""

@@ -93,6 +93,16 @@ def test_eos_of_the_tokenizer_counts_and_one_outside_the_vocabulary_does_no_harm
         assert c.token_ids == oracle.greedy(small, encode("a"), 8)
 
 
+def test_the_first_token_of_a_vocabulary_may_be_its_eos() -> None:
+    """As of GPT-NeoX."""
+    model = successor_model([4, 3, 2, 1, 0], vocab=64)
+    model.generation_config.eos_token_id = 0
+    with build(model) as engine:
+        c = only(engine.generate_batch([[4]], GREEDY))
+        assert (c.token_ids, c.finish_reason, c.stop_reason) == ([3, 2, 1, 0], "stop", 0)
+        assert c.token_ids == oracle.greedy(model, [4], 8)
+
+
 def test_eos_ids_are_those_of_now():
     """A trainer may set them after the engine was built, as for a chat template that ends turns with another token."""
     model, one = successor_model([*encode("abcdef"), EOS]), copy.deepcopy(tokenizer())

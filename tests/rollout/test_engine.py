@@ -192,6 +192,13 @@ def test_a_needle_in_a_haystack(config):
     assert all(len(c.token_ids) == len(c.logprobs) > 0 for o in batch for c in o.completions)
 
 
+def test_without_a_prefix_cache_nothing_is_found_in_it() -> None:
+    with build(block_size=4, enable_prefix_caching=False) as engine:
+        for _ in range(2):
+            assert engine.generate_batch([NEEDLE], NEEDLE_PARAMS)[0].cached_tokens == 0
+        assert engine.stats().prefix_cache_hit_tokens == 0
+
+
 def test_a_prefix_hit_and_a_partial_one_change_nothing():
     with build(block_size=4) as engine:
         engine.generate_batch([NEEDLE[:11] + draw(8, 9)], GREEDY)

@@ -6,6 +6,7 @@ import os
 import weakref
 from functools import cache
 
+import oracle
 import pytest
 import ranks
 import torch
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from stoker.engine.device import CpuRuntime
 from stoker.engine.request import Request
+from stoker.kernels.errors import InvalidConfigError, InvalidRequestError
 from stoker.kernels.host_memory import free_host_memory, host_memory
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
@@ -103,8 +105,46 @@ def test_what_torch_holds_and_nobody_uses_is_free_for_the_kv_cache(amount, monke
     monkeypatch.setattr(CpuRuntime, "release_memory", give_back)
     monkeypatch.setattr(CpuRuntime, "allocate", take)
     with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory=amount)) as engine:
-        wanted = 300_000 if amount == "auto" else amount
-        assert wanted - engine.stats().kv_block_bytes < engine.stats().kv_cache_bytes <= wanted
+        wanted, stats = 300_000 if amount == "auto" else amount, engine.stats()
+        assert wanted - stats.kv_block_bytes < stats.kv_cache_bytes <= wanted
+        assert engine.core.scheduler.max_num_seqs == wanted // stats.kv_block_bytes, "so many run as there are blocks"
+
+
+def test_the_smallest_kv_cache_has_a_block_beside_the_null_block() -> None:
+    with pytest.raises(InvalidConfigError, match=rf"holds no block: two blocks of 16 tokens take {32 * TOKEN_BYTES} "):
+        RolloutEngine(llama(), config=EngineConfig(kv_cache_memory=32 * TOKEN_BYTES - 1))
+    with RolloutEngine(llama(), config=EngineConfig(kv_cache_memory=32 * TOKEN_BYTES)) as engine:
+        assert engine.stats().num_kv_blocks == 1
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (output,) = engine.generate_batch([list(range(1, 11))], params)
+        assert len(output.completions[0].token_ids) == 6
+
+
+def test_the_longest_request_that_is_taken_runs_to_its_end() -> None:
+    """Windows hold more while a prompt is computed than later, and there is no room beyond."""
+    model, params = make_model("gemma2"), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    config = EngineConfig(max_num_seqs=1, block_size=4, max_num_batched_tokens=64, kv_cache_memory=64_000)
+    with RolloutEngine(model, config=config) as engine:
+        longest, while_decoding = engine._kv.most_tokens(64), engine._kv.most_tokens(4)
+        assert 16 < longest < while_decoding <= engine.max_model_len
+        prompt = [3 + i * i % 89 for i in range(longest - 5)]
+        with pytest.raises(
+            InvalidRequestError, match=rf"may grow to {longest + 1} tokens and the KV cache holds {longest}"
+        ):
+            engine.generate_batch([prompt], params)
+        (output,) = engine.generate_batch([prompt[1:]], params)
+        tokens = output.completions[0].token_ids
+        assert tokens == oracle.greedy(model, prompt[1:], 6, tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # whose windows hold more while a prompt is computed than later
+def test_auto_has_room_for_the_longest_sequence_where_one_runs_at_a_time(family: str) -> None:
+    model, prompt = make_model(family), [3 + i * i % 89 for i in range(90)]
+    config = EngineConfig(max_num_seqs=1, max_model_len=96, block_size=4)
+    with RolloutEngine(model, config=config) as engine:
+        (output,) = engine.generate_batch([prompt], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        tokens = output.completions[0].token_ids
+        assert tokens == oracle.greedy(model, prompt, 6, tokens)
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
