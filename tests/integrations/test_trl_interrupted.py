@@ -177,7 +177,7 @@ class Detaches(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before-the-engines", "after-the-engines"])
-@pytest.mark.parametrize("at", ["step_end", "train_end"])
+@pytest.mark.parametrize("at", ["train_begin", "step_end", "train_end", "evaluate", "predict"])
 def test_a_callback_that_detaches(make_trainer: MakeTrainer, at: str, first: bool) -> None:
     """The other callbacks miss nothing, and that of an engine that is not there does nothing."""
     trainer = make_trainer(vllm_enable_sleep_mode=True, **PLAIN)
@@ -190,4 +190,16 @@ def test_a_callback_that_detaches(make_trainer: MakeTrainer, at: str, first: boo
     trainer.add_callback(listens)
     trainer.train()
     assert listens.heard == ["step", "step", "end"]
+    if at in ("evaluate", "predict"):
+        getattr(trainer.callback_handler, f"on_{at}")(trainer.args, trainer.state, trainer.control, {})
     assert not trainer.use_vllm and not {"vllm_generation", "_last_loaded_step"} & set(vars(trainer))
+
+
+@pytest.mark.parametrize("at", ["evaluate", "predict"])
+def test_weights_are_taken_anew_after_an_evaluation(make_trainer: MakeTrainer, at: str) -> None:
+    """It may have been of other weights, with no step between."""
+    trainer = make_trainer(**PLAIN)
+    attach(trainer)
+    trainer._last_loaded_step = trainer.state.global_step
+    getattr(trainer.callback_handler, f"on_{at}")(trainer.args, trainer.state, trainer.control, {})
+    assert trainer._last_loaded_step != trainer.state.global_step
