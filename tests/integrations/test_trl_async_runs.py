@@ -14,6 +14,7 @@ from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defin
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,18 @@ def test_a_worker_that_stands_still_is_noticed(make: Make) -> None:
         rollouts._check_health(30)
 
 
+def test_a_run_that_has_just_begun_does_not_stand_still(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its thread has done nothing yet, and the run before it ended long ago."""
+    trainer = make(count_a)
+    rollouts = trainer.rollout_worker
+    rollouts.attach(trainer)
+    idle = SimpleNamespace(run=lambda: None, request_stop=lambda: None)
+    monkeypatch.setattr(trl_async, "_loop", lambda *_: idle)
+    rollouts.start()
+    rollouts.check_health(60.0)
+    rollouts.stop()
+
+
 def test_a_second_run_knows_nothing_of_the_first(make: Make) -> None:
     epochs = {"max_steps": -1, "num_train_epochs": 2, "token_budget": 0, "per_device_train_batch_size": 4}
     trainer = make(count_a, **epochs)  # of three prompts, and one a step
@@ -237,7 +250,7 @@ def test_a_second_run_knows_nothing_of_the_first(make: Make) -> None:
         late = replace(samples[0], group_id=77, model_version=trainer.model_version)
         rollouts.rollout_buffer.put(late)
         rollouts.metrics_queue.put({"late": 1.0})
-    assert not logged(trainer, "late")
+    assert not logged(trainer, "late") and min(logged(trainer, "batch/groups_per_step")) >= 0
 
 
 def test_the_error_of_a_run_is_its_own(make: Make) -> None:
@@ -270,6 +283,7 @@ def test_a_reward_function_that_exits_ends_training_and_holds_nothing(make: Make
     assert not threads() and not engine.core.has_work
     trainer.train()
     assert trainer.state.global_step == 3
+    trainer.rollout_worker.check_health(60.0)  # knows nothing of the failure of a run before it
 
 
 @pytest.mark.parametrize("where", ["tool", "reward"])
