@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from stoker.engine.adapters.lora import Filling
 from stoker.engine.adapters.slab import Slab, lies_on, pack
 from stoker.engine.adapters.slots import AdapterSlots
 from stoker.engine.device import runtime_for
@@ -63,6 +64,7 @@ class Adapters:
         self._placed: dict[int, tuple[object, AdapterWeights, AdapterWeights]] = {}
         self._slabs: dict[int, Slab] = {}
         self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
+        self._fillings: dict[str, Filling] = {}  # of those that slots read where they are
         # What ``give_back`` has left, until all of it is there again: slots without their adapter, and bytes of copies.
         self.emptied: set[int] = set()
         self.given_back = 0
@@ -90,6 +92,9 @@ class Adapters:
             self._known[name] = Adapter(name, next(self._serials))
         self._weights = live
         shell = self._binding.shell
+        # Of others than these nothing is known, and nothing kept.
+        self._aliased = {n: known for n, known in self._aliased.items() if known[0] is live.get(n)}
+        self._fillings = {n: f for n, f in self._fillings.items() if f.is_of(shell.lora, live.get(n))}
         shell.lora.stacks.forget()
         asleep = bool(self.emptied) or not self._binding.resident
         for adapter in self.slots:
@@ -181,8 +186,13 @@ class Adapters:
             if packed is None or self._binding.source.wider:
                 packed = pack(self._as_run(weights), runtime_for(device))
             here = slab.fill(packed)
+        filling = self._fillings.get(adapter.name) if aliased else None
         with torch.autocast(device.type, enabled=False):  # the caller's is not for what a slot derives
-            shell.lora.put(slot, here)
+            if filling is None or not filling.is_of(shell.lora, weights):
+                filling = shell.lora.prepare(here)
+            shell.lora.put(slot, filling)
+        if aliased and not filling.derived:
+            self._fillings[adapter.name] = filling
         self._placed[slot] = shell, weights, here
 
     def over_images(self, adapter: Adapter) -> ImageAdapter:
@@ -208,6 +218,7 @@ class Adapters:
             self._binding.shell.lora.put(slot, None)
             self._placed.pop(slot, None)
         self._slabs.clear()
+        self._fillings.clear()  # what is among those weights may lie elsewhere afterwards
 
     def release(self) -> None:
         """Hold no weights any more, and no shell."""
@@ -240,6 +251,7 @@ class Adapters:
         if adapter is None:
             return
         self._aliased.pop(name, None)
+        self._fillings.pop(name, None)
         if self.slots.drop(adapter):
             self._binding.shell.lora.put(adapter.slot, None)
             self._placed.pop(adapter.slot, None)

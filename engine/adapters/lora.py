@@ -10,20 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from stoker.engine.adapters.checks import check_fits, is_linear, is_router, shape_of
+from stoker.engine.adapters.checks import check_fits, is_linear, shape_of
 from stoker.engine.adapters.replacements import Replacements
 from stoker.engine.layers.experts import adapt_experts, expert_tables, projection_of, with_biases
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, LoraTable, LoraWeights, PointerBlock
+from stoker.kernels.reference.lora import (
+    AdapterRows,
+    AdapterWeights,
+    LoraTable,
+    LoraWeights,
+    PointerBlock,
+    kernel_rows,
+)
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 from stoker.kernels.reference.norm_rotary import Activation
@@ -57,13 +63,10 @@ class Adapted:
             self.tables.append(self._empty())
             self.layers.without_block.append(self.tables[-1])
 
-    def put(self, index: int, slot: int, chain: Sequence[LoraWeights]) -> None:
-        """Set what a slot does to one of the linears. chain: in this order; the tables have to ``reach`` its length.
-
-        After the last of them comes ``look``.
-        """
-        for table, weights in zip_longest(self.tables, chain):
-            table.put(index, slot, weights)
+    def parts(self, index: int, chain: Sequence[LoraWeights]) -> Iterator[tuple[tuple[LoraTable, int], LoraWeights]]:
+        """What goes into which table, under which number, for one of the linears. chain: adapters on top of each other."""
+        self.reach(len(chain))
+        return (((table, index), weights) for table, weights in zip(self.tables, chain, strict=False))
 
     def look(self) -> tuple[object, ...]:
         """What a captured step knows of the tables, as they are now."""
@@ -84,6 +87,31 @@ class Adapted:
         for table in self._active[:-1]:
             self.layers.ops.lora(x, out, table, rows)
         return self.layers.ops.lora(x, out, self._active[-1], rows, gated)
+
+
+class Filling:
+    """What a slot of some layers does for an adapter: right for as long as its tensors lie where they did, and, where numbers were
+    ``derived`` from theirs or the base's, these are the same.
+
+    parts: by table and number of a linear. links: the adapter, and those on top of it, as far as text goes through them.
+    """
+
+    def __init__(
+        self,
+        layers: LoraLayers,
+        adapter: AdapterWeights,
+        links: Sequence[AdapterWeights],
+        parts: Mapping[tuple[LoraTable, int], LoraWeights],
+    ) -> None:
+        self._of = layers, adapter
+        self.links = links
+        self.parts = {place: (weights, kernel_rows(weights)) for place, weights in parts.items()}
+        # What the tables' settings are made of: where one filling takes the place of another of this kind, they stay.
+        self.kind = {place: (weights.a.dtype, *rows[1:]) for place, (weights, rows) in self.parts.items()}
+        self.derived = layers.derives(adapter)
+
+    def is_of(self, layers: LoraLayers, adapter: AdapterWeights | None) -> bool:
+        return self._of[0] is layers and self._of[1] is adapter
 
 
 class LoraLayers:
@@ -113,11 +141,12 @@ class LoraLayers:
         self._blocks: list[PointerBlock] = []
         self._modules: dict[str, Any] = dict(module.named_modules())
         self._beside = beside
-        self._router_paths = {path for path, module in self._modules.items() if is_router(module)}
         self._fused: set[str] = set()
         self._adapted: dict[str, tuple[Adapted, int]] = {}  # by module, or by 3-D parameter of experts
         self._replacements = Replacements(self._modules, device)
-        self._last: object = None
+        self._held: dict[int, list[Filling]] = {}  # by slot: one, or none
+        self._settings: list[object] = []  # of kernels, group by group
+        self._last: object = None  # what a captured step knows: these, and what modules are replaced by
 
     @property
     def has_hooks(self) -> bool:
@@ -187,7 +216,7 @@ class LoraLayers:
             link.magnitudes
             or link.offsets
             or link.biases
-            or any(path in link.linears for path in self._router_paths)
+            or not self._replacements.routers.isdisjoint(link.linears)
             or any(key != projection_of(key) for key in link.experts)
             for link in self._links(adapter)
         )
@@ -203,10 +232,10 @@ class LoraLayers:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def put(self, slot: int, adapter: AdapterWeights | None) -> None:
-        """Fill a slot, or empty it. The tensors are read where they lie for as long as they are there."""
-        links = [] if adapter is None else list(self._links(adapter))
-        chains: dict[str, list[LoraWeights]] = {path: [] for path in self._adapted}
+    def prepare(self, adapter: AdapterWeights) -> Filling:
+        """What fills a slot with an adapter, whose tensors are read where they lie for as long as they are there."""
+        links = list(self._links(adapter))
+        chains: dict[str, list[LoraWeights]] = {}
         for link in links:
             for path in dict.fromkeys((*link.linears, *link.biases)):
                 if is_linear(self._modules[path]) or isinstance(self._modules[path], nn.Embedding):
@@ -214,27 +243,41 @@ class LoraLayers:
             for key in dict.fromkeys(map(projection_of, link.experts)):
                 experts = self._modules[key.rpartition(".")[0]]
                 chains.setdefault(key, []).append(with_biases(experts, key, link.experts))
+        parts: dict[tuple[LoraTable, int], LoraWeights] = {}
         for path, chain in chains.items():
             if path not in self._adapted:
                 self._adapt(path)
-            if len(chain) > 1:
-                self._adapted[path][0].reach(len(chain))
+            group, index = self._adapted[path]
+            parts.update(group.parts(index, chain))
+        return Filling(self, adapter, links, parts)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def put(self, slot: int, filling: Filling | None) -> None:
+        """Fill a slot, or empty it. filling: of these layers."""
         if self.without_block:
             self._blocks.append(PointerBlock(self.without_block))
             self.without_block = []
-        for path, chain in chains.items():
-            group, index = self._adapted[path]
-            group.put(index, slot, chain)
+        new = [] if filling is None else [filling]
+        held = self._held.get(slot, [])
+        self._held[slot] = [*held, *new]  # of which there may be parts, if this is broken off
+        alike = [one.kind for one in held] == [one.kind for one in new]
+        if not alike:
+            kept = {} if filling is None else filling.parts
+            for table, linear in (place for one in held for place in one.parts if place not in kept):
+                table.put(linear, slot, None)
+        for one in new:
+            for (table, linear), (weights, rows) in one.parts.items():
+                table.put(linear, slot, weights, rows)
         for block in self._blocks:
             block.upload()
-        self._replacements.put(slot, links)
-        before, self._last = self._last, self._look()
+        self._replacements.put(slot, [] if filling is None else filling.links)
+        if not alike:
+            groups = dict.fromkeys(group for group, _ in self._adapted.values())
+            self._settings = [group.look() for group in groups]
+        before, self._last = self._last, (self._settings, self._replacements.places)
         self.layout += before != self._last
-
-    def _look(self) -> object:
-        """What a captured step knows of the adapters: kernels' settings, and what modules are replaced by."""
-        groups = dict.fromkeys(group for group, _ in self._adapted.values())
-        return [group.look() for group in groups], self._replacements.places
+        self._held[slot] = new
 
     def complete(self, path: str, link: AdapterWeights) -> LoraWeights:
         """The matrices of a linear or an embedding, and what magnitudes and biases come to with the base's weights.

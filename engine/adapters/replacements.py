@@ -24,6 +24,7 @@ class Replacements:
     def __init__(self, modules: Mapping[str, Any], device: torch.device) -> None:
         """modules: of a shell, by path."""
         self._modules, self._device = modules, device
+        self.routers = {path for path, module in modules.items() if is_router(module)}
         self.rows: AdapterRows | None = None  # of the step that runs
         self._saved: dict[str, dict[int, Mapping[str, Tensor]]] = {}
         self._tokens: dict[str, dict[int, TokenRows]] = {}
@@ -66,13 +67,13 @@ class Replacements:
         """Weights of routers with their adapters, at one place for a slot: a captured step reads them there."""
         weights: dict[str, dict[str, Tensor]] = {}
         for link in links:
-            for path, (a, b, scale, *_) in link.linears.items():
-                if is_router(module := self._modules[path]):
-                    if (path, slot) not in self._merged:
-                        self._merged[path, slot] = torch.empty_like(module.weight)
-                    merged = self._merged[path, slot]
-                    before = merged if path in weights else module.weight
-                    weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
+            for path in self.routers.intersection(link.linears):
+                (a, b, scale, *_), module = link.linears[path], self._modules[path]
+                if (path, slot) not in self._merged:
+                    self._merged[path, slot] = torch.empty_like(module.weight)
+                merged = self._merged[path, slot]
+                before = merged if path in weights else module.weight
+                weights[path] = {"weight": merged.copy_(before + scale * (b @ a))}
         return weights
 
     def _fill(self, known: dict[str, Any], slot: int, values: Mapping[str, Any], hook: Any) -> None:

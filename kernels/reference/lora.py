@@ -201,12 +201,40 @@ class PointerBlock:
         parts = zip(tables, torch.split(self._host, sizes), torch.split(self._rows, sizes), strict=True)
         for table, host, rows in parts:
             shape = (len(table.widths), table.entries, POINTER_FIELDS)
-            table.block, table.rows_on_host, table.rows = self, host.view(shape).numpy(), rows.view(shape)
+            array: Any = host.numpy()
+            table.block, table.rows_on_host, table.rows = self, memoryview(array).cast("B"), rows.view(shape)
 
     def upload(self) -> None:
         if self.changed and self._rows is not self._host:
             self._rows.copy_(self._host.pin_memory(), non_blocking=True)  # pinned anew: the one before may be under way
         self.changed = False
+
+
+class KernelRows(NamedTuple):
+    """By what kernels find weights, and how these lie: right for as long as they lie there."""
+
+    packed: bytes  # POINTER_FIELDS, or as many for each expert
+    rank: int
+    strided: bool  # whether a matrix does not lie row after row
+    aligned: bool  # whether 16 bytes at a time can be read of matrices that do
+    only_products: bool  # whether there is neither gain nor shift
+
+
+def kernel_rows(weights: LoraWeights) -> KernelRows:
+    """What ``LoraTable.put`` needs to know of weights."""
+    a, b, scale, gain, shift = weights
+    rank, of_experts = a.shape[-2], a.dim() == 3
+    first_a, first_b = (a[0], b[0]) if of_experts else (a, b)
+    strided = not (first_a.is_contiguous() and first_b.is_contiguous())
+    aligned = rank % 8 == 0 and _is_aligned(a) and _is_aligned(b)
+    numbers = rank, scale, *first_a.stride(), *first_b.stride()
+    at = [0 if t is None else t.data_ptr() for t in (a, b, gain, shift)]
+    traits = rank, strided, aligned, gain is None and shift is None
+    if not of_experts:
+        return KernelRows(_ROW.pack(*at, *numbers), *traits)
+    steps = [0 if t is None else t.stride(0) * t.element_size() for t in (a, b, gain, shift)]
+    by_expert = ((start + expert * step for start, step in zip(at, steps, strict=True)) for expert in range(len(a)))
+    return KernelRows(b"".join(_ROW.pack(*first, *numbers) for first in by_expert), *traits)
 
 
 def _is_aligned(matrix: Tensor) -> bool:
@@ -232,15 +260,14 @@ class LoraTable:
     stacks: Stacks = field(default_factory=Stacks)
     weights: list[dict[int, LoraWeights]] = field(init=False)
     block: PointerBlock | None = None  # its own, unless tables were put into one before they were used
-    # int64 [linears, entries, POINTER_FIELDS]; an array, as a write to a tensor would be an operation for each linear
-    rows_on_host: Any = field(init=False)
+    # The bytes of int64 [linears, entries, POINTER_FIELDS]; as a write to a tensor would be an operation for each linear.
+    rows_on_host: memoryview = field(init=False)
     rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
     only_products: bool = True  # whether no adapter has a gain or a shift
     crowded: bool = False  # whether a linear ever had more than ``FEW_ADAPTERS``
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
-    _written: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)  # first rows of a slot
     _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
 
     def __post_init__(self) -> None:
@@ -259,42 +286,28 @@ class LoraTable:
     def _own_block(self) -> PointerBlock:
         return self.block or PointerBlock([self])
 
-    def put(self, linear: int, slot: int, weights: LoraWeights | None) -> None:
-        """Set what a slot does to one of the linears; None: nothing."""
+    def put(self, linear: int, slot: int, weights: LoraWeights | None, rows: KernelRows | None = None) -> None:
+        """Set what a slot does to one of the linears; None: nothing. rows: the ``kernel_rows`` of the weights, where they are known."""
         assert 0 < slot <= self.num_slots
         self.stacks.forget()
-        block = self._own_block()
-        entries = self.rows_on_host[linear, (slot - 1) * self.experts + 1 : slot * self.experts + 1]
+        block, nbytes = self._own_block(), self.experts * _ROW.size
         if weights is None:
-            if self.weights[linear].pop(slot, None) is not None:
-                entries[:] = 0
-                block.changed = True
-                self._written.pop((linear, slot), None)
-            return
-        self.weights[linear][slot] = weights
-        self.crowded |= len(self.weights[linear]) > FEW_ADAPTERS
-        a, b, scale, gain, shift = weights
-        rank, of_experts = a.shape[-2], a.dim() == 3
-        self.only_products &= gain is None and shift is None
-        self.max_rank = max(self.max_rank, rank)
-        first_a, first_b = (a[0], b[0]) if of_experts else (a, b)
-        self.strided |= not (first_a.is_contiguous() and first_b.is_contiguous())
-        self.aligned &= rank % 8 == 0 and _is_aligned(a) and _is_aligned(b)
-        row = (
-            *(a.data_ptr(), b.data_ptr()),
-            *(0 if gain is None else gain.data_ptr(), 0 if shift is None else shift.data_ptr()),
-            *(rank, scale, *first_a.stride(), *first_b.stride()),
-        )
-        if self._written.get((linear, slot)) != row:
-            _ROW.pack_into(entries[0], 0, *row)
-            if of_experts:
-                entries[1:] = entries[0]
-                for column, tensor in ((0, a), (1, b), (3, shift)):
-                    if tensor is not None:
-                        nbytes = tensor.stride(0) * tensor.element_size()
-                        entries[:, column] += torch.arange(self.experts, device="cpu").numpy() * nbytes
+            if self.weights[linear].pop(slot, None) is None:
+                return
+            packed = bytes(nbytes)
+        else:
+            self.weights[linear][slot] = weights
+            self.crowded |= len(self.weights[linear]) > FEW_ADAPTERS
+            packed, rank, strided, aligned, only_products = rows or kernel_rows(weights)
+            self.only_products &= only_products
+            self.max_rank = max(self.max_rank, rank)
+            self.strided |= strided
+            self.aligned &= aligned
+        start = linear * self.entries * _ROW.size + (slot - 1) * nbytes + _ROW.size
+        place = self.rows_on_host[start : start + nbytes]
+        if place != packed:
+            place[:] = packed
             block.changed = True
-            self._written[linear, slot] = row
 
     def entry(self, linear: int, slot: int) -> LoraWeights | None:
         """What a row's slot does; of experts, that is one of ``expert_slots``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,13 @@ def assert_like_peft(
             expected = oracle.greedy_logprobs(owner or model, prompt, ids, GREEDY.max_tokens).float()
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(score.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def assert_kernels_find(engine: RolloutEngine, slot: int, matrices: Iterable[torch.Tensor]) -> None:
+    """That the slot has the addresses of these A and B, and no others. Of an adapter without experts."""
+    tables = {t for group, _ in engine._binding.shell.lora._adapted.values() for t in group.tables}
+    found = {address for table in tables for address in table.pointers[:, slot, :2].flatten().tolist()}
+    assert found - {0} == {matrix.data_ptr() for matrix in matrices}
 
 
 _found: list[list[int]] = [[] for _ in PROMPTS]  # by ``tokens``: what a model is likely to give

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zero
-from adapted import lora, running, shake, with_lora
+from adapted import assert_kernels_find, lora, running, shake, with_lora
 from families import make_model
 from peft import PeftModel
 from ranks import noted
@@ -261,8 +261,15 @@ def several(rank: int) -> None:
             for output, (_, adapter) in zip(batch, loaded.values(), strict=True):
                 with alone(twin, adapter):
                     assert output.completions[0].token_ids == oracle.greedy(twin, PROMPT, GREEDY.max_tokens)
+        sleeping = of_base.stats().mirror_bytes
         of_base.sleep(level=3)
+        elsewhere = [torch.empty(size, dtype=torch.uint8) for size in (sleeping // 2, sleeping, sleeping // 3) * 4]
         of_base.wake_up()
+        del elsewhere  # until then another's memory
+        for name, weights in of_base._adapters.in_slots.items():
+            slot = next(adapter.slot for adapter in of_base._adapters.slots if adapter.name == name)
+            matrices = [t for link in weights.links for w in link.linears.values() for t in (w.a, w.b)]
+            assert_kernels_find(of_base, slot, matrices)
         with pytest.raises(EngineStateError, match=r"sleep\(level=3\) dropped them"):
             of_base.generate_batch([PROMPT], GREEDY)
         of_base.update_weights()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import peft
@@ -12,6 +16,7 @@ from adapted import (
     CONFIG,
     GREEDY,
     PROMPTS,
+    assert_kernels_find,
     assert_like_peft,
     expected_tokens,
     greedy_tokens,
@@ -25,6 +30,7 @@ from families import make_model
 from packaging.version import Version
 from peft import get_peft_model
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+from torch import nn
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from stoker.rollout import LIVE, InvalidRequestError, RolloutEngine
@@ -121,6 +127,136 @@ def test_a_scale_of_experts_and_one_among_several_are_seen() -> None:
                 if hasattr(module, "scale_layer"):
                     module.scaling["default"] *= 5.0
             assert tokens(engine, adapter=name) == greedy_tokens(changed) != before
+
+
+def _of(model: Any, adapter: str) -> list[tuple[Any, Any]]:
+    """Its A and B, layer by layer."""
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    return [(layer.lora_A[adapter], layer.lora_B[adapter]) for layer in layers if adapter in layer.lora_A]
+
+
+def _have_memory_elsewhere(model: Any) -> None:
+    for linear in chain(*_of(model, "other")):
+        linear.weight.data = linear.weight.data.flip(0).mul(1.5)
+
+
+def _be_other_parameters(model: Any) -> None:
+    for linear in chain(*_of(model, "other")):
+        linear.weight = nn.Parameter(linear.weight.detach().flip(1).contiguous())
+
+
+def _lie_column_by_column(model: Any) -> None:
+    for linear in chain(*_of(model, "other")):
+        linear.weight.data = linear.weight.data.flip(0).T.contiguous().T
+
+
+def _be_scaled(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "lora_A") and "other" in module.scaling:
+            module.scaling["other"] *= -2.0
+
+
+def _have_another_rank(model: Any) -> None:
+    model.delete_adapter("other")
+    model.add_adapter("other", lora(r=8, target_modules=["k_proj", "up_proj", "q_proj"]))
+    shake(model, seed=11)
+
+
+def _be_over_other_layers(model: Any) -> None:
+    model.delete_adapter("other")
+    model.add_adapter("other", lora(r=7, target_modules=["gate_proj", "o_proj"]))
+    shake(model, seed=11)
+
+
+def _get_magnitudes(model: Any) -> None:
+    model.delete_adapter("other")
+    model.add_adapter("other", lora(r=7, target_modules=["k_proj", "up_proj"], use_dora=True))
+    shake(model, seed=11)
+
+
+@pytest.mark.parametrize("tell", [True, False])
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(shake, seed=11),
+        _have_memory_elsewhere,
+        _be_other_parameters,
+        _lie_column_by_column,
+        _be_scaled,
+        _have_another_rank,
+        _be_over_other_layers,
+        _get_magnitudes,
+    ],
+    ids=lambda change: getattr(change, "__name__", "numbers").strip("_"),
+)
+@torch.no_grad()
+def test_an_adapter_that_changes_while_another_has_its_slot_comes_back_as_it_is_now(change: Any, tell: bool) -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
+
+        def check(name: str) -> list[list[int]]:
+            found = tokens(engine, adapter=name)
+            assert found == expected_tokens(model, name)
+            assert_kernels_find(engine, 1, (linear.weight for linear in chain(*_of(model, name))))
+            return found
+
+        before = [check(name) for name in ("other", "default", "other", "default")]
+        assert before[:2] == before[2:]
+        change(model)
+        if tell:
+            engine.update_weights()
+        assert check("other") != before[0]
+        check("default")
+        check("other")
+
+
+@torch.no_grad()
+def test_a_captured_step_holds_while_adapters_that_are_alike_take_turns_in_a_slot() -> None:
+    others = {
+        "alike": peft_model(seed=2),
+        "column by column": peft_model(seed=3),
+        "wide": peft_model(seed=4, r=9),
+        "over other layers": peft_model(seed=5, target_modules=["k_proj"]),
+    }
+    for module in others["column by column"].modules():
+        if hasattr(module, "lora_A"):
+            module.lora_A["default"].weight.data = module.lora_A["default"].weight.data.T.contiguous().T
+    with RolloutEngine(peft_model(), config=replace(CONFIG, max_loras=1)) as engine:
+        for name, other in others.items():
+            engine.load_adapter(name, other)
+        layers, layouts = engine._binding.shell.lora, []
+        for name in ["default", "alike", "default", *others]:
+            tokens(engine, adapter=name)
+            layouts.append(layers.layout)
+        assert engine._binding.shell.lora is layers
+        alike, *unlike = sorted(set(layouts))
+        assert layouts == [alike] * 4 + unlike and len(unlike) == 3
+
+
+@pytest.mark.parametrize("tell", [True, False])
+@torch.no_grad()
+def test_magnitudes_are_of_the_base_as_it_is_when_their_adapter_comes_back(tell: bool) -> None:
+    model = two_adapters()
+    _get_magnitudes(model)
+    with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
+        before = [tokens(engine, adapter=name) for name in ("other", "default", "other", "default")]
+        for layer in model.get_decoder().layers:
+            layer.mlp.up_proj.base_layer.weight.mul_(torch.rand(layer.mlp.up_proj.out_features, 1) + 0.5)
+        if tell:
+            engine.update_weights()
+        assert tokens(engine, adapter="other") == expected_tokens(model, "other") != before[0]
+
+
+def test_nothing_is_kept_of_an_adapter_that_lies_elsewhere_now() -> None:
+    model = two_adapters()
+    with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
+        tokens(engine, adapter="other")
+        tokens(engine, adapter="default")
+        held = [weakref.ref(t) for t in engine._binding.adapters.weights["other"].tensors()]
+        _have_memory_elsewhere(model)
+        engine.update_weights()
+        gc.collect()
+        assert not [ref for ref in held if ref() is not None]
 
 
 def test_adapters_come_and_go() -> None:
