@@ -295,7 +295,7 @@ def of_adapter(scenario: Scenario, device: str) -> dict[str, Any]:
     one = lora.Scenario(spec=scenario.spec, workload=work, adapters=1, repeats=scenario.repeats)
     model = lora.build(one, device)
     with RolloutEngine(model, config=replace(CONFIG, max_loras=1)) as engine:
-        lora.check(engine, model, work.draw(scenario.spec.config.vocab_size, 0)[0])
+        lora.check(engine, model, work.draw(scenario.spec.config.vocab_size, 0)[:1], 1)
         found = lora.updates(engine, model, one, device)
     return {f"adapter, {name}": entry(way["seconds"], way["bytes"]) for name, way in found.items()}
 

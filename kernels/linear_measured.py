@@ -11,7 +11,7 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
 from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, streamed, takes
+from stoker.kernels.lora import lora
 from stoker.kernels.lora_product import can_add
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
@@ -33,15 +34,7 @@ _MOST_OF_FP8 = 1024  # rows, from where on a plain copy of the weight costs litt
 _STEP = 16  # so many rows are measured together, and more where there are many
 _ROUNDS = 7
 _CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is then timed, be it a slow one
-_APART = 4.0  # microseconds that adapters take at least which a product could have added
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
-
-
-class _Found(NamedTuple):
-    """way: the fastest. cut: the best one of a streamed weight, where that is about as fast."""
-
-    way: Callable[..., Tensor]
-    cut: Cut | None = None
 
 
 class MeasuredLinear:
@@ -50,7 +43,8 @@ class MeasuredLinear:
     def __init__(self) -> None:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
-        self._ways: dict[tuple[Any, ...], _Found] = {}
+        self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+        self._products: dict[tuple[Any, ...], Cut | None] = {}  # that add adapters
         self._arrived: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -71,7 +65,7 @@ class MeasuredLinear:
         options["row_scales"] = row_scales
         multiply = by_torch
         if self._has_ways(x, weight, residual):
-            multiply = self._fastest(x, weight, bias, options).way
+            multiply = self._fastest(x, weight, bias, options)
         if multiply is by_torch:
             return by_torch(x, weight, bias, in_place=in_place, **options)
         return multiply(x, weight, bias, **options)
@@ -94,8 +88,15 @@ class MeasuredLinear:
         options["row_scales"] = row_scales
         if x.shape[0] > MOST_ROWS or not (self._has_ways(x, weight, residual) and can_add(table, x)):
             return None
-        cut = self._fastest(x, weight, bias, options).cut
-        if cut is None or not takes(cut, table, gated):
+        key, name = self._what(x, weight, bias, options)
+        key = *key, *table.widths, table.traits
+        if key not in self._products:
+            if is_capturing(x.device):
+                return None
+            found, self._products[key] = self._measured_product(x, weight, bias, table, rows, options)
+            self.chosen[f"{name}, adapters"] = found
+        cut = self._products[key]
+        if cut is None:
             return None
         arrived = self._arrived[x.device]
         return streamed(x, weight, bias, cut=cut, arrived=arrived, adapters=(table, rows), **options)
@@ -111,50 +112,76 @@ class MeasuredLinear:
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
         )
 
-    def _fastest(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> _Found:
+    @staticmethod
+    def _what(x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
+        """What is measured once, and its name."""
         step = _STEP if x.shape[0] <= MOST_ROWS else MOST_ROWS
         rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
         what = [name for name in ("bias", "norm", "gated", "residual", "row_scales") if given[name] is not None]
-        key = rows, weight.shape, *what, x.dtype, describable(weight)
+        name = ", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])
+        return (rows, weight.shape, *what, x.dtype, describable(weight)), name
+
+    def _fastest(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> Callable[..., Tensor]:
+        key, name = self._what(x, weight, bias, options)
         if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
-                return _Found(by_torch)
-            found, self._ways[key] = self._measured(x, weight, bias, options)
-            self.chosen[", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])] = found
+                return by_torch
+            self.chosen[name], self._ways[key] = self._measured(x, weight, bias, options)
         return self._ways[key]
 
-    def _measured(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[str, _Found]:
+    def _measured(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+    ) -> tuple[str, Callable[..., Tensor]]:
         ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
-        cut = None
         try:
-            expected = by_torch(x, weight, bias, **options).float()
-            if not expected.isfinite().all():
-                raise ValueError("the product is not finite")
-            cuts = self._cuts(x, weight, options["gated"] is not None)
-            ways |= self._others(x, cuts)
+            ways |= self._others(x, self._cuts(x, weight, options["gated"] is not None))
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
+            expected = calls["torch"]()
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
-            most = _ERROR[x.dtype] * expected.abs().max()
-            right = {
-                name: call
-                for name, call in calls.items()
-                if name == "torch" or bool((call().float() - expected).abs().max() <= most)
-            }
-            del expected
-            for name in calls.keys() - right.keys():
-                _log.warning("%s is wrong for %s rows of %s, and not used", name, x.shape[0], list(weight.shape))
-            taken = microseconds(right, x.device)
-            order = sorted(taken, key=lambda name: taken[name])
-            best, found = order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
-            near = [name for name in order if taken[name] < taken[best] + _APART]
-            cut = next((cuts[name] for name in near if name in cuts), None)
+            best, found = fastest(calls, "torch", expected, weight)
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
             _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
             best = found = "torch"
-        return found, _Found(ways[best], cut)
+        return found, ways[best]
+
+    def _measured_product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: LoraTable,
+        rows: AdapterRows,
+        options: dict[str, Any],
+    ) -> tuple[str, Cut | None]:
+        """By which cut a product adds adapters faster than other kernels do, as with one adapter for all rows."""
+        gated, residual, scale = options["gated"], options["residual"], options["scale"]
+        of_one = AdapterRows(torch.full_like(rows.slots, min(set().union(*table.weights))))
+
+        def apart(onto: Tensor | None = None) -> Tensor:
+            out = self(x, weight, bias, residual=onto, in_place=onto is not None, row_scales=options["row_scales"])
+            out = lora(x, out, table, of_one, gated)
+            return out if residual is None or onto is not None else torch.add(residual, out, alpha=scale)
+
+        try:
+            cuts = self._cuts(x, weight, gated is not None)
+            cuts = {f"in one, {name}": cut for name, cut in cuts.items() if takes(cut, table, gated)}
+            expected = apart()
+            of_residual = residual is not None and gated is None and scale == 1.0
+            calls = {"apart": partial(apart, residual.clone() if of_residual else None)}
+            with_adapters: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_one)}
+            for name, cut in cuts.items():
+                calls[name] = partial(streamed, x, weight, bias, cut=cut, **with_adapters, **options)
+            best, found = fastest(calls, "apart", expected, weight)
+        except Exception as error:
+            size = list(weight.shape)
+            _log.warning("no product of %s rows and %s adds adapters: %s", x.shape[0], size, error)
+            return "apart", None
+        return found, cuts.get(best)
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):
@@ -168,16 +195,38 @@ class MeasuredLinear:
         """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
-        if x.device not in self._arrived:  # of fewer tiles, where there are several splits
-            processors = launch.multiprocessors(x.device)
-            self._arrived[x.device] = torch.zeros(processors, dtype=torch.int32, device=x.device)
-        arrived = self._arrived[x.device]
+        arrived = self._arrived_on(x.device)
         others: dict[str, Callable[..., Tensor]] = {
             name: partial(streamed, cut=cut, arrived=arrived) for name, cut in cuts.items()
         }
         if x.shape[0] <= MOST_SKINNY:
             others["skinny"] = skinny
         return others
+
+    def _arrived_on(self, device: torch.device) -> Tensor:
+        if device not in self._arrived:  # of fewer tiles, where there are several splits
+            processors = launch.multiprocessors(device)
+            self._arrived[device] = torch.zeros(processors, dtype=torch.int32, device=device)
+        return self._arrived[device]
+
+
+def fastest(calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Tensor, weight: Tensor) -> tuple[str, str]:
+    """The name of the fastest of those that are right, as the first is, and how long each takes. expected: the product."""
+    rows, dtype, expected = expected.shape[0], expected.dtype, expected.float()
+    if not expected.isfinite().all():
+        raise ValueError("the product is not finite")
+    most = _ERROR[dtype] * expected.abs().max()
+    right = {
+        name: call
+        for name, call in calls.items()
+        if name == first or bool((call().float() - expected).abs().max() <= most)
+    }
+    for name in calls.keys() - right.keys():
+        _log.warning("%s is wrong for %s rows of %s, and not used", name, rows, list(weight.shape))
+    del expected
+    taken = microseconds(right, weight.device)
+    order = sorted(taken, key=lambda name: taken[name])
+    return order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
 
 
 def is_capturing(device: torch.device) -> bool:
