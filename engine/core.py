@@ -140,7 +140,8 @@ class EngineCore:
 
     def release(self) -> None:
         """Hold nothing any more that a step would run on: there is no other one."""
-        del self.runner, self.inputs, self.images
+        for name in ("runner", "inputs", "images"):
+            vars(self).pop(name, None)
 
     def abort_all(self, error: StokerError | None = None) -> None:
         """Drop all work, wherever an exception struck. Every block and slot is free again."""

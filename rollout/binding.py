@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stoker.engine.cache.kv_cache import LayerShape
 from stoker.engine.layers.fp8_weights import Fp8Weights
+from stoker.engine.layers.fused_layers import release_layers
 from stoker.engine.model import ModelShell
 from stoker.engine.supported_models import check_experts, check_supported
 from stoker.engine.virtual_memory import virtual_buffer
@@ -365,7 +366,8 @@ class ModelBinding:
 
     def release(self) -> None:
         """Give the model's parameters storages of their own again, and hold none that they had: nothing runs any more."""
-        self.source.release()
         self.wholes, self.rounded = {}, None
         self.adapters.release()
-        vars(self).pop("shell", None)
+        if (shell := vars(self).pop("shell", None)) is not None:
+            release_layers(shell)
+        self.source.release()  # last: each piece of memory now goes with the last parameter that lies in it

@@ -396,10 +396,10 @@ class RolloutEngine:
             if not self._closed:
                 self._loop.do("close", self.core.abort_all)
                 self._memory.sleep(TAGS, drop_weights=True)
-                self._binding.release()
                 self._closed = True
-                self.core.release()  # or whoever keeps the engine would keep the memory that parameters lay in
-                self._adapters.release()
+            self.core.release()  # or whoever keeps the engine would keep the memory that parameters lay in
+            self._adapters.release()
+            self._binding.release()  # which may break off, and goes on when called again
 
     def __enter__(self) -> Self:
         return self

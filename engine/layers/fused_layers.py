@@ -95,6 +95,14 @@ def fuse_layers(shell: ModelShell, ops: Ops, fused: Mapping[tuple[str, ...], Ten
     return len(layers), all(layer.runs_on_ops for layer in layers)
 
 
+def release_layers(shell: ModelShell) -> None:
+    """Let go of what weights lie side by side in: layers hold themselves in circles, and wait for the garbage collector."""
+    for layer in shell.module.modules():
+        for branch in layer.branches if isinstance(layer, FusedDecoderLayer) else ():
+            for group in branch.linears:
+                group.weight = group.bias = None
+
+
 def _candidates(shell: ModelShell) -> Iterator[tuple[str, nn.ModuleList, int, Any, Structure]]:
     """(path, list, index, layer, structure) of every decoder layer that has one."""
     of_text = set(shell.decoder.modules())

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from stoker.engine.layers.fused_decoder import FusedDecoderLayer
 from stoker.rollout import EngineConfig, RolloutEngine, WeightsMovedError
-from stoker.weight_sync.aliased_source import AliasedSource
+from stoker.weight_sync.aliased_source import _WHOLES, AliasedSource
 
 
 @pytest.fixture
@@ -124,6 +124,21 @@ def test_a_close_that_breaks_off_can_be_tried_again(model, error, monkeypatch):
     engine.close()
     assert all(p.untyped_storage().resizable() for p in model.parameters())
     assert_same(model, before)
+
+
+def test_a_close_needs_no_memory_for_a_second_model(model, monkeypatch):
+    """What parameters lay side by side in goes with the last of them, and not at the end."""
+    gc.collect()
+    before, clone, left = len(_WHOLES), torch.Tensor.clone, []
+
+    def cloned(tensor, **options):
+        left.append(len(_WHOLES) - before)
+        return clone(tensor, **options)
+
+    engine = RolloutEngine(model, config=CONFIG)
+    monkeypatch.setattr(torch.Tensor, "clone", cloned)
+    engine.close()
+    assert left[0] > 2 and left[-1] == 1 and left == sorted(left, reverse=True)
 
 
 def test_an_engine_after_one_that_was_never_closed(model):
