@@ -8,6 +8,10 @@ import pytest
 import rank_differences
 import rank_failures
 import ranks
+import torch
+
+from stoker.kernels.errors import EngineStateError, WeightTransferError
+from stoker.weight_sync import rank_agreement
 
 SHARDINGS = [("fsdp2", 2), ("two meshes", 4)]
 
@@ -77,3 +81,17 @@ def test_settings_that_not_all_ranks_have():
 
 def test_engines_in_other_orders():
     ranks.run(rank_differences.other_engines, 2, timeout=20)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_came_of_an_error_that_all_ranks_know_is_told_to_none(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have ended by it: nobody would answer, and this one would wait until its time is out."""
+    told: list[Exception] = []
+    monkeypatch.setattr(rank_agreement, "agree", lambda parts, device, error: told.append(error))
+    cause = WeightTransferError("a rank was lost")
+    error = EngineStateError("no update")
+    error.__cause__ = rank_agreement._known_to_all(cause) if known else cause
+    rank_agreement.refuse({}, torch.device("cpu"), error)
+    assert told == ([] if known else [error])
