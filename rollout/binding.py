@@ -299,8 +299,7 @@ class ModelBinding:
         return sum(keeper.nbytes for keeper in self._keepers)
 
     def derive(self) -> int:
-        """Make anew what is made of weights, which have changed; returns the bytes of copies of them that were written."""
-        self.shell.refresh()
+        """Make rounded weights anew of those that have changed; returns the bytes that were written."""
         if self.rounded is None:
             return 0
         self._watch()

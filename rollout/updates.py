@@ -92,7 +92,8 @@ class WeightUpdates:
 
         def take(now: bool) -> None:
             self._told = False
-            self.last_bytes += self._take(self.version + 1 if version is None else version, recompute=False)
+            number = self.version + 1 if version is None else version
+            self.last_bytes += self._take(number, recompute=False, noticed=now)
             self._told = not now
 
         self._between_steps("update its weights", look, take)
@@ -206,12 +207,18 @@ class WeightUpdates:
                 request.error = deleted(request)
                 self._core.abort([request])
 
-    def _take(self, version: int, *, recompute: bool) -> int:
-        """Bring all that depends on weights in step with them; returns the bytes of copies of them that were written."""
+    def _take(self, version: int, *, recompute: bool, noticed: bool = True) -> int:
+        """Bring all that depends on weights in step with them; returns the bytes of copies of them that were written.
+
+        noticed: ``notice`` has looked at them. Else it will before anything runs, and what is kept of rotary frequencies is left to
+        it: to compare these waits for the device, which may still be at the trainer's step.
+        """
         core = self._core
         core.drain()
         if recompute:
             core.scheduler.preempt_all()
+        if noticed:
+            self._binding.shell.refresh()
         written = self._binding.derive()
         core.runner.bind(self._binding.shell)
         self._adapters.refresh()

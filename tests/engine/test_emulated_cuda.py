@@ -242,6 +242,21 @@ def test_whatever_becomes_of_the_weights(fields: dict[str, Any]) -> None:
         assert device.replays
 
 
+@torch.no_grad()
+def test_an_update_in_place_does_not_wait_for_the_trainers_step() -> None:
+    """Which may still be under way on the device. What was kept of rotary frequencies is made anew before anything runs."""
+    model: Any = get_peft_model(make_model("llama", num_hidden_layers=1), lora()).eval()
+    with on_cuda(model) as (engine, device):
+        as_the_model_says(engine.generate_batch(prompts(2), SamplingParams(max_tokens=5, seed=1)), model)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+        model.get_decoder().rotary_emb.inv_freq.mul_(0.7)
+        device.waits.clear()
+        engine.update_weights()
+        assert not device.waits
+        as_the_model_says(engine.generate_batch(prompts(2), SamplingParams(max_tokens=5, seed=1)), model)
+
+
 def test_adapters_that_come_and_change_and_go() -> None:
     """By the kernels that a device has for them."""
     model, other = (get_peft_model(make_model("llama", num_hidden_layers=1), lora()).eval() for _ in range(2))

@@ -198,14 +198,16 @@ def test_rotary_frequencies_that_change_in_place(model):
         assert set(assert_matches(engine, model)) == {1}
 
 
-@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("updated", ["never", "before", "after"])
 def test_rotary_frequencies_that_change_in_place_before_anything_runs(model, updated):
     with RolloutEngine(model, config=CONFIG) as engine:
-        if updated:
+        if updated == "before":
             engine.update_weights()
         with torch.no_grad():
             model.model.rotary_emb.inv_freq.mul_(0.7)
-        assert set(assert_matches(engine, model)) == {int(updated)}
+        if updated == "after":
+            engine.update_weights()
+        assert set(assert_matches(engine, model)) == {int(updated != "never")}
 
 
 def test_tying_and_untying():
