@@ -169,7 +169,10 @@ class Adapters:
         shell, weights, slot = self._binding.shell, self._weights[adapter.name], adapter.slot
         before = self._placed.get(slot, (None, None, None))
         there = before[0] is shell and before[1] is weights
-        if there and not changed:
+        filling = self._fillings.get(adapter.name)
+        if filling is not None and not filling.is_of(shell.lora, weights):
+            filling = None
+        if there and (filling is not None or not changed):
             return
         device, packed = self._binding.source.device, self._binding.adapters.packed.get(adapter.name)
         aliased = packed is None and self._is_aliased(adapter.name, weights)
@@ -186,10 +189,8 @@ class Adapters:
             if packed is None or self._binding.source.wider:
                 packed = pack(self._as_run(weights), runtime_for(device))
             here = slab.fill(packed)
-        filling = self._fillings.get(adapter.name) if aliased else None
         with torch.autocast(device.type, enabled=False):  # the caller's is not for what a slot derives
-            if filling is None or not filling.is_of(shell.lora, weights):
-                filling = shell.lora.prepare(here)
+            filling = filling or shell.lora.prepare(here)
             shell.lora.put(slot, filling)
         if aliased and not filling.derived:
             self._fillings[adapter.name] = filling

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 _T = TypeVar("_T")
-_GLANCE = 512  # of modules' registries, or of what else there is many of: what a glance looks at
+_GLANCE = 256  # of modules' registries, or of what else there is many of: what a glance looks at
 _TOP = 64  # of these, the first: wrappers, and what the model begins with
 _dtype, _shape, _modules = attrgetter("dtype"), attrgetter("shape"), itemgetter("_modules")
 
