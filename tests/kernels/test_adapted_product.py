@@ -203,6 +203,36 @@ def test_an_engine_whose_products_add_adapters_has_the_log_probabilities_of_peft
         torch.testing.assert_close(torch.tensor(c.logprobs).double(), wanted, rtol=0, atol=1e-4)
 
 
+def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[str, float]) -> None:
+    """Of steps that were captured with products that add the other."""
+    pytest.importorskip("peft")
+    from adapted import running, state_dict, with_lora
+    from families import make_model
+    from pretend_device import build
+
+    from stoker.rollout import SamplingParams
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "attention_bias": True}
+    models = {
+        name: with_lora(make_model("llama", **sizes), r=4, bias=bias)
+        for name, bias in (("plain", "none"), ("biased", "lora_only"))
+    }
+    settings = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with build(make_model("llama", **sizes), ops=measured(), decode_window=1, max_loras=1) as engine:
+        for name, model in models.items():
+            engine.load_adapter(name, (state_dict(model), model.peft_config["default"]))
+        layouts = []
+        for name in ("plain", "biased", "plain"):
+            batch = engine.generate_batch([[5 + i, 6, 7] for i in range(5)], settings, adapter=name)
+            layouts.append(engine._binding.shell.lora.layout)
+            for output in batch:
+                (c,) = output.completions
+                with running(models[name], "default"):
+                    wanted = oracle.logprobs(models[name], output.prompt_token_ids, c.token_ids)
+                torch.testing.assert_close(torch.tensor(c.logprobs).double(), wanted, rtol=0, atol=1e-4)
+    assert layouts[0] != layouts[1] == layouts[2], "for which steps are captured anew, or not"
+
+
 # -- on a device --------------------------------------------------------------------------------------------------------
 
 
