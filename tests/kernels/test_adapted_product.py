@@ -267,7 +267,7 @@ def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_a_device_it_is_as_the_operations_one_by_one(dtype: torch.dtype) -> None:
+def test_on_a_device_it_is_as_the_operations_one_by_one(dtype: torch.dtype, times: dict[str, float]) -> None:
     """Of the sizes of a model of a billion parameters; captured, for other tokens and other adapters."""
     linear, slots = MeasuredLinear(), torch.randint(3, (64,), device=DEVICE)
     for widths, depth, options in (([2048, 512, 512], 2048, ""), ([8192, 8192], 2048, "g"), ([2048], 8192, "r")):
