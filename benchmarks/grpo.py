@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,8 +151,9 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         self.trainer.times.steps.append(time.perf_counter() - self.start)
 
 
-def build_trainer(scenario: Scenario, way: str, device: str, folder: str) -> TimedTrainer:
-    tokenizer = build_tokenizer(scenario.spec.config.vocab_size)
+def build_trainer(
+    scenario: Scenario, way: str, device: str, folder: str, tokenizer: PreTrainedTokenizerFast
+) -> TimedTrainer:
     rng = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(scenario.prompts * scenario.steps):
@@ -216,48 +218,56 @@ def check(trainers: dict[str, TimedTrainer], dtype: torch.dtype) -> dict[str, An
     return gate.check(worst, gate.limit_of(dtype), "the trainer's")
 
 
-def compare(scenario: Scenario, device: str) -> dict[str, Any]:
+def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
+    """What is known after each block of each way; the gate is of all of them."""
+    tokenizer = build_tokenizer(scenario.spec.config.vocab_size)
+    trainers: dict[str, TimedTrainer] = {}
     with tempfile.TemporaryDirectory() as folder:
-        ways = [way for way in WAYS if scenario.as_called or way != "continuous"]
-        trainers = {way: build_trainer(scenario, way, device, folder) for way in ways}
-        for trainer in trainers.values():  # once, for what is made or captured at first
-            trainer.train()
-            trainer.times, trainer.args.max_steps = Times(), scenario.steps
+        for way in WAYS:  # once, for what is made or captured at first
+            if scenario.as_called or way != "continuous":
+                trainers[way] = trainer = build_trainer(scenario, way, device, folder, tokenizer)
+                trainer.train()
+                trainer.times, trainer.args.max_steps = Times(), scenario.steps
         for block in range(scenario.blocks):
             for way, trainer in trainers.items():
                 if block == 0 or way != "continuous":
                     trainer.train()
+                    yield report(scenario, trainers)
     dtype = next(trainers["engine"].model.parameters()).dtype
-    checked = check(trainers, dtype)
-    medians = {way: statistics.median(t.times.steps) for way, t in trainers.items()}
-    lengths = trainers["engine"].times.lengths
+    yield report(scenario, trainers) | {"gate": check(trainers, dtype)}
+
+
+def report(scenario: Scenario, trainers: dict[str, TimedTrainer]) -> dict[str, Any]:
+    """Of those that have taken steps."""
+    timed = {way: trainer.times for way, trainer in trainers.items() if trainer.times.steps}
+    medians = {way: statistics.median(times.steps) for way, times in timed.items()}
+    parameters = list(trainers["engine"].model.parameters())
     return {
         "model": {
             "name": scenario.spec.name,
-            "parameters": sum(p.numel() for p in trainers["engine"].model.parameters()),
-            "dtype": str(dtype).removeprefix("torch."),
+            "parameters": sum(p.numel() for p in parameters),
+            "dtype": str(parameters[0].dtype).removeprefix("torch."),
         },
         "workload": {
             "prompts": scenario.prompts,
             "samples": scenario.samples,
             "prompt_tokens": list(scenario.prompt_tokens),
             "cap": scenario.cap,
-            "median_length": statistics.median(lengths),
-            "steps": len(trainers["engine"].times.steps),
+            "median_length": statistics.median(timed["engine"].lengths),
+            "steps": len(timed["engine"].steps),
             "micro_batch": scenario.micro_batch,
         },
-        "gate": checked,
         "ways": {
             way: {
-                "step_seconds": t.times.steps,
-                "rollout_seconds": t.times.rollouts,
+                "step_seconds": times.steps,
+                "rollout_seconds": times.rollouts,
                 "median_step_s": medians[way],
-                "median_rollout_s": statistics.median(t.times.rollouts),
-                "rollout_share": sum(t.times.rollouts) / sum(t.times.steps),
+                "median_rollout_s": statistics.median(times.rollouts),
+                "rollout_share": sum(times.rollouts) / sum(times.steps),
                 "times_engine": medians[way] / medians["engine"],
-                "mean_length": statistics.fmean(t.times.lengths),
+                "mean_length": statistics.fmean(times.lengths),
             }
-            for way, t in trainers.items()
+            for way, times in timed.items()
         },
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +84,8 @@ def check(engine: RolloutEngine, model: PeftModel, prompts: Sequence[list[int]],
     return gate.check(worst, gate.limit_of(model.dtype), "PEFT's")
 
 
-def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str, Any]:
-    """Seconds of the same requests with no adapter, with one, and with all of them mixed.
+def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
+    """After each repeat, seconds of the same requests with no adapter, with one, and with all of them mixed.
 
     Speeds are compared within a repeat, whose runs follow each other: a machine's own speed may change from one to the next.
     """
@@ -106,14 +106,16 @@ def rollouts(engine: RolloutEngine, scenario: Scenario, device: str) -> dict[str
             took = ceilings.timed(lambda p=prompts, a=adapter: engine.generate_batch(p, params, adapter=a), device)  # type: ignore[misc]
             if repeat >= 0:
                 seconds[name].append(took)
+        if repeat >= 0:
+            yield {name: _speed(scenario, times, seconds["base"]) for name, times in seconds.items()}
+
+
+def _speed(scenario: Scenario, times: list[float], of_base: list[float]) -> dict[str, Any]:
     return {
-        name: {
-            "seconds": times,
-            "median_s": statistics.median(times),
-            "tokens_per_s": sum(work.lengths) / statistics.median(times),
-            "of_base_speed": statistics.median(b / t for b, t in zip(seconds["base"], times, strict=True)),
-        }
-        for name, times in seconds.items()
+        "seconds": times,
+        "median_s": statistics.median(times),
+        "tokens_per_s": sum(scenario.workload.lengths) / statistics.median(times),
+        "of_base_speed": statistics.median(b / t for b, t in zip(of_base, times, strict=True)),
     }
 
 
@@ -174,23 +176,29 @@ def swaps(model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
     return results
 
 
-def compare(scenario: Scenario, device: str) -> dict[str, Any]:
+def compare(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
+    """What is known so far: of rollouts first."""
     model = build(scenario, device)
     config = EngineConfig(
         max_num_seqs=scenario.workload.slots, max_model_len=scenario.workload.max_len, max_loras=scenario.adapters
     )
     with RolloutEngine(model, config=config) as engine:
         drawn = scenario.workload.draw(scenario.spec.config.vocab_size, -2)
-        checked = check(engine, model, drawn[: _CHECKED[device]], scenario.adapters)
-        return {
+        found: dict[str, Any] = {
             "model": {"name": scenario.spec.name, "dtype": str(model.dtype).removeprefix("torch.")},
             "workload": scenario.workload.describe(),
             "adapters": scenario.adapters,
             "rank": RANK,
-            "gate": checked,
-            "rollouts": rollouts(engine, scenario, device),
-            "updates": updates(engine, model, scenario, device) | swaps(model, scenario, device),
+            "gate": check(engine, model, drawn[: _CHECKED[device]], scenario.adapters),
         }
+        for timed in rollouts(engine, scenario, device):
+            found["rollouts"] = timed
+            yield found
+        found["matmuls"] = engine.stats().matmuls
+        found["updates"] = updates(engine, model, scenario, device)
+        yield found
+    found["updates"] |= swaps(model, scenario, device)
+    yield found
 
 
 def table(run: dict[str, Any]) -> list[str]:
