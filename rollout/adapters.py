@@ -225,6 +225,7 @@ class Adapters:
         """Hold no weights any more, and no shell."""
         self._placed.clear()
         self._aliased.clear()
+        self._fillings.clear()
         self._weights = {}
 
     def take_again(self) -> None:
