@@ -11,7 +11,7 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +37,20 @@ _CYCLES = 10_000_000  # about 5 ms, in which the host launches the round that is
 _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest number: other orders of the same sums
 
 
+class _Found(NamedTuple):
+    """way: the fastest. cut: the fastest of a streamed weight, if there is one."""
+
+    way: Callable[..., Tensor]
+    cut: Cut | None = None
+
+
 class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
     def __init__(self) -> None:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
-        self._ways: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+        self._ways: dict[tuple[Any, ...], _Found] = {}
         self._products: dict[tuple[Any, ...], Cut | None] = {}  # that add adapters
         self._arrived: dict[torch.device, Tensor] = {}
 
@@ -65,7 +72,7 @@ class MeasuredLinear:
         options["row_scales"] = row_scales
         multiply = by_torch
         if self._has_ways(x, weight, residual):
-            multiply = self._fastest(x, weight, bias, options)
+            multiply = self._fastest(x, weight, bias, options).way
         if multiply is by_torch:
             return by_torch(x, weight, bias, in_place=in_place, **options)
         return multiply(x, weight, bias, **options)
@@ -122,32 +129,31 @@ class MeasuredLinear:
         name = ", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])
         return (rows, weight.shape, *what, x.dtype, describable(weight)), name
 
-    def _fastest(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
-    ) -> Callable[..., Tensor]:
+    def _fastest(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> _Found:
         key, name = self._what(x, weight, bias, options)
         if key not in self._ways:
             if is_capturing(x.device):  # nothing can be measured now
-                return by_torch
+                return _Found(by_torch)
             self.chosen[name], self._ways[key] = self._measured(x, weight, bias, options)
         return self._ways[key]
 
-    def _measured(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
-    ) -> tuple[str, Callable[..., Tensor]]:
+    def _measured(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[str, _Found]:
         ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
+        cut = None
         try:
-            ways |= self._others(x, self._cuts(x, weight, options["gated"] is not None))
+            cuts = self._cuts(x, weight, options["gated"] is not None)
+            ways |= self._others(x, cuts)
             calls = {name: partial(way, x, weight, bias, **options) for name, way in ways.items()}
             expected = calls["torch"]()
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
-            best, found = fastest(calls, "torch", expected, weight)
+            order, found = by_time(calls, "torch", expected, weight)
+            best, cut = order[0], next((cuts[name] for name in order if name in cuts), None)
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
             _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
             best = found = "torch"
-        return found, ways[best]
+        return found, _Found(ways[best], cut)
 
     def _measured_product(
         self,
@@ -158,7 +164,10 @@ class MeasuredLinear:
         rows: AdapterRows,
         options: dict[str, Any],
     ) -> tuple[str, Cut | None]:
-        """By which cut a product adds adapters faster than other kernels do, as with one adapter for all rows."""
+        """The cut by which a product adds adapters faster than other kernels do, as with one adapter for all rows.
+
+        Of one cut, the fastest without them: each is a kernel more to compile.
+        """
         gated, residual, scale = options["gated"], options["residual"], options["scale"]
         of_one = AdapterRows(torch.full_like(rows.slots, min(set().union(*table.weights))))
 
@@ -168,20 +177,19 @@ class MeasuredLinear:
             return out if residual is None or onto is not None else torch.add(residual, out, alpha=scale)
 
         try:
-            cuts = self._cuts(x, weight, gated is not None)
-            cuts = {f"in one, {name}": cut for name, cut in cuts.items() if takes(cut, table, gated)}
             expected = apart()
             of_residual = residual is not None and gated is None and scale == 1.0
             calls = {"apart": partial(apart, residual.clone() if of_residual else None)}
-            with_adapters: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_one)}
-            for name, cut in cuts.items():
-                calls[name] = partial(streamed, x, weight, bias, cut=cut, **with_adapters, **options)
-            best, found = fastest(calls, "apart", expected, weight)
+            cut = self._fastest(x, weight, bias, options).cut
+            if cut is not None and takes(cut, table, gated):
+                given: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_one), **options}
+                calls["in one"] = partial(streamed, x, weight, bias, cut=cut, **given)
+            order, found = by_time(calls, "apart", expected, weight)
         except Exception as error:
             size = list(weight.shape)
             _log.warning("no product of %s rows and %s adds adapters: %s", x.shape[0], size, error)
             return "apart", None
-        return found, cuts.get(best)
+        return found, cut if order[0] == "in one" else None
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):
@@ -210,8 +218,10 @@ class MeasuredLinear:
         return self._arrived[device]
 
 
-def fastest(calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Tensor, weight: Tensor) -> tuple[str, str]:
-    """The name of the fastest of those that are right, as the first is, and how long each takes. expected: the product."""
+def by_time(
+    calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Tensor, weight: Tensor
+) -> tuple[list[str], str]:
+    """The names of those that are right, as the first is, the fastest first; and how long each takes. expected: the product."""
     rows, dtype, expected = expected.shape[0], expected.dtype, expected.float()
     if not expected.isfinite().all():
         raise ValueError("the product is not finite")
@@ -226,7 +236,7 @@ def fastest(calls: Mapping[str, Callable[[], Tensor]], first: str, expected: Ten
     del expected
     taken = microseconds(right, weight.device)
     order = sorted(taken, key=lambda name: taken[name])
-    return order[0], " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
+    return order, " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
 
 
 def is_capturing(device: torch.device) -> bool:
