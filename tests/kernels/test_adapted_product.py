@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from linears import GATED, expected_norm, make_linear
+from linears import GATED, expected_norm, make_linear, pretend_times
 from lora_oracle import NUM_SLOTS, dense, make_table
 from torch import Tensor
 from transformers.activations import ACT2FN
@@ -84,14 +83,7 @@ def test_an_adapted_product_of_adapters_in_fp32(dtype: torch.dtype) -> None:
 def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Times to be found, by the beginnings of names; any other is 9. Weights of any size are measured, of fp32 as well."""
     times = {"torch": 5.0, "in one": 7.0}
-
-    def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-        for call in calls.values():
-            call()
-        return {name: min([t for n, t in times.items() if name.startswith(n)], default=9.0) for name in calls}
-
-    monkeypatch.setattr(linear_measured, "microseconds", microseconds)
-    monkeypatch.setattr(linear_measured, "_LEAST_BYTES", 0)
+    pretend_times(monkeypatch, times)
     monkeypatch.setitem(linear_measured._ERROR, torch.float32, 1e-5)
     return times
 

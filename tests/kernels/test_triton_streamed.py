@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from linears import expected_linear, make_linear
+from linears import expected_linear, make_linear, pretend_times
 from torch import Tensor
 from triton_oracle import (
     DEVICE,
@@ -156,14 +156,7 @@ def test_a_cut_fills_the_chip_and_its_splits_are_no_more_than_that_takes() -> No
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Times to be found, by the beginnings of names; "torch" takes 5 and any other 9. The calls that were timed run."""
     times = {"torch": 5.0}
-
-    def microseconds(calls: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-        for call in calls.values():
-            call()
-        return {name: min([t for n, t in times.items() if name.startswith(n)], default=9.0) for name in calls}
-
-    monkeypatch.setattr(linear_measured, "microseconds", microseconds)
-    monkeypatch.setattr(linear_measured, "_LEAST_BYTES", 0)
+    pretend_times(monkeypatch, times)
     return times
 
 
