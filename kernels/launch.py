@@ -10,7 +10,7 @@ The rules, which make every kernel see all that was written before it: each call
 anything of the device's; all programs of one are there before any of the next; and a kernel's waiting for the one before
 is a wait for all before that one too, for it ended only after its own wait. So when a kernel comes up, all but the one before
 have ended: what they wrote, products with adapters and expands read before they wait (``lora_product``, ``lora_kernels``), and
-nothing else does.
+nothing else does. Such a product also leaves sums in memory of its own meanwhile, which nobody else reads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -164,16 +164,17 @@ class MeasuredLinear:
         rows: AdapterRows,
         options: dict[str, Any],
     ) -> tuple[str, Cut | None]:
-        """The cut by which a product adds adapters faster than other kernels do, as with one adapter for all rows.
+        """The cut by which a product adds adapters faster than other kernels do, as with the adapters that there are, each in as many rows.
 
         Of one cut, the fastest without them: each is a kernel more to compile.
         """
         gated, residual, scale = options["gated"], options["residual"], options["scale"]
-        of_one = AdapterRows(torch.full_like(rows.slots, min(set().union(*table.weights))))
+        slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
+        of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
 
         def apart(onto: Tensor | None = None) -> Tensor:
             out = self(x, weight, bias, residual=onto, in_place=onto is not None, row_scales=options["row_scales"])
-            out = lora(x, out, table, of_one, gated)
+            out = lora(x, out, table, of_all, gated)
             return out if residual is None or onto is not None else torch.add(residual, out, alpha=scale)
 
         try:
@@ -182,7 +183,7 @@ class MeasuredLinear:
             calls = {"apart": partial(apart, residual.clone() if of_residual else None)}
             cut = self._fastest(x, weight, bias, options).cut
             if cut is not None and takes(cut, table, gated):
-                given: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_one), **options}
+                given: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_all), **options}
                 calls["in one"] = partial(streamed, x, weight, bias, cut=cut, **given)
             order, found = by_time(calls, "apart", expected, weight)
         except Exception as error:

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import store_rows, with_scales_and_bias
-from stoker.kernels.lora_product import NO_ADAPTERS, SHRINK_SHARED, Shrunk, plus_adapters
+from stoker.kernels.lora_product import NO_ADAPTERS, SHRINK_SHARED, Shrunk, matrices_of, plus_adapters
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -93,6 +93,8 @@ def _streamed_kernel(
     ALIGNED: tl.constexpr,
     H_SPLITS: tl.constexpr,
     RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: descriptors of [T, D] and [N, D].
 
@@ -117,8 +119,6 @@ def _streamed_kernel(
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
-    if LINEARS > 0:
-        await_turn(DEPENDENT)
     rows = tl.arange(0, BLOCK_M)
     last = True
     if SPLITS > 1:
@@ -142,19 +142,53 @@ def _streamed_kernel(
         if GATED is not None:
             up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
         if LINEARS > 0:
+            slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=0).to(tl.int32)
             linear = 0
             if GATED is None:
                 for other in tl.static_range(1, LINEARS):
                     linear += (first >= tl.load(columns_ptr + other * 4 + 1)).to(tl.int32)
-            inside_linear = columns - tl.load(columns_ptr + linear * 4 + 1).to(tl.int32)
-            linear_width = tl.load(columns_ptr + linear * 4 + 2).to(tl.int32)
+            its_columns = columns - tl.load(columns_ptr + linear * 4 + 1).to(tl.int32)
+            its_width = tl.load(columns_ptr + linear * 4 + 2).to(tl.int32)
+            b = matrices_of(
+                0,
+                slots,
+                its_columns,
+                linear,
+                its_width,
+                pointers_ptr,
+                entries,
+                FIELDS,
+                DTYPE,
+                ALIGNED,
+                RANK,
+                BLOCK_R,
+                SLOTS,
+            )
+            if GATED is not None:
+                up_b = matrices_of(
+                    0,
+                    slots,
+                    its_columns,
+                    1,
+                    its_width,
+                    pointers_ptr,
+                    entries,
+                    FIELDS,
+                    DTYPE,
+                    ALIGNED,
+                    RANK,
+                    BLOCK_R,
+                    SLOTS,
+                )
+            await_turn(DEPENDENT)
             total = plus_adapters(
                 total,
+                b,
                 rows,
-                inside_linear,
+                slots,
+                its_columns,
                 linear,
-                linear_width,
-                slots_ptr,
+                its_width,
                 pointers_ptr,
                 hidden_ptr,
                 tokens,
@@ -166,15 +200,18 @@ def _streamed_kernel(
                 ALIGNED,
                 H_SPLITS,
                 RANK,
+                BLOCK_R,
+                SLOTS,
             )
             if GATED is not None:
                 up = plus_adapters(
                     up,
+                    up_b,
                     rows,
-                    inside_linear,
+                    slots,
+                    its_columns,
                     1,
-                    linear_width,
-                    slots_ptr,
+                    its_width,
                     pointers_ptr,
                     hidden_ptr,
                     tokens,
@@ -186,6 +223,8 @@ def _streamed_kernel(
                     ALIGNED,
                     H_SPLITS,
                     RANK,
+                    BLOCK_R,
+                    SLOTS,
                 )
         if GATED is not None:
             total = act_times(total, up, out_ptr.dtype.element_ty, GATED)
@@ -289,7 +328,7 @@ def streamed(
         table, rows = adapters
         columns, entries = table.columns(cut.rows), table.entries
         low = Shrunk.of(x, table, rows)
-        constants = low.constants
+        constants = low.constants((block_m, cut.rows), gated is not None)
     _streamed_kernel[splits, tiles](
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]),

@@ -182,7 +182,7 @@ class AdapterRows:
             change(x, out)
 
 
-FEW_ADAPTERS = 4  # of one linear, which a product may add one after the other
+FEW_ADAPTERS = 4  # of one linear; what is the fastest for these may not be so for more
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
 POINTER_FIELDS = 10
 _ROW = struct.Struct("5qd4q")

@@ -257,7 +257,7 @@ def launch_adapters() -> None:
 def launch_adapted_products() -> None:
     """Products that add adapters, and the shrinks beside which they begin."""
     arrived = torch.zeros(256, dtype=torch.int32)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 64)):
         for tokens, gated, widths, depth in ((64, "silu", (8192, 8192), 2048), (128, None, (2048,), 8192)):
             size = sum(widths), depth
             for cut in linear_streamed.cuts_to_try(tokens, size, 2, gated is not None, 132)[:1]:
@@ -266,7 +266,7 @@ def launch_adapted_products() -> None:
                     linear_streamed.streamed(x, zeros(*given.pop("size")), None, norm=None, adapters=adapters, **given)
 
                 given = {"gated": gated, "residual": None, "scale": 1.0, "cut": cut, "arrived": arrived, "size": size}
-                adapt(tokens, 64, dtype, depth=depth, widths=widths, op=partial(op, **given))
+                adapt(tokens, rank, dtype, depth=depth, widths=widths, op=partial(op, **given))
 
 
 def launch_recurrent() -> None:

@@ -29,7 +29,8 @@ def make_table(
 
     gains: slots with DoRA; shifts: those with biases; columns: matrices lie column after column in every other slot.
     """
-    table = LoraTable(widths, [randn(w, dtype=dtype) if biased else None for w in widths], NUM_SLOTS, DEVICE)
+    biases = [randn(w, dtype=dtype) if biased else None for w in widths]
+    table = LoraTable(widths, biases, max(NUM_SLOTS, *ranks), DEVICE)
     for slot, rank in ranks.items():
         for index, width in enumerate(widths):
             a, b = randn(rank, depth, dtype=dtype, scale=depth**-0.5), randn(width, rank, dtype=dtype)

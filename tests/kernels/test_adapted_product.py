@@ -76,6 +76,48 @@ def test_an_adapted_product_of_adapters_in_fp32(dtype: torch.dtype) -> None:
     assert_close(found, expected(arguments, table, slots), dtype)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "widths", "options", "cut", "ranks"),
+    [
+        (40, [64, 32], "n", Cut(32, 1, 1), {slot: 3 + slot % 9 for slot in range(1, 17)}),
+        (100, [96, 96], "g", Cut(64, 1, 1), dict.fromkeys((2, 3, 5, 11, 13), 8)),
+        (128, [64], "r", Cut(64, 2, 1), {slot: 40 + slot for slot in range(1, 7)}),
+    ],
+    ids=["some at a time", "one at a time", "some ranks of one at a time"],
+)
+def test_an_adapted_product_of_many_adapters(
+    tokens: int, widths: list[int], options: str, cut: Cut, ranks: dict[int, int]
+) -> None:
+    """Some of which no token has, in this batch, and slots of no adapter among them."""
+    arguments = make_linear(tokens, sum(widths), 304, options, torch.float32)
+    table, arrived = make_table(widths, 304, ranks, torch.float32), torch.zeros(64, dtype=torch.int32).to(DEVICE)
+    slots = torch.arange(tokens, device=DEVICE) * 5 % (max(ranks) + 1)
+    slots[slots == 5] = 0
+    found = streamed(**arguments, cut=cut, arrived=arrived, adapters=(table, AdapterRows(slots)))
+    assert_close(found, expected(arguments, table, slots), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_an_adapter_of_nan_fails_its_own_tokens_and_no_others(which: str, bad: float) -> None:
+    """Zero times NaN is NaN, and all tokens of a tile go through the same product."""
+    arguments = make_linear(40, 64, 304, "", torch.float32)
+    table, arrived = make_table([64], 304, {1: 4, 2: 8, 4: 16}, torch.float32), torch.zeros(64, dtype=torch.int32)
+    slots = torch.arange(40, device=DEVICE) % 5
+    given: dict[str, Any] = {
+        "cut": Cut(32, 1, 1),
+        "arrived": arrived.to(DEVICE),
+        "adapters": (table, AdapterRows(slots)),
+    }
+    before = streamed(**arguments, **given)
+    getattr(table.weights[0][2], which)[3] = bad
+    after = streamed(**arguments, **given)
+    its_own = slots == 2
+    assert torch.equal(after[~its_own], before[~its_own])
+    assert not after[its_own].isfinite().all(-1).any()
+
+
 # -- when it is taken ---------------------------------------------------------------------------------------------------
 
 
@@ -118,15 +160,22 @@ def test_a_product_adds_what_only_adds(times: dict[str, float]) -> None:
     assert not adapted(table_of(), tokens=129)
 
 
-def test_a_product_adds_few_adapters(times: dict[str, float]) -> None:
-    """Each after the other; also if they are fewer again, as steps are captured for that."""
-    few, crowded = (make_table((64,), 304, dict.fromkeys(range(1, count + 1), 2), torch.float32) for count in (4, 5))
-    assert adapted(few) and not adapted(crowded)
-    crowded.put(0, 5, None)
-    assert not adapted(crowded) and few.traits != crowded.traits
-    before = few.traits
-    few.put(0, 1, LoraWeights(randn(2, 304), randn(64, 2), 1.0, shift=randn(64)))
-    assert few.traits != before and not adapted(few)
+def test_whether_a_product_adds_adapters_is_measured_again_when_there_are_many(times: dict[str, float]) -> None:
+    """Also if they are fewer again, as steps are captured for that."""
+    linear, arguments = MeasuredLinear(), make_linear(20, 64, 304, "", torch.float32)
+    table = make_table((64,), 304, dict.fromkeys(range(1, 5), 2), torch.float32)
+    given = arguments["x"], arguments["weight"], None, table, AdapterRows(torch.zeros(20, dtype=torch.long).to(DEVICE))
+    assert linear.adapted(*given) is not None
+    few, times["in one"] = table.traits, 99.0
+    assert linear.adapted(*given) is not None, "as was measured"
+    table.put(0, 5, LoraWeights(randn(2, 304), randn(64, 2), 1.0))
+    assert table.traits != few and linear.adapted(*given) is None
+    table.put(0, 5, None)
+    assert table.traits != few and linear.adapted(*given) is None
+    before = table.traits
+    table.put(0, 1, LoraWeights(randn(2, 304), randn(64, 2), 1.0, shift=randn(64)))
+    times["in one"] = 1.0
+    assert table.traits != before and linear.adapted(*given) is None, "which no product adds"
 
 
 def test_a_product_adds_adapters_where_that_is_faster(times: dict[str, float]) -> None:
@@ -262,10 +311,11 @@ def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_device_it_is_as_the_operations_one_by_one(dtype: torch.dtype, times: dict[str, float]) -> None:
     """Of the sizes of a model of a billion parameters; captured, for other tokens and other adapters."""
-    linear, slots = MeasuredLinear(), torch.randint(3, (64,), device=DEVICE)
+    ranks = {1: 16, 2: 8} if dtype == torch.float32 else dict.fromkeys(range(1, 17), 16)
+    linear, slots = MeasuredLinear(), torch.randint(len(ranks) + 1, (64,), device=DEVICE)
     for widths, depth, options in (([2048, 512, 512], 2048, ""), ([8192, 8192], 2048, "g"), ([2048], 8192, "r")):
         arguments = make_linear(64, sum(widths), depth, options, torch.bfloat16) | {"norm": None}
-        table = make_table(widths, depth, {1: 16, 2: 8}, dtype)
+        table = make_table(widths, depth, ranks, dtype)
         given = [arguments[name] for name in ("x", "weight", "bias")]
         rest = {name: arguments[name] for name in ("gated", "residual", "scale")}
         assert linear.adapted(*given, table, AdapterRows(slots), **rest) is not None
@@ -274,7 +324,7 @@ def test_on_a_device_it_is_as_the_operations_one_by_one(dtype: torch.dtype, time
             found = linear.adapted(*given, table, AdapterRows(slots), **rest)
         assert found is not None
         for _ in range(3):
-            slots.copy_(torch.randint(3, (64,)))
+            slots.copy_(torch.randint(len(ranks) + 1, (64,)))
             arguments["x"].normal_()
             table.put(
                 0, 1, LoraWeights(randn(16, depth, dtype=dtype, scale=0.02), randn(widths[0], 16, dtype=dtype), 0.5)

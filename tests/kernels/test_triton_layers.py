@@ -268,11 +268,12 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
             assert torch.equal(alone, whole[9 : 9 + tokens])
 
 
-# Of products and expands beside the shrink of their adapters: tiles of x and the weight, and which tokens have which adapter.
+# Of products and expands beside the shrink of their adapters: tiles of x and the weight, which tokens have which adapter and its
+# matrices; products of which there are several splits leave their sums meanwhile.
 EARLY_READS = {
-    "_streamed_kernel": ["cp.async.bulk.tensor"],
-    "expand_kernel": ["ld.global"],
-    "expand_gated_kernel": ["ld.global"],
+    "_streamed_kernel": {"cp.async.bulk.tensor", "ld.global", "st.global", "atom.global"},
+    "expand_kernel": {"ld.global"},
+    "expand_gated_kernel": {"ld.global"},
 }
 WALKS = ["causal_conv", "gated_delta_rule", "selective_scan"]
 
@@ -294,7 +295,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     for m in made:
         assert m["stack"] == 0 and m["shared"] <= 227 * 1024, m
         # A kernel that comes up before the one before has ended reads nothing until it has, but what was there before that began.
-        begun = EARLY_READS.get(m["kernel"]) == m["before"]
+        begun = bool(m["before"]) and EARLY_READS.get(m["kernel"], set()) >= {*m["before"]}
         assert m["dependent"] == (m["waits"] or begun) == (m["kernel"] in dependent), m
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
