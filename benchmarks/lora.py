@@ -45,7 +45,7 @@ SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, workload=_CPU, adapters=16, repeats=5) for s in (TOY, SMALL)],
     ("cpu", True): [Scenario(spec=s, workload=_QUICK, adapters=4, repeats=1) for s in (TOY, SMALL)],
     ("cuda", False): [Scenario(spec=s, workload=_GPU, adapters=16, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
-    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=4, repeats=2)],
+    ("cuda", True): [Scenario(spec=LLAMA_1B, workload=_QUICK_GPU, adapters=16, repeats=2)],
 }
 
 

@@ -172,7 +172,7 @@ def plus_adapters(
     rank = tl.load(own + 4).to(tl.int32)
     scale = tl.load(own + 5).to(tl.float64, bitcast=True).to(tl.float32)
     hidden = _hidden_of(0, rows, slots, rank, linear, hidden_ptr, tokens, LINEARS, DTYPE, SPLITS, RANK, BLOCK_R)
-    pieces = tl.cdiv(entries - 1, SLOTS) * (RANK // BLOCK_R)
+    pieces = tl.cdiv(tl.max(slots, axis=0), SLOTS) * (RANK // BLOCK_R)
     for piece in tl.range(0, pieces, num_stages=1):
         following = matrices_of(
             piece + 1,
