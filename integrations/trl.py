@@ -26,7 +26,7 @@ from torch import nn
 
 from stoker.integrations.trainer_memory import between_rollouts, sleep_after, wake_weights
 from stoker.integrations.trl_callbacks import Listener, remove_callback
-from stoker.integrations.trl_checks import check_trainer
+from stoker.integrations.trl_checks import check_trainer, check_version
 from stoker.integrations.trl_engine_config import resolve_auto
 from stoker.integrations.trl_images import with_images
 from stoker.integrations.trl_metrics import RolloutMetrics
@@ -344,11 +344,11 @@ class _PairBackend(_EngineBackend):
 
     def generate(
         self, model: Any, prompts: list[Any], images: Sequence[Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Prompt ids and mask [2B, P], left-padded, and completion ids and mask [2B, C], right-padded, all int64.
 
-        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them there. The
-        None stands for what the trainer's forward would take for images.
+        The first B rows hold one completion of each prompt, the other B the second: the trainer splits them there. From
+        TRL 1.16 on it also asks for what its forward would take for images, which is None.
         """
         from trl.data_utils import maybe_apply_chat_template
 
@@ -366,8 +366,8 @@ class _PairBackend(_EngineBackend):
         batch = self.sample(tokenizer(text=texts, add_special_tokens=False)["input_ids"], None, n=2)
         tensors = batch.to_tensors(tokenizer.pad_token_id, device=trainer.accelerator.device)
         by_pair = (tensors.prompt_ids, tensors.prompt_mask, tensors.completion_ids, tensors.completion_mask)
-        prompt_ids, prompt_mask, completion_ids, completion_mask = (torch.cat([t[::2], t[1::2]]) for t in by_pair)
-        return prompt_ids, prompt_mask, completion_ids, completion_mask, None
+        in_blocks = tuple(torch.cat([t[::2], t[1::2]]) for t in by_pair)
+        return in_blocks if check_version() < (1, 16) else (*in_blocks, None)
 
 
 # By name, as importing what is experimental in TRL warns, and may fail in a version that has moved it.

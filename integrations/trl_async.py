@@ -35,7 +35,7 @@ from stoker.rollout import EngineConfig, RolloutEngine
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.peft_adapters import active_adapters
 
-check_version()  # or the next line would fail with less to say
+check_version("asynchronous GRPO")  # or the next line would fail with less to say
 from trl.experimental import async_grpo  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker  # noqa: E402
 

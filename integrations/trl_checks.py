@@ -11,7 +11,7 @@ from packaging.version import Version
 from stoker.integrations.trl_sampling import check_pattern, sampling_params
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
 
-_OLDEST, _TOO_NEW = (1, 16), (2,)
+_OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
 # Those that generate where nothing can take their place, and what to do.
 _REFUSED = {
     "AsyncGRPOTrainer": "takes its engine when it is built: use stoker.integrations.trl_async.AsyncGRPOTrainer",
@@ -20,17 +20,23 @@ _REFUSED = {
     "A2POTrainer": "calls model.generate by itself: use GRPOTrainer or RLOOTrainer, or train it without the engine",
     "CPOTrainer": "generates samples to log and nothing else: train it without the engine",
     "ORPOTrainer": "generates samples to log and nothing else: train it without the engine",
+    # Of TRL before 1.14, where they derive from OnlineDPOTrainer.
+    "NashMDTrainer": "calls model.generate by itself, of a mixture of models too: use OnlineDPOTrainer",
+    "XPOTrainer": "calls model.generate by itself, of two models: use OnlineDPOTrainer",
 }
 
 
-def check_version() -> None:
-    """Raise ``InvalidConfigError`` where TRL is not there, or of another version than this works with."""
+def check_version(what: str = "attach") -> tuple[int, ...]:
+    """TRL's, as (major, minor, ...). Raises ``InvalidConfigError`` where it is not there, or another than ``what`` works with."""
     try:
         found = version("trl")
     except PackageNotFoundError:
         raise InvalidConfigError("TRL is not installed: pip install trl datasets") from None
-    if not _OLDEST <= Version(found).release < _TOO_NEW:
-        raise InvalidConfigError(f"TRL {found} is installed: attach works with trl>=1.16,<2")
+    oldest = _OLDEST[what]
+    if not oldest <= Version(found).release < _TOO_NEW:
+        major, minor = oldest
+        raise InvalidConfigError(f"TRL {found} is installed: {what} works with trl>={major}.{minor},<2")
+    return Version(found).release
 
 
 def kinds_of(trainer: Any) -> list[str]:
@@ -41,14 +47,13 @@ def kinds_of(trainer: Any) -> list[str]:
 def check_trainer(trainer: Any, known: Collection[str]) -> str:
     """Which of the known kinds a trainer is. Raises a ``StokerError`` where no engine could generate for it as it is set up."""
     check_version()
-    kinds = kinds_of(trainer)
-    kind = next((name for name in kinds if name in known), None)
+    kind = next((name for name in kinds_of(trainer) if name in known or name in _REFUSED), None)
     if kind is None:
-        if (name := next((name for name in kinds if name in _REFUSED), None)) is not None:
-            raise InvalidConfigError(f"{name} {_REFUSED[name]}")
         raise InvalidConfigError(
             f"attach takes one of TRL's {', '.join(known)}, and this is a {type(trainer).__name__}"
         )
+    if kind in _REFUSED:
+        raise InvalidConfigError(f"{kind} {_REFUSED[kind]}")
     if trainer.use_vllm:
         raise InvalidConfigError("the trainer generates with vLLM: build it with use_vllm=False")
     if getattr(trainer, "use_transformers_continuous_batching", False):

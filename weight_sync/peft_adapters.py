@@ -104,6 +104,10 @@ def check_adapters(model: nn.Module) -> None:
             raise UnsupportedModelError(f"{name} is a {type(module).__name__} of PEFT: the engine runs LoRA, merge it")
         if kind == "saved":
             continue
+        if kind == "parameter" and not hasattr(module, "_param_ndim"):  # whose matrices may lie otherwise
+            raise UnsupportedModelError(
+                f"the adapter is over a parameter of {name}, as PEFT before 0.21 has it: pip install 'peft>=0.21'"
+            )
         layer = module.token_adapter if kind == "tokens" else module
         if layer.merged_adapters:
             raise UnsupportedModelError(

@@ -32,6 +32,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from stoker.integrations import trl as integration
 from stoker.integrations.trl import attach, detach
+from stoker.integrations.trl_checks import check_version
 
 KINDS = ("grpo", "rloo")
 
@@ -217,12 +218,16 @@ def test_an_interrupt_leaves_the_trainer_as_it_was(make_trainer: MakeTrainer) ->
     assert condition(trainer) == before
 
 
-@pytest.mark.parametrize("found", ["1.15.2", "2.0.0.dev0"])
+@pytest.mark.parametrize("found", ["1.9.2", "2.0.0.dev0"])
 def test_other_versions_of_trl_are_refused(
     make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     monkeypatch.setattr("stoker.integrations.trl_checks.version", lambda _: found)
-    refused(make_trainer(), InvalidConfigError, rf"TRL {found} .*>=1\.16,<2")
+    refused(make_trainer(), InvalidConfigError, rf"TRL {found} is installed: attach works with trl>=1\.10,<2")
+    with pytest.raises(
+        InvalidConfigError, match=rf"TRL {found} is installed: asynchronous GRPO works with trl>=1\.16,<2"
+    ):
+        check_version("asynchronous GRPO")
 
 
 def test_an_engine_on_another_device_is_refused(make_trainer: MakeTrainer) -> None:

@@ -46,6 +46,13 @@ def other_method(config: Any) -> PeftModel:
     return get_peft_model(make_model("llama"), config)
 
 
+def of_older_peft() -> PeftModel:
+    model = peft_model("mixtral", target_modules=[], target_parameters=EXPERTS)
+    for module in model.modules():
+        vars(module).pop("_param_ndim", None)
+    return model
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "message"),
@@ -67,6 +74,7 @@ def other_method(config: Any) -> PeftModel:
             r"of type PROMPT_TUNING: the engine runs LoRA",
         ),
         (lambda: peft_model("mixtral", target_modules=[], target_parameters=EXPERTS, r=65), r"has rank 65"),
+        (of_older_peft, r"over a parameter of .*experts, as PEFT before 0.21 has it"),
         # What is not called as a module, or not with one row for each token.
         (
             lambda: peft_model("gemma4", target_modules=ONE, modules_to_save=["per_layer_projection_norm"]),
