@@ -73,27 +73,27 @@ class Bags:
         self.places = torch.tensor(numbers, dtype=torch.int32, device=slots.device)  # int32 [t]
         self.tokens = None if all(found) else slots.nonzero().flatten()  # int64 [t], those with an adapter; None: all
         self._has = (slots > 0).int()
-        self._bags: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self._bags: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def _of(self, depth: int, each: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """Of matrices of so many rows, for so many sums of a token: those of each token, int32 [t * depth], and where the
-        rows of each sum begin, [t * each + 1].
+    def _of(self, *sums: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of matrices of which so many rows, in order, are summed for each part of an output: those of each token, int32
+        [t * rows], and where the rows of each sum begin, [t * parts + 1].
 
-        Then the same for all tokens, [T * each + 1], some of which have none.
+        Then the same for all tokens, [T * parts + 1], some of which have none.
         """
-        if (depth, each) not in self._bags:
-            span = partial(torch.arange, dtype=torch.int32, device=self.places.device)
-            rows = (self.places[:, None] * depth + span(depth)).flatten()
-            starts = of_all = span(0, len(rows) + 1, depth // each)
+        if sums not in self._bags:
+            counts = torch.tensor(sums, dtype=torch.int32, device=self.places.device)
+            span = torch.arange(sum(sums), dtype=torch.int32, device=self.places.device)
+            rows = (self.places[:, None] * len(span) + span).flatten()
+            starts = of_all = _starts(counts.repeat(len(self.places)))
             if self.tokens is not None:
-                lengths = (self._has * (depth // each)).repeat_interleave(each)
-                of_all = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-            self._bags[depth, each] = rows, starts, of_all
-        return self._bags[depth, each]
+                of_all = _starts(torch.outer(self._has, counts).flatten())
+            self._bags[sums] = rows, starts, of_all
+        return self._bags[sums]
 
     def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
         rows, starts, _ = self._of(stack.a.shape[1])
-        parts = [(part, part.b.flatten(0, 1), *self._of(part.b.shape[1], part.below)) for part in stack.for_sums]
+        parts = [(part, part.b.flatten(0, 1), *self._of(*part.sums)) for part in stack.for_sums]
         return partial(self._change, (stack.a.flatten(0, 1), rows, starts), parts)
 
     def _change(
@@ -110,7 +110,7 @@ class Bags:
             target = out if part.columns is None else out[:, part.columns]
             if part.plain:
                 sums = _sums(b, rows, of_all, mine)
-                target.add_(sums if part.below == 1 else sums.view(target.shape))
+                target.add_(sums if len(part.sums) == 1 else sums.view(target.shape))
                 continue
             before = target if self.tokens is None else target.index_select(0, self.tokens)
             gain, shift = (None if v is None else v[self.places, 0] for v in (part.gain, part.shift))
@@ -119,6 +119,11 @@ class Bags:
                 target.add_(delta)
             else:
                 target.index_copy_(0, self.tokens, before.add_(delta))
+
+
+def _starts(counts: Tensor) -> Tensor:
+    """Where each of some runs begins, and the last one ends, int32 [S + 1]. counts: int32 [S]."""
+    return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Part:
         gain: Tensor | None,
         shift: Tensor | None,
         bias: Tensor | None,
-        below: int = 1,
+        sums: tuple[int, ...] = (),
     ) -> None:
         self.ranks = ranks  # columns of what the shrink gives; None: all of them
         self.columns = columns  # of the output; None: all of them
@@ -49,7 +49,7 @@ class Part:
         self.gain, self.shift = gain, shift  # [P, 1, N]
         self.bias = bias  # [N], of the base; there where there is a gain
         self.plain = gain is None and shift is None
-        self.below = below  # how many linears stand in ``b`` one below the other, [P, r of all, N of each]
+        self.sums = sums or (b.shape[-2],)  # how many rows of ``b``, in order, are summed for each part of the output
 
     def of(self, place: int | slice) -> Part:
         """What some of the pieces do."""
@@ -99,15 +99,18 @@ class Stack:
             for index, linear in enumerate(linears):
                 entries = [table.weights[linear].get(slot) for slot in slots[places]]
                 ranks = slice(index * rank, (index + 1) * rank)
-                _write(self._a[places, :, ranks], self._b_of[index][places], entries)
+                _write(self._a[places, :, ranks], [b[places] for b in self._b_of[index]], entries)
         self._held = slots
         self._view(table, slots, linears, rank)
 
     def _allocate(self, table: LoraTable, linears: Sequence[int], rank: int, count: int, like: LoraWeights) -> None:
         count = 1 << (count - 1).bit_length()  # twice as much when there is not enough
-        total, depth = sum(table.widths), like.a.shape[1]
+        starts = [0, *accumulate(table.widths)]
+        total, depth = starts[-1], like.a.shape[1]
         self._whole = count * rank * total <= _BLOCK_DIAGONAL or len(table.widths) == 1
-        self._below = not self._whole and len(linears) == len(table.widths) and len({*table.widths}) == 1
+        # The width of the most parts of the output that are all as wide as each other, none of which ends within a linear.
+        self._width = next(w for w in starts[1:] if {*starts}.issuperset(range(0, total + w, w)))
+        self._below = self._width < total and (self._whole or len({*table.widths}) == 1)
 
         def zeros(*shape: int) -> Tensor:
             with torch.inference_mode(False):  # or they could not be written to outside of the caller's
@@ -115,15 +118,18 @@ class Stack:
 
         # Few rows by a matrix that lies as it is read are several times as fast as by a transposed one.
         self._a = zeros(depth, len(linears) * rank)
-        ranks = [slice(index * rank, (index + 1) * rank) for index in range(len(linears))]
-        if self._whole:
-            self._b = [zeros(len(linears) * rank, total)]
-            self._b_of = [self._b[0][:, r, _columns(table, n)] for r, n in zip(ranks, linears, strict=True)]
-        elif self._below:
-            self._b = [zeros(len(linears) * rank, table.widths[0])]
-            self._b_of = [self._b[0][:, r] for r in ranks]
-        else:
-            self._b = self._b_of = [zeros(rank, table.widths[linear]) for linear in linears]
+        self._b: list[Tensor] = []
+        self._b_of: list[list[Tensor]] = [[] for _ in linears]
+        # Zeros between linears are less than a product for each. Sums take rows without any.
+        for width in (*[total] * self._whole, *[self._width] * self._below):
+            self._b.append(zeros(len(linears) * rank, width))
+            for index, (linear, copies) in enumerate(zip(linears, self._b_of, strict=True)):
+                first = starts[linear] % width
+                ranks = slice(index * rank, (index + 1) * rank)
+                copies.append(self._b[-1][:, ranks, first : first + table.widths[linear]])
+        if not self._b:
+            self._b = [zeros(rank, table.widths[linear]) for linear in linears]
+            self._b_of = [[b] for b in self._b]
 
     def _view(self, table: LoraTable, slots: Sequence[int], linears: Sequence[int], rank: int) -> None:
         count = len(slots)
@@ -133,12 +139,15 @@ class Stack:
             self.parts = [_part(table, everything, slots, self._b[0][:count], None, None)]
         else:
             self.parts = []
-            for index, (linear, b) in enumerate(zip(linears, self._b_of, strict=True)):
+            for index, (linear, (b,)) in enumerate(zip(linears, self._b_of, strict=True)):
                 ranks = None if len(linears) == 1 else slice(index * rank, (index + 1) * rank)
                 self.parts.append(_part(table, [linear], slots, b[:count], ranks, _columns(table, linear)))
         self.for_sums = self.parts
         if self._below:
-            self.for_sums = [_part(table, everything, slots, self._b[0][:count], None, None, below=len(linears))]
+            starts = [0, *accumulate(table.widths)]
+            counts = Counter(starts[linear] // self._width for linear in linears)
+            sums = tuple(rank * counts[part] for part in range(starts[-1] // self._width))
+            self.for_sums = [_part(table, everything, slots, self._b[-1][:count], None, None, sums)]
         self._pieces = {}
 
     def first(self, count: int) -> tuple[Tensor, list[Part]]:
@@ -161,14 +170,14 @@ def _part(
     b: Tensor,
     ranks: slice | None,
     columns: slice | None,
-    below: int = 1,
+    sums: tuple[int, ...] = (),
 ) -> Part:
     gain, shift = (_vectors(table, linears, slots, kind) for kind in _VECTORS)
     bias = None
     if gain is not None and any(table.biases[n] is not None for n in linears):
         biases = [(table.biases[n], table.widths[n]) for n in linears]
         bias = torch.cat([gain.new_zeros(width) if b is None else b for b, width in biases])
-    return Part(ranks, columns, b, gain, shift, bias, below)
+    return Part(ranks, columns, b, gain, shift, bias, sums)
 
 
 def _columns(table: LoraTable, linear: int) -> slice:
@@ -187,14 +196,16 @@ def _runs(places: Iterable[int]) -> Iterator[slice]:
         yield slice(start, end)
 
 
-def _write(a: Tensor, b: Tensor, entries: Sequence[LoraWeights | None]) -> None:
-    """Write what some slots do to one linear. a: [P, D, r]; b: [P, r, N]. Zeros fill what an adapter has not."""
-    _, depth, rank = a.shape
+def _write(a: Tensor, copies: Sequence[Tensor], entries: Sequence[LoraWeights | None]) -> None:
+    """Write what some slots do to one linear. a: [P, D, r]; copies: of b, [P, r, N]. Zeros fill what an adapter has not."""
+    (_, depth, rank), (b, *others) = a.shape, copies
     nothing = a.new_zeros(rank, depth), b.new_zeros(b.shape[2], rank)
     matrices = [nothing if w is None else _padded(w.a, w.b, rank - w.rank) for w in entries]
     for target, sources in zip((a, b), zip(*matrices, strict=True), strict=True):
         target.copy_(torch.stack(sources).mT)
     b *= torch.tensor([1.0 if w is None else w.scale for w in entries], dtype=b.dtype, device=b.device)[:, None, None]
+    for other in others:
+        other.copy_(b)
 
 
 def _padded(a: Tensor, b: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
