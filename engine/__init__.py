@@ -8,5 +8,5 @@ Begin with ``core``: a step is ``scheduler.plan()``, ``inputs.fill(plan)``, ``ru
   ``attention``; ``supported_models`` says which models can be run, ``module_settings`` notices settings that change.
 - What comes of it: ``sampler``, ``constraints``, ``scorer``.
 - What rows may have besides: ``adapters`` (LoRA), ``images``.
-- The device: ``device``, ``virtual_memory``.
+- The device: ``device``, ``virtual_memory``; the interpreter: ``frames``.
 """

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from stoker.engine.frames import in_one_piece
 from stoker.engine.images.inputs import ImageInputs
 from stoker.engine.images.reader import ImageReader
 from stoker.engine.plan import Plan
@@ -77,6 +78,7 @@ class EngineCore:
         """Whether a request is under way. Where all ended early a plan may still run, whose results nobody wants."""
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @in_one_piece
     def step(self) -> list[Request]:
         """Launch a plan, and read the oldest one if enough are under way; returns the requests that finished."""
         plan = self.scheduler.plan()
