@@ -20,7 +20,6 @@ through the block table, of which a token's entry is read once and serves its ke
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.attention_config import HeadShape, LaunchConfig, launch_config
 from stoker.kernels.attention_decode import decode_kernel
 from stoker.kernels.attention_plan import UNIT_ROWS, AttentionPlan, Lanes
 from stoker.kernels.attention_prefill import prefill_kernel
@@ -36,90 +36,6 @@ from stoker.kernels.reference.attention_plan import Visibility
 
 _LOG2E = 1.4426950408889634
 _MOST_AT_ONCE = 8  # pieces that a merge has on their way: each is code of its own, and takes time to compile
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_KEY_DIM, _MAX_VALUE_DIM = 576, 512  # of DeepSeek's latent form; beyond it accumulators do not fit registers
-_STAGE_BYTES = 36 * 1024  # of keys and values that are on their way at a time
-_SHARED_BYTES = 220 * 1024  # of an SM
-# Of the compiler's software pipeline. A tile's block numbers have to arrive before its keys and values can be asked for, which
-# takes up stages: with five, two tiles of keys and values are on their way at a time, as compiled code shows.
-_NUM_STAGES = 5
-# Of decode rows with few heads a key head, in 16 bits: as many small programs as have registers enough, each with two tiles on
-# their way. On an H200 four of two warps an SM read keys at 0.71 to 0.90 of the memory's speed (64 rows of 512 or 2,048 keys).
-_FEW_HEADS = 16 * 128  # queries of a tile times dimensions
-_SMALL_STAGE_BYTES, _SMALL_WARPS, _SMALL_PROGRAMS = 16 * 1024, 2, 4
-
-
-def unsupported(key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run such layers, or None where they can."""
-    if dtype not in _DTYPES:
-        return f"the attention kernels run bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
-    if key_dim > _MAX_KEY_DIM or value_dim > _MAX_VALUE_DIM:
-        return (
-            f"the attention kernels hold keys of up to {_MAX_KEY_DIM} and values of up to {_MAX_VALUE_DIM} dimensions, "
-            f"and this model's have {key_dim} and {value_dim}"
-        )
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """block_m: queries (rows, heads) of a tile; block_n: keys of a tile; programs: grid of a persistent kernel;
-    registers: the most a thread may take, so that all of these programs are resident at once; folds: whether a program has
-    registers enough to read several splits of a row one after the other."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    registers: int
-    folds: bool = False
-
-
-def launch_config(
-    queries: int,
-    key_dim: int,
-    value_dim: int,
-    itemsize: int,
-    kept_itemsize: int,
-    processors: int,
-    *,
-    prefill: bool = False,
-) -> LaunchConfig:
-    """How to launch attention. queries: rows and heads that see the same keys; dims of a head; bytes of a number, and in the cache.
-
-    Never a function of lengths or of the number of rows: numbers must not depend on a row's neighbours.
-    """
-    wide = max(key_dim, value_dim)
-    row_bytes = key_dim * itemsize + (value_dim * itemsize if key_dim <= 256 else 0)  # a latent key is its value
-    fits = 2 ** int(math.log2(_STAGE_BYTES // row_bytes))
-    if prefill:
-        block_m = 128 if wide <= 128 else 64 if wide <= 256 else 32
-        if itemsize == 4:  # plain fp32 has no tensor cores, and twice the registers
-            block_m = 32 if wide <= 64 else 16
-        block_n = max(16, min(fits, 64))
-        return LaunchConfig(block_m, block_n, 8 if wide >= 64 and itemsize == 2 else 4, _NUM_STAGES, 0, 255)
-    most = 16 if itemsize == 4 else 64 if wide <= 256 else 32
-    block_m = min(max(16, triton.next_power_of_2(queries)), most)
-    if block_m * wide <= _FEW_HEADS and itemsize == 2:
-        kept_bytes = row_bytes * kept_itemsize // itemsize
-        block_n = max(16, min(2 ** int(math.log2(_SMALL_STAGE_BYTES // kept_bytes)), 64))
-        apart = (
-            2 if kept_bytes < row_bytes and wide > 64 else 1
-        )  # so many threads for what else one had no registers for
-        num_warps, programs = _SMALL_WARPS * apart, processors * _SMALL_PROGRAMS // apart
-        return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, programs, 255, True)
-    block_n = max(16, min(fits, 64))
-    num_warps = 4 if block_m * wide < 64 * 128 else 8
-    # What compiled kernels take of an SM's 64K registers and 227 KiB, roughly; a program more than fits would run last, alone.
-    by_registers = 1 if num_warps == 8 else 3 if wide <= 64 else 2
-    by_memory = _SHARED_BYTES // (2 * block_n * row_bytes + 2 * block_m * key_dim * itemsize)
-    resident = max(1, min(by_registers, by_memory))
-    registers = min(255, 65536 // (resident * num_warps * 32) // 8 * 8)
-    folds = (
-        block_m * triton.next_power_of_2(value_dim) <= 1024 * num_warps
-    )  # a thread has a quarter of its registers for it
-    return LaunchConfig(block_m, block_n, num_warps, _NUM_STAGES, processors * resident, registers, folds)
 
 
 def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -215,8 +131,6 @@ class _Launch:
         self.heads, self.key_dim = query.shape[1:]
         self.kv_heads, self.value_dim = value_cache.shape[2:]
         self.group = self.heads // self.kv_heads
-        self.itemsize, self.kept_itemsize = query.element_size(), key_cache.element_size()
-        self.processors = launch.multiprocessors(query.device)
         # A capped score is ``cap * tanh(x) = cap * (1 - 2 / (exp(2 x) + 1))`` of ``x = score / cap``.
         self.numbers = (scale * _LOG2E, 0.0)
         if softcap is not None:
@@ -227,23 +141,23 @@ class _Launch:
             *value_cache.stride()[:3],
             table.stride(0),
         )
-        whole = 2 ** int(math.log2(self.key_dim))
-        rest = self.key_dim - whole
-        if whole < 16:  # the least that tensor cores multiply
-            whole, rest = 16, 0
         value_is_key = (
-            self.value_dim == whole < self.key_dim
+            self.value_dim == 2 ** int(math.log2(self.key_dim)) < self.key_dim
             and value_cache.data_ptr() == key_cache.data_ptr()
             and value_cache.stride() == key_cache.stride()
         )
+        itemsizes = query.element_size(), key_cache.element_size()
+        self.shape = HeadShape(self.key_dim, self.value_dim, *itemsizes, value_is_key=value_is_key)
+        self.device = query.device
+        first, rest = self.shape.key_parts
         self.constants: dict[str, Any] = {
             "KV_HEADS": self.kv_heads,
             "GROUP": self.group,
             "KEY_DIM": self.key_dim,
             "VALUE_DIM": self.value_dim,
-            "D1": whole,
-            "D2": max(16, triton.next_power_of_2(rest)) if rest else 0,
-            "DV": max(16, triton.next_power_of_2(self.value_dim)),
+            "D1": first,
+            "D2": rest,
+            "DV": self.shape.value_part,
             "BLOCK_SIZE": plan.block_size,
             "WINDOW": visibility.window or 0,
             "CHUNK": visibility.chunk or 0,
@@ -254,8 +168,8 @@ class _Launch:
         }
 
     def config(self, queries: int, prefill: bool = False) -> LaunchConfig:
-        sizes = self.key_dim, self.value_dim, self.itemsize, self.kept_itemsize
-        return launch_config(queries, *sizes, self.processors, prefill=prefill)
+        device = launch.multiprocessors(self.device), launch.shared_memory(self.device)
+        return launch_config(queries, self.shape, *device, prefill=prefill)
 
     def decode(self, lanes: Lanes, out: Tensor, lse: Tensor | None) -> None:
         """Launch decode rows: first what units share, then each row's own pieces, the last of which to be done merges them all."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+PROGRAM_SHARED = 1024  # bytes of shared memory that CUDA takes of each program
 _LINE_BITS = tl.constexpr(8 * 128)  # of a cache line
 
 
@@ -36,8 +37,25 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a device's multiprocessor has; an H100's where kernels are interpreted.
+
+    A program takes ``PROGRAM_SHARED`` besides what it asks for, from Ampere on.
+    """
+    if device.type != "cuda":
+        return 228 * 1024
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
+@cache
 def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def copies_tiles(device: torch.device) -> bool:
+    """Whether the chip copies tiles of a matrix to shared memory by itself (TMA, of Hopper and later), or an interpreter does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 ``reference`` has each operation in plain torch: the oracle, and most of what a CPU runs, which has ``cpu_attention``,
 ``cpu_linear`` and ``cpu_recurrent`` besides. ``triton_ops`` has the tables of Triton's kernels:
 
-- Attention: ``attention``, planned by ``attention_plan`` and ``attention_splits``, in ``attention_decode``,
-  ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
+- Attention: ``attention``, launched as ``attention_config`` says and planned by ``attention_plan`` and ``attention_splits``, in
+  ``attention_decode``, ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
 - Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``,
   ``lora_product``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
@@ -177,7 +177,7 @@ def ops_for(
             )
         return CPU if device.type == "cpu" else REFERENCE
     from stoker.kernels import triton_ops  # here, because Triton is not to be had everywhere
-    from stoker.kernels.attention import unsupported
+    from stoker.kernels.attention_config import unsupported
 
     narrow = {"kv_cache_dtype": kv_dtype == FP8, "quantization": in_fp8}
     for name in (name for name, is_asked in narrow.items() if is_asked):

@@ -355,7 +355,10 @@ def emulated_cuda() -> Iterator[EmulatedCuda]:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device, and nothing to emulate")
     device = EmulatedCuda()
-    stream, properties = device.stream(), SimpleNamespace(multi_processor_count=3, L2_cache_size=2**16)
+    stream, properties = (
+        device.stream(),
+        SimpleNamespace(multi_processor_count=3, L2_cache_size=2**16, shared_memory_per_multiprocessor=100 * 2**10),
+    )
     from_dlpack, run = torch.utils.dlpack.from_dlpack, interpreter.GridExecutor.__call__
     begin = interpreter.InterpretedFunction.run
 
