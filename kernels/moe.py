@@ -191,6 +191,12 @@ def _tile(pairs: int, experts: int, width: int, device: torch.device) -> tuple[i
     return rows, 64 if tiles < 2 * launch.multiprocessors(device) else 128
 
 
+def _stages(rows: int, columns: int, depth: int, itemsize: int, device: torch.device) -> int:
+    """Of the compiler's pipeline, one more than tiles of the depth that are on their way: as many as a program has memory for."""
+    room = launch.shared_memory(device) - launch.PROGRAM_SHARED
+    return min(3 if rows == 128 else 4, 1 + room // ((rows + columns) * depth * itemsize))
+
+
 def experts(
     x: Tensor,
     expert_ids: Tensor,
@@ -224,6 +230,8 @@ def experts(
     rows, columns = (_INVARIANT_ROWS, 128) if deterministic else _tile(pairs, num_experts, down.shape[1], x.device)
     if x.dtype == torch.float32:  # on no tensor core, wider tiles are more than there are registers
         columns = 64
+    block_k = (256 if rows < 64 else 128) // x.dtype.itemsize
+    stages = _stages(rows, columns, block_k, x.dtype.itemsize, x.device)
     order, starts = order_by_group(expert_ids, num_experts) if groups is None else groups
     options = {"num_warps": 4} | launch.options(x.device)
 
@@ -266,8 +274,8 @@ def experts(
             EXPERTS=triton.next_power_of_2(num_experts),
             BLOCK_M=rows,
             BLOCK_N=columns,
-            BLOCK_K=(256 if rows < 64 else 128) // x.dtype.itemsize,
-            num_stages=3 if rows == 128 else 4,
+            BLOCK_K=block_k,
+            num_stages=stages,
             **(options | {"num_warps": 8 if rows == 128 else 4}),
         )
         return out
