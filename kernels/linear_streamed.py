@@ -1,7 +1,7 @@
 """A projection of some dozens of rows for a GPU, as fast as the weight can be read.
 
-Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA), as many on their way
-at a time as there is room for. All programs run at once where they can, and where less than half of the multiprocessors
+Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many on
+their way at a time as there is room for. All programs run at once where they can, and where less than half of the multiprocessors
 would have one, the depth is split among several: a split costs the others' waiting for the slowest, and the reading of all
 their sums, so there are no more than that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds
 them up in order, so that the result does not depend on who that was (split-K; the order is that of Osama et al.,
@@ -29,7 +29,7 @@ from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
 _FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer than 64 rows
-_SHARED = 228 * 1024  # bytes a multiprocessor has (H100, H200)
+_LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
 _MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
 _STEPS = 4  # of a split, at the least
@@ -69,6 +69,8 @@ def _streamed_kernel(
     pointers_ptr,
     columns_ptr,
     hidden_ptr,
+    x_stride,
+    weight_stride,
     residual_stride,
     tokens,
     width,
@@ -76,6 +78,7 @@ def _streamed_kernel(
     split_depth,
     entries,
     scale,
+    COPIED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -96,7 +99,8 @@ def _streamed_kernel(
     BLOCK_R: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: descriptors of [T, D] and [N, D].
+    """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: [T, D] and [N, D], with COPIED descriptors
+    of these, by which the chip copies tiles; else threads ask for them, 16 bytes at a time.
 
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
@@ -104,6 +108,10 @@ def _streamed_kernel(
     LINEARS: of adapters, whose ``hidden`` the kernel before makes of the same x; 0: there are none. Until it ends the product
     is under way: when this one comes up, x and the weight have been there since before that one began.
     """
+    if not COPIED:
+        full_width = width if GATED is None else 2 * width
+        x = tl.make_tensor_descriptor(x, [tokens, depth], [x_stride, 1], [BLOCK_M, BLOCK_K])
+        weight = tl.make_tensor_descriptor(weight, [full_width, depth], [weight_stride, 1], [BLOCK_N, BLOCK_K])
     split, tile = tl.program_id(0), tl.program_id(1)
     first = tile * BLOCK_N
     begin = split * split_depth
@@ -271,20 +279,23 @@ def takes(cut: Cut, table: LoraTable, gated: Activation | None) -> bool:
     return len(table.widths) == 1 or all(width % cut.rows == 0 for width in table.widths)
 
 
-def pipeline(block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], beside: int = 0) -> tuple[int, int]:
+def pipeline(
+    block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], shared: int, beside: int = 0
+) -> tuple[int, int]:
     """(BLOCK_K, stages) of programs that read so many rows of x and of the weight at a time, of so many bytes a number.
 
-    beside: bytes of shared memory to be left to others, of each multiprocessor.
+    shared: bytes of shared memory that a multiprocessor has; beside: of these, to be left to others.
     """
     of_x, of_weight = itemsizes
+    rooms = min(cut.rooms, max(1, shared // _LEAST_SHARED))
     for width in (256, 128):  # bytes of a row of x
         columns = width // of_x
         converted = 0 if of_weight == of_x else weight_rows * columns * of_x
-        room = (_SHARED - beside) // cut.rooms - 2048 - converted
+        room = (shared - beside) // rooms - 2048 - converted
         stages = room // (columns * (block_m * of_x + weight_rows * of_weight))
         if stages >= 3:
             break
-    return columns, min(stages, _MOST_STAGES)
+    return columns, max(1, min(stages, _MOST_STAGES))
 
 
 def streamed(
@@ -316,13 +327,15 @@ def streamed(
     block_m = _block_m(tokens)
     weight_rows = cut.rows if gated is None else 2 * cut.rows
     itemsizes = x.dtype.itemsize, weight.dtype.itemsize
-    block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, 0 if adapters is None else SHRINK_SHARED)
+    shared, beside = launch.shared_memory(x.device), 0 if adapters is None else SHRINK_SHARED
+    block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, shared, beside)
     split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
     constants = NO_ADAPTERS
+    copied = launch.copies_tiles(x.device)
     low, columns, entries = None, arrived, 0
     if adapters is not None:
         table, rows = adapters
@@ -330,8 +343,8 @@ def streamed(
         low = Shrunk.of(x, table, rows)
         constants = low.constants((block_m, cut.rows), gated is not None)
     _streamed_kernel[splits, tiles](
-        TensorDescriptor.from_tensor(x, [block_m, block_k]),
-        TensorDescriptor.from_tensor(weight, [cut.rows, block_k]),
+        TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
+        TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -342,6 +355,8 @@ def streamed(
         arrived if low is None else low.table.rows,
         columns,
         out if low is None else low.hidden,
+        x.stride(0),
+        weight.stride(0),
         0 if residual is None else residual.stride(0),
         tokens,
         width,
@@ -349,6 +364,7 @@ def streamed(
         split_depth,
         entries,
         scale,
+        COPIED=copied,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
         GATED=gated,

@@ -22,7 +22,7 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels import linear_measured, ops
+from stoker.kernels import launch, linear_measured, linear_streamed, ops
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import Cut, cuts_to_try, describable, pipeline, streamed
 from stoker.kernels.reference.norm_rotary import Norm
@@ -57,6 +57,18 @@ def test_streamed(case: tuple[int, int, int, str, Cut], dtype: torch.dtype) -> N
     *sizes, cut = case
     arguments = make_linear(*sizes, dtype)  # type: ignore[arg-type]
     assert_close(streamed_as_asked(arguments, cut), expected_linear(**arguments), dtype)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[6]], ids=str)
+def test_a_chip_that_copies_no_tiles_by_itself(
+    case: tuple[int, int, int, str, Cut], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one before Hopper, whose threads ask for them."""
+    *sizes, cut = case
+    arguments = make_linear(*sizes, torch.float16)  # type: ignore[arg-type]
+    monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
+    monkeypatch.setattr(linear_streamed, "TensorDescriptor", None)  # which the host makes
+    assert_close(streamed_as_asked(arguments, cut), expected_linear(**arguments), torch.float16)
 
 
 def test_rows_that_lie_where_no_tile_can_be_read_from() -> None:
@@ -140,10 +152,10 @@ def test_a_cut_fills_the_chip_and_its_splits_are_no_more_than_that_takes() -> No
             assert programs <= processors * cut.rooms or cut == cuts[-1]
             assert tokens * cut.rows * cut.splits <= 3 * 2**13 or cut.splits == 1
             block_m, rows = max(16, tokens), (2 if gated else 1) * cut.rows
-            for itemsizes in ((2, 2), (2, 1)):
-                columns, stages = pipeline(block_m, rows, cut, itemsizes)
-                of_weight = rows * itemsizes[1]
-                assert 2 <= stages <= 8 and columns * (2 * block_m + of_weight) * stages * cut.rooms <= 227 * 1024
+            for itemsizes, (shared, rooms) in itertools.product(((2, 2), (2, 1)), ((228, 3), (164, 2), (100, 1))):
+                columns, stages = pipeline(block_m, rows, cut, itemsizes, shared * 1024)
+                taken = columns * (2 * block_m + rows * itemsizes[1]) * stages
+                assert 2 <= stages <= 8 and taken * min(cut.rooms, rooms) <= (shared - 1) * 1024
     assert cuts_to_try(64, (2048, 8192), 2, False, 132) == [Cut(32, 2, 1), Cut(64, 3, 1), Cut(64, 4, 1)]
     assert cuts_to_try(16, (2048, 8192), 2, False, 132) == [Cut(64, 3, 1), Cut(64, 4, 1)]
     assert cuts_to_try(64, (128256, 2048), 2, False, 132) == [Cut(128, 1, 2)]
