@@ -173,7 +173,7 @@ def _run_program(command: str, *flags: str, alone: bool) -> int:
 def _info(args: argparse.Namespace) -> int:
     import torch
 
-    from stoker.kernels.ops import ops_for
+    from stoker.kernels.ops import check_gpu, ops_for
 
     for package in ("stoker", "torch", "triton", "transformers", "trl", "peft", "accelerate"):
         try:
@@ -195,6 +195,7 @@ def _info(args: argparse.Namespace) -> int:
     else:
         described = f"{platform.machine()}, {torch.get_num_threads()} threads"
     print(f"{'device':13}{device} ({described}): {why}")
+    check_gpu(device)
     print(f"operations on {device.type}:")
     ops = ops_for(device)
     for operation in fields(ops):

@@ -153,6 +153,22 @@ CPU = replace(
 )
 
 
+def check_gpu(device: torch.device) -> None:
+    """Raises ``InvalidConfigError`` where an engine's kernels cannot run: on GPUs before Ampere, and on other makers'."""
+    if device.type != "cuda":
+        return
+    if torch.version.hip is not None:
+        needed = "are for GPUs of NVIDIA"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        needed = "need a GPU of compute capability 8.0 or more (Ampere)"
+    else:
+        return
+    raise InvalidConfigError(
+        f"the engine's kernels {needed}, and {device} is {torch.cuda.get_device_name(device)}: use another GPU, or set "
+        "EngineConfig(device='cpu')"
+    )
+
+
 def ops_for(
     device: torch.device,
     layers: Iterable[tuple[int, int, torch.dtype]] = (),

@@ -23,7 +23,7 @@ from stoker.kernels.errors import (
     UnsupportedModelError,
     WeightsMovedError,
 )
-from stoker.kernels.ops import Ops, ops_for
+from stoker.kernels.ops import Ops, check_gpu, ops_for
 from stoker.rollout.adapter_sources import AdapterSources
 from stoker.rollout.shell_builder import ShellBuilder
 from stoker.weight_sync.aliased_source import AliasedSource
@@ -66,6 +66,7 @@ class ModelBinding:
         dtype, self._device = (None if option == "auto" else option for option in (dtype, device))
         self._source_now = partial(source_for, model, dtype, self._device, **copying)
         self.source: WeightSource = self._source_now()
+        check_gpu(self.source.device)
         check_supported(self.source.module)
         check_experts(self.source.module, self.source.dtype)
         self.shell: ModelShell

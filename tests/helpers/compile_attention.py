@@ -36,10 +36,16 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 launches: list[tuple[Any, tuple[int, ...], dict[str, Any]]] = []
 
 
-def as_on_hopper() -> None:
+# Of an A100, an RTX 3090, an L4, an H200, a B200 and an RTX 5090: multiprocessors, and the KiB of shared memory that one has.
+GPUS = {80: (108, 164), 86: (82, 100), 89: (58, 100), 90: (132, 228), 100: (148, 228), 120: (170, 100)}
+
+
+def as_on(architecture: int) -> None:
     """Kernels are launched as there, also where tensors are a CPU's."""
-    launching.starts_early = lambda device: True  # type: ignore[assignment]
-    launching.multiprocessors = lambda device: 132  # type: ignore[assignment]
+    processors, shared = GPUS[architecture]
+    launching.starts_early = launching.copies_tiles = lambda device: architecture >= 90  # type: ignore[assignment]
+    launching.multiprocessors = lambda device: processors  # type: ignore[assignment]
+    launching.shared_memory = lambda device: shared * 1024  # type: ignore[assignment]
 
 
 class Recorder:
@@ -90,11 +96,13 @@ def waiting_loops(ptx: str) -> list[int]:
     return [body.count("bar.sync") for body in bodies if "ld.global" in body and "bar.sync" in body]
 
 
-def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> dict[str, Any]:
+def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], architecture: int = 90) -> dict[str, Any]:
     known = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
     options = {name: given.pop(name) for name in known if name in given}
     signature, constants, aligned = specialised(kernel, given)
-    made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
+    made = triton.compile(
+        ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", architecture, 32), options
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -182,7 +190,7 @@ if __name__ == "__main__":
     for module in (attention, attention_plan):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
-    as_on_hopper()
+    as_on(90)
     launch(32, 8, 64, 64, latent=False)  # Llama 3.2 1B
     launch(32, 8, 128, 128, latent=False)  # Llama 3.1 8B
     launch(16, 1, 576, 512, latent=True)  # DeepSeek V2 Lite

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from compile_attention import Recorder, as_on_hopper, build, launches
+from compile_attention import Recorder, as_on, build, launches
 
 from stoker.kernels import (
     causal_conv,
@@ -312,7 +312,7 @@ def launch_recurrent() -> None:
 
 
 if __name__ == "__main__":
-    as_on_hopper()
+    as_on(90)
     of_layers = [
         fp8,
         norm_rotary,

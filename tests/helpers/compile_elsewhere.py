@@ -1,0 +1,75 @@
+"""Compiles for GPUs other than an H200, without one, what depends on the device the most. Prints what each kernel takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+from compile_attention import GPUS, Recorder, as_on, build, launches
+from compile_attention import launch as attend
+
+from stoker.kernels import attention, attention_plan, grouping, linear_streamed, moe
+from stoker.kernels.reference.fp8 import FP8
+from stoker.kernels.reference.moe import Gate
+
+
+def multiply(tokens: int, weight: tuple[int, int], gated: str | None = None, narrow: bool = False) -> None:
+    """By a streamed weight [N, D], in 16 bits or, if narrow, in fp8: the first cut."""
+    processors = linear_streamed.launch.multiprocessors(torch.device("cpu"))
+    cut = linear_streamed.cuts_to_try(tokens, weight, 2, gated is not None, processors)[0]
+    given = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "cut": cut}
+    make = partial(torch.empty, dtype=torch.bfloat16)
+    scales = torch.empty(weight[0]) if narrow else None
+    linear_streamed.streamed(
+        make(tokens, weight[1]),
+        make(*weight).to(FP8) if narrow else make(*weight),
+        None,
+        **given,
+        row_scales=scales,
+        arrived=torch.zeros(256, dtype=torch.int32),
+    )
+
+
+def mix(tokens: int) -> None:
+    """Experts of Qwen3-30B-A3B."""
+    make = partial(torch.empty, dtype=torch.bfloat16)
+    weights = make(128, 1536, 2048), make(128, 2048, 768)
+    ids = torch.zeros(tokens, 8, dtype=torch.long)
+    moe.experts(make(tokens, 2048), ids, make(tokens, 8), *weights, gate=Gate())
+
+
+if __name__ == "__main__":
+    for module in (attention, attention_plan, grouping, linear_streamed, moe):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            setattr(module, name, Recorder(getattr(module, name)))
+    gate_up, down = (16384, 2048), (2048, 8192)  # of Llama 3.2 1B
+    gemma3, gemma4 = ((8, 4, 256, 256), (8, 1, 512, 512))  # the latter's layers that see everything
+    forms = {
+        80: [partial(attend, *gemma4, False, chunks=False), partial(multiply, 40, down)],
+        86: [partial(mix, 512)],
+        89: [
+            partial(attend, *gemma3, False),
+            partial(attend, *gemma4, False, chunks=False),
+            partial(multiply, 16, down, narrow=True),
+        ],
+        100: [partial(attend, 32, 8, 128, 128, False, chunks=False), partial(multiply, 16, down)],
+        120: [partial(multiply, 128, gate_up, gated="silu"), partial(mix, 64)],
+    }
+    made = []
+    for architecture, calls in forms.items():
+        as_on(architecture)
+        launches.clear()
+        for call in calls:
+            call()
+        large = ("decode_kernel", "prefill_kernel", "_streamed_kernel", "_grouped_kernel")
+        for kernel, grid, given in launches:
+            if kernel.__name__ in large and not given.get("SPANS"):
+                processors, shared = GPUS[architecture]
+                limit = {"architecture": architecture, "processors": processors, "room": shared * 1024}
+                made.append(build(kernel, grid, given, architecture) | limit)
+    print(json.dumps(made))
