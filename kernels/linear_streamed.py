@@ -327,7 +327,8 @@ def streamed(
     block_m = _block_m(tokens)
     weight_rows = cut.rows if gated is None else 2 * cut.rows
     itemsizes = x.dtype.itemsize, weight.dtype.itemsize
-    shared, beside = launch.shared_memory(x.device), 0 if adapters is None else SHRINK_SHARED
+    shared = launch.shared_memory(x.device)
+    beside = SHRINK_SHARED if adapters is not None and launch.starts_early(x.device) else 0
     block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, shared, beside)
     split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
