@@ -104,7 +104,8 @@ def launch_config(
 
 
 def _shared_memory(heads: HeadShape, queries: int, keys: int, tiles: int, folds: bool) -> int:
-    """Bytes that a program takes at most, as compiled code shows. tiles: of keys and values, that are on their way at a time."""
+    """Bytes that a program takes at most, as compiled code shows where they are few: with the largest chips' ways to multiply it may
+    be more, and they have it. tiles: of keys and values, that are on their way at a time."""
     key, value = sum(heads.key_parts), 0 if heads.value_is_key else heads.value_part
     # Besides: weights, where a warp may not have all of a query's, or a split's sums, which threads hand to each other.
     weights = queries * keys * heads.itemsize if queries < 128 else 0

@@ -273,15 +273,24 @@ def _skinny_kernel(
     )
 
 
-def skinny_config(tokens: int, weight: tuple[int, int], itemsize: int, processors: int) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do."""
+def skinny_config(
+    tokens: int, weight: tuple[int, int], itemsize: int, processors: int, shared: int
+) -> tuple[int, int, int]:
+    """(BLOCK_N, BLOCK_K, stages) for a weight [N, D]: as tall as leaves every multiprocessor enough to do.
+
+    shared: bytes of shared memory that one has, which some devices have too few of for stages enough of fp32.
+    """
     width, depth = weight
     if tokens == 1:  # 64 fp32 products in the registers of each of 128 threads, 16 bytes of a row at a time
         rows = 8
         while rows > 2 and triton.cdiv(width, rows) < 2 * processors:
             rows //= 2
         return rows, min(8192 // rows, max(int(triton.next_power_of_2(depth)), 16)), 1
-    return (32 if triton.cdiv(width, 32) >= 2 * processors else 16), 512 // itemsize, 5
+    rows, row_bytes = 32 if triton.cdiv(width, 32) >= 2 * processors else 16, 512
+    besides = launch.PROGRAM_SHARED + 2048
+    if itemsize == 4:  # x with its norm, as compiled code shows
+        besides += 16 * row_bytes
+    return rows, row_bytes // itemsize, min(5, 1 + (shared - besides) // ((16 + rows) * row_bytes))
 
 
 def skinny(
@@ -303,9 +312,8 @@ def skinny(
     tokens, depth = x.shape
     full_width = weight.shape[0]
     width = full_width if gated is None else full_width // 2
-    rows, columns, stages = skinny_config(
-        tokens, (full_width, depth), x.dtype.itemsize, launch.multiprocessors(x.device)
-    )
+    device = launch.multiprocessors(x.device), launch.shared_memory(x.device)
+    rows, columns, stages = skinny_config(tokens, (full_width, depth), x.dtype.itemsize, *device)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     norm_weight, eps, offset, *_ = norm or (x, 0.0, False)
     kernel = _single_kernel if tokens == 1 else _skinny_kernel

@@ -13,16 +13,17 @@ sys.path.append(str(Path(__file__).parent))
 from compile_attention import GPUS, Recorder, as_on, build, launches
 from compile_attention import launch as attend
 
-from stoker.kernels import attention, attention_plan, grouping, linear_streamed, moe
+from stoker.kernels import attention, attention_plan, grouping, launch, linear, linear_streamed, moe
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.moe import Gate
+from stoker.kernels.reference.norm_rotary import Norm
 
 
-def multiply(tokens: int, weight: tuple[int, int], gated: str | None = None, narrow: bool = False) -> None:
-    """By a streamed weight [N, D], in 16 bits or, if narrow, in fp8: the first cut."""
-    processors = linear_streamed.launch.multiprocessors(torch.device("cpu"))
-    cut = linear_streamed.cuts_to_try(tokens, weight, 2, gated is not None, processors)[0]
-    given = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "cut": cut}
+def multiply(tokens: int, narrow: bool = False) -> None:
+    """By a streamed weight of Llama 3.2 1B, in 16 bits or, if narrow, in fp8: the first cut."""
+    weight = 2048, 8192
+    cut = linear_streamed.cuts_to_try(tokens, weight, 2, False, launch.multiprocessors(torch.device("cpu")))[0]
+    given = {"norm": None, "gated": None, "residual": None, "scale": 1.0, "cut": cut}
     make = partial(torch.empty, dtype=torch.bfloat16)
     scales = torch.empty(weight[0]) if narrow else None
     linear_streamed.streamed(
@@ -35,6 +36,12 @@ def multiply(tokens: int, weight: tuple[int, int], gated: str | None = None, nar
     )
 
 
+def multiply_few() -> None:
+    """Four rows in fp32, after a norm."""
+    norm = Norm(torch.empty(2304), 1e-6, offset=True)
+    linear.linear(torch.empty(4, 2304), torch.empty(18432, 2304), norm=norm, gated="gelu_tanh")
+
+
 def mix(tokens: int) -> None:
     """Experts of Qwen3-30B-A3B."""
     make = partial(torch.empty, dtype=torch.bfloat16)
@@ -44,21 +51,20 @@ def mix(tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    for module in (attention, attention_plan, grouping, linear_streamed, moe):
+    for module in (attention, attention_plan, grouping, linear, linear_streamed, moe):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             setattr(module, name, Recorder(getattr(module, name)))
-    gate_up, down = (16384, 2048), (2048, 8192)  # of Llama 3.2 1B
     gemma3, gemma4 = ((8, 4, 256, 256), (8, 1, 512, 512))  # the latter's layers that see everything
     forms = {
-        80: [partial(attend, *gemma4, False, chunks=False), partial(multiply, 40, down)],
-        86: [partial(mix, 512)],
+        80: [partial(attend, *gemma4, False, chunks=False), partial(multiply, 40)],
+        86: [partial(mix, 512), multiply_few],
         89: [
             partial(attend, *gemma3, False),
             partial(attend, *gemma4, False, chunks=False),
-            partial(multiply, 16, down, narrow=True),
+            partial(multiply, 16, narrow=True),
         ],
-        100: [partial(attend, 32, 8, 128, 128, False, chunks=False), partial(multiply, 16, down)],
-        120: [partial(multiply, 128, gate_up, gated="silu"), partial(mix, 64)],
+        100: [partial(attend, 32, 8, 128, 128, False, chunks=False), partial(multiply, 16)],
+        120: [partial(multiply, 40), partial(mix, 64)],
     }
     made = []
     for architecture, calls in forms.items():
@@ -66,7 +72,7 @@ if __name__ == "__main__":
         launches.clear()
         for call in calls:
             call()
-        large = ("decode_kernel", "prefill_kernel", "_streamed_kernel", "_grouped_kernel")
+        large = ("decode_kernel", "prefill_kernel", "_streamed_kernel", "_skinny_kernel", "_grouped_kernel")
         for kernel, grid, given in launches:
             if kernel.__name__ in large and not given.get("SPANS"):
                 processors, shared = GPUS[architecture]

@@ -17,6 +17,8 @@ from oracle import greedy
 from trl_setup import EOS, make_model, make_tokenizer, plain_logprobs
 
 from stoker.integrations.cli import main
+from stoker.kernels import ops
+from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.rollout import InvalidRequestError, RolloutEngine, SamplingParams
 
@@ -229,6 +231,18 @@ def test_info_names_versions_device_and_operations(folder: str, capsys: pytest.C
     callables = [name for name in Ops.__dataclass_fields__ if callable(getattr(REFERENCE, name))]
     assert all(f"  {name} " in printed for name in callables)
     assert "2 of 2" in printed and "longest sequence      128 tokens" in printed and "states" not in printed
+
+
+def test_info_says_of_a_gpu_that_no_engine_runs_on_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(device: torch.device) -> None:
+        raise InvalidConfigError(f"{device} is too old")
+
+    monkeypatch.setattr(ops, "check_gpu", refuse)
+    assert main(["info", "--device", "cpu"]) == 1
+    printed = capsys.readouterr()
+    assert "cpu is too old" in printed.err and "device       cpu" in printed.out and "operations" not in printed.out
 
 
 def test_info_tells_states_from_keys_and_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_skinny_linear_in_tall_and_low_tiles(
 ) -> None:
     """As on a wide weight and a narrow one, and with a depth of several tiles."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: processors)
-    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 4400), 4, processors)
+    rows, depth, _ = triton_linear.skinny_config(tokens, (68, 4400), 4, processors, 228 * 1024)
     low = processors > 1
     assert rows == ((2 if low else 8) if tokens == 1 else (16 if low else 32)) and depth < 4400
     arguments = make_linear(tokens, 68, 4400, options, torch.float32)
@@ -100,15 +100,16 @@ def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
 
 
 def test_the_skinny_kernels_fit_the_chip_and_fill_it() -> None:
-    for tokens, width, depth, itemsize in itertools.product(
-        (1, 4), (256, 2048, 28672, 128256), (80, 2048, 8192), (2, 4)
+    for tokens, width, depth, itemsize, shared in itertools.product(
+        (1, 4), (256, 2048, 28672, 128256), (80, 2048, 8192), (2, 4), (100 * 1024, 228 * 1024)
     ):
-        rows, columns, stages = triton_linear.skinny_config(tokens, (width, depth), itemsize, 132)
+        rows, columns, stages = triton_linear.skinny_config(tokens, (width, depth), itemsize, 132, shared)
         if tokens == 1:
             assert rows * columns <= 64 * 128  # fp32 products in the registers of 128 threads
             assert rows == 2 or width // rows >= 2 * 132
-        else:
-            assert stages * (16 + rows) * columns * itemsize <= 227 * 1024  # shared memory
+        else:  # a stage less is in shared memory
+            assert (stages - 1) * (16 + rows) * columns * itemsize + (itemsize == 4) * 16 * 512 <= shared - 3 * 1024
+            assert stages == 5 or (stages == 4 and rows == 32 and itemsize == 4 and shared == 100 * 1024)
             assert rows == 16 or width // rows >= 2 * 132
 
 
