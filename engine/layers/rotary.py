@@ -42,8 +42,9 @@ class Rotary:
         self._strides = {kind: _stride(self.given(like, POSITIONS.to(like.device), kind)) for kind in self.tabled}
 
     def probed(self, device: torch.device) -> Tensor:
-        """Positions for a probe, as far apart as sequences are long: a factor may be 1 up to the ten thousandth."""
-        return POSITIONS.to(device) * max((self._longest - 1) // int(POSITIONS.max()), 1)
+        """Positions for a probe, up to the last of the longest sequence: a factor may be 1 up to the ten thousandth."""
+        last = int(POSITIONS.max())
+        return POSITIONS.to(device) * max(self._longest - 1, last) // last
 
     def given(self, x: Tensor, positions: Tensor, kind: str | None) -> Any:
         """What the model gives its layers; None where it gives nothing. x: of their dtype; positions: int64 [T], or [3, T]."""

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import make_model
+from families import draw, make_model
 from transformers import PreTrainedModel
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
@@ -85,3 +85,15 @@ def test_dynamic_scaling_goes_by_the_positions_of_the_model_alone() -> None:
     model = make_model("llama", max_position_embeddings=LIMIT, rope_parameters=scaled)
     with RolloutEngine(model, config=CONFIG) as engine:
         check(engine, model)
+
+
+@pytest.mark.parametrize(("family", "fields"), [("ministral3", {}), ("llama4", {"floor_scale": 37})])
+def test_a_factor_that_only_the_last_positions_have(family: str, fields: dict[str, Any]) -> None:
+    """It is 1 before the 36th, and sequences are hardly longer."""
+    model = make_model(family, **fields)
+    tokens = draw(seed=1, length=40)
+    with RolloutEngine(model, config=replace(CONFIG, max_model_len=40)) as engine:
+        (scores,) = engine.score([tokens])
+        assert engine.stats().fused_layers == engine.stats().num_layers
+    expected = oracle.logprobs(model, tokens[:1], tokens[1:])
+    torch.testing.assert_close(scores.logprobs.double(), expected, rtol=0, atol=1e-4)
