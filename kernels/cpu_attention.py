@@ -122,7 +122,7 @@ class _Held:
             lambda: (torch.arange(rows * heads, device="cpu").view(rows, heads) * length + last).flatten(),
         )
         for cache, kept in self.flat[which]:
-            kept.index_copy_(0, at, cache.index_select(0, newest).to(dtype))
+            kept.index_copy_(0, at, cache.index_select(0, newest).type_as(kept))
         return held
 
     def keys(

@@ -40,7 +40,7 @@ class Together:
             x = x.index_select(0, self.gather)
         elif self.rows is not None:
             x, out = x[self.rows], out[self.rows]
-        hidden = torch.bmm(x.to(a.dtype).view(self.count, -1, a.shape[1]), a)
+        hidden = torch.bmm(x.type_as(a).view(self.count, -1, a.shape[1]), a)
         for part in parts:
             mine = hidden if part.ranks is None else hidden[..., part.ranks]
             target = out if part.columns is None else out[:, part.columns]
@@ -104,7 +104,7 @@ class Bags:
         out: Tensor,
     ) -> None:
         x = x if self.tokens is None else x.index_select(0, self.tokens)
-        hidden = _sums(*a, x.to(a[0].dtype))
+        hidden = _sums(*a, x.type_as(a[0]))
         for part, b, rows, starts, of_all in parts:
             mine = hidden if part.ranks is None else hidden[:, part.ranks]
             target = out if part.columns is None else out[:, part.columns]
@@ -158,7 +158,7 @@ class OneByOne:
 
 def _change(a: Tensor, parts: Sequence[Part], x: Tensor, out: Tensor) -> None:
     """Apply one piece. a: [D, r of all linears]; x: [t, D]; out: [t, N]."""
-    hidden = torch.mm(x.to(a.dtype), a)
+    hidden = torch.mm(x.type_as(a), a)
     for part in parts:
         mine = hidden if part.ranks is None else hidden[:, part.ranks]
         target = out if part.columns is None else out[:, part.columns]
