@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from stoker.kernels.reference.lora_stacks import Part, Stack
@@ -68,11 +68,11 @@ class Bags:
 
     def __init__(self, slots: Tensor, places: Mapping[int, int]) -> None:
         """slots: of all tokens, int64 [T]; places: of each but 0 in the stacks."""
-        found = slots.tolist()
-        numbers = [places[slot] for slot in found if slot]
+        self._slots = slots.tolist()
+        numbers = [places[slot] for slot in self._slots if slot]
         self.places = torch.tensor(numbers, dtype=torch.int32, device=slots.device)  # int32 [t]
-        self.tokens = None if all(found) else slots.nonzero().flatten()  # int64 [t], those with an adapter; None: all
-        self._has = (slots > 0).int()
+        # int64 [t], those with an adapter; None: all
+        self.tokens = None if all(self._slots) else slots.nonzero().flatten()
         self._bags: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}
 
     def _of(self, *sums: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,14 +82,18 @@ class Bags:
         Then the same for all tokens, [T * parts + 1], some of which have none.
         """
         if sums not in self._bags:
-            counts = torch.tensor(sums, dtype=torch.int32, device=self.places.device)
             span = torch.arange(sum(sums), dtype=torch.int32, device=self.places.device)
             rows = (self.places[:, None] * len(span) + span).flatten()
-            starts = of_all = _starts(counts.repeat(len(self.places)))
+            starts = of_all = self._starts(sums * len(self.places))
             if self.tokens is not None:
-                of_all = _starts(torch.outer(self._has, counts).flatten())
+                nothing = (0,) * len(sums)
+                of_all = self._starts(n for slot in self._slots for n in (sums if slot else nothing))
             self._bags[sums] = rows, starts, of_all
         return self._bags[sums]
+
+    def _starts(self, counts: Iterable[int]) -> Tensor:
+        """Where sums of so many rows each begin, and the last one ends."""
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=self.places.device)
 
     def through(self, stack: Stack) -> Callable[[Tensor, Tensor], None]:
         rows, starts, _ = self._of(stack.a.shape[1])
@@ -119,11 +123,6 @@ class Bags:
                 target.add_(delta)
             else:
                 target.index_copy_(0, self.tokens, before.add_(delta))
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """Where each of some runs begins, and the last one ends, int32 [S + 1]. counts: int32 [S]."""
-    return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _sums(matrix: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
