@@ -300,7 +300,7 @@ class RolloutEngine:
         By checksums made on the device, or by addresses where the engine runs on the trainer's tensors. Adapters that were
         loaded from other models are compared with these. Ranks of a sharded model, of the engine's or of another one with
         such an adapter, call it together. After an update from elsewhere it shows where that differs from the model in this
-        process.
+        process; weights that ``sleep(level=3)`` dropped are mismatched until a rollout or an update takes them anew.
         Raises ``EngineStateError`` while the weights sleep.
         """
         return self._updates.verify(partial(self._check_weights, "verify its weights"))
