@@ -157,36 +157,13 @@ def _streamed_kernel(
                     linear += (first >= tl.load(columns_ptr + other * 4 + 1)).to(tl.int32)
             its_columns = columns - tl.load(columns_ptr + linear * 4 + 1).to(tl.int32)
             its_width = tl.load(columns_ptr + linear * 4 + 2).to(tl.int32)
-            b = matrices_of(
-                0,
-                slots,
-                its_columns,
-                linear,
-                its_width,
-                pointers_ptr,
-                entries,
-                FIELDS,
-                DTYPE,
-                ALIGNED,
-                RANK,
-                BLOCK_R,
-                SLOTS,
-            )
+            its_entries = pointers_ptr + linear * entries * FIELDS
+            its_hidden = hidden_ptr + linear * tokens * RANK
+            b = matrices_of(0, slots, its_columns, its_width, its_entries, FIELDS, DTYPE, ALIGNED, RANK, BLOCK_R, SLOTS)
             if GATED is not None:
+                up_entries, up_hidden = pointers_ptr + entries * FIELDS, hidden_ptr + tokens * RANK
                 up_b = matrices_of(
-                    0,
-                    slots,
-                    its_columns,
-                    1,
-                    its_width,
-                    pointers_ptr,
-                    entries,
-                    FIELDS,
-                    DTYPE,
-                    ALIGNED,
-                    RANK,
-                    BLOCK_R,
-                    SLOTS,
+                    0, slots, its_columns, its_width, up_entries, FIELDS, DTYPE, ALIGNED, RANK, BLOCK_R, SLOTS
                 )
             await_turn(DEPENDENT)
             total = plus_adapters(
@@ -195,12 +172,10 @@ def _streamed_kernel(
                 rows,
                 slots,
                 its_columns,
-                linear,
                 its_width,
-                pointers_ptr,
-                hidden_ptr,
+                its_entries,
+                its_hidden,
                 tokens,
-                entries,
                 LINEARS,
                 FIELDS,
                 DTYPE,
@@ -218,12 +193,10 @@ def _streamed_kernel(
                     rows,
                     slots,
                     its_columns,
-                    1,
                     its_width,
-                    pointers_ptr,
-                    hidden_ptr,
+                    up_entries,
+                    up_hidden,
                     tokens,
-                    entries,
                     LINEARS,
                     FIELDS,
                     DTYPE,

@@ -83,10 +83,8 @@ def matrices_of(
     piece,
     slots,
     columns,
-    linear,
     width,
-    pointers_ptr,
-    entries,
+    entries_ptr,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -96,11 +94,11 @@ def matrices_of(
 ):
     """Some columns of what expands, [SLOTS, N, BLOCK_R], 0 of a slot that is none of ``slots``.
 
-    piece: all ranks of the first SLOTS slots are pieces, then those of the next.
+    piece: all ranks of the first SLOTS slots are pieces, then those of the next. entries_ptr: the linear's rows of the table.
     """
     numbers, start = _place_of(piece, RANK, BLOCK_R, SLOTS)
     used = tl.max((slots[:, None] == numbers[None, :]).to(tl.int32), axis=0) > 0
-    entry = pointers_ptr + (linear * entries + numbers) * FIELDS
+    entry = entries_ptr + numbers * FIELDS
     rank = tl.load(entry + 4, mask=used, other=0).to(tl.int32)
     b_ptr = tl.load(entry + 1, mask=used, other=0).to(tl.pointer_type(DTYPE))
     if ALIGNED:
@@ -122,7 +120,6 @@ def _hidden_of(
     rows,
     slots,
     rank,
-    linear,
     hidden_ptr,
     tokens,
     LINEARS: tl.constexpr,
@@ -135,7 +132,7 @@ def _hidden_of(
     ranks = start + tl.arange(0, BLOCK_R)
     hidden = tl.zeros((rows.shape[0], BLOCK_R), tl.float32)
     for split in tl.static_range(SPLITS):
-        place = hidden_ptr + ((split * LINEARS + linear) * tokens + rows[:, None]) * RANK + ranks[None, :]
+        place = hidden_ptr + (split * LINEARS * tokens + rows[:, None]) * RANK + ranks[None, :]
         hidden += tl.load(place, mask=(slots > 0)[:, None], other=0.0, cache_modifier=".cg")
     return tl.where(ranks[None, :] < rank[:, None], hidden, 0.0).to(DTYPE)
 
@@ -147,12 +144,10 @@ def plus_adapters(
     rows,
     slots,
     columns,
-    linear,
     width,
-    pointers_ptr,
+    entries_ptr,
     hidden_ptr,
     tokens,
-    entries,
     LINEARS: tl.constexpr,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -165,37 +160,24 @@ def plus_adapters(
 ):
     """Outputs of one linear, fp32 [M, N], with what the adapters of their tokens add. b: ``matrices_of`` the first piece.
 
-    rows: [M], all tokens; slots: theirs; columns: [N]. Several adapters are one product: what a token's gives lies where the
-    matrix of that one does, and zeros where others do. While it is made the next ones are on their way.
+    rows: [M], all tokens; slots: theirs; columns: [N]; entries_ptr, hidden_ptr: of the linear. Several adapters are one product:
+    what a token's gives lies where the matrix of that one does, and zeros where others do. While it is made the next ones are on
+    their way.
     """
-    own = pointers_ptr + (linear * entries + slots) * FIELDS
+    own = entries_ptr + slots * FIELDS
     rank = tl.load(own + 4).to(tl.int32)
     scale = tl.load(own + 5).to(tl.float64, bitcast=True).to(tl.float32)
-    hidden = _hidden_of(0, rows, slots, rank, linear, hidden_ptr, tokens, LINEARS, DTYPE, SPLITS, RANK, BLOCK_R)
+    hidden = _hidden_of(0, rows, slots, rank, hidden_ptr, tokens, LINEARS, DTYPE, SPLITS, RANK, BLOCK_R)
     pieces = tl.cdiv(tl.max(slots, axis=0), SLOTS) * (RANK // BLOCK_R)
     for piece in tl.range(0, pieces, num_stages=1):
         following = matrices_of(
-            piece + 1,
-            slots,
-            columns,
-            linear,
-            width,
-            pointers_ptr,
-            entries,
-            FIELDS,
-            DTYPE,
-            ALIGNED,
-            RANK,
-            BLOCK_R,
-            SLOTS,
+            piece + 1, slots, columns, width, entries_ptr, FIELDS, DTYPE, ALIGNED, RANK, BLOCK_R, SLOTS
         )
         numbers, start = _place_of(piece, RANK, BLOCK_R, SLOTS)
         mine = slots[:, None] == numbers[None, :]
         if tl.max(tl.max(mine.to(tl.int32), axis=1), axis=0) > 0:
             if BLOCK_R < RANK:
-                hidden = _hidden_of(
-                    start, rows, slots, rank, linear, hidden_ptr, tokens, LINEARS, DTYPE, SPLITS, RANK, BLOCK_R
-                )
+                hidden = _hidden_of(start, rows, slots, rank, hidden_ptr, tokens, LINEARS, DTYPE, SPLITS, RANK, BLOCK_R)
             # Zero times NaN or infinity is NaN: these are to be of the adapter's own tokens alone.
             finite = b.to(tl.float32) - b.to(tl.float32) == 0.0
             broken = tl.max(tl.max(1 - finite.to(tl.int32), axis=2), axis=1)
