@@ -164,7 +164,7 @@ class MeasuredLinear:
         rows: AdapterRows,
         options: dict[str, Any],
     ) -> tuple[str, Cut | None]:
-        """The cut by which a product adds adapters faster than other kernels do, as with the adapters that there are, each in as many rows.
+        """The cut by which a product adds adapters faster than other kernels do: those that there are, each in as many rows.
 
         Of one cut, the fastest without them: each is a kernel more to compile.
         """
