@@ -142,6 +142,7 @@ class ShapeProbe:
         same_as = next((i for i, pair in self.kept.items() if [t.data_ptr() for t in pair] == places), None)
         self.kept[layer], self.told[layer] = (key, value), options["visibility"]
         self.attended[layer] = LayerShape(
+            query_heads=query.shape[1],
             heads=key.shape[1],
             key_dim=key.shape[2],
             value_dim=value.shape[2],

@@ -123,9 +123,9 @@ def _workspace_bytes(config: EngineConfig, binding: ModelBinding, model_len: int
     of_attention, of_recurrence = binding.ops.attention_workspace, binding.ops.recurrent_workspace
     taken = 0
     if of_attention is not None:
-        columns, heads = -(-model_len // config.block_size), binding.shell.config.num_attention_heads
-        value_dims = {shape.value_dim for shape in binding.shapes if shape.heads}
-        taken = sum(of_attention(config.max_num_seqs, columns, config.block_size, heads, dim) for dim in value_dims)
+        table = config.max_num_seqs, -(-model_len // config.block_size), config.block_size
+        sizes = {(shape.query_heads, shape.value_dim) for shape in binding.shapes if shape.heads}  # each has its own
+        taken = sum(of_attention(*table, heads, value_dim) for heads, value_dim in sizes)
     if of_recurrence is None:
         return taken
     most = 0

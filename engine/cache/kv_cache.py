@@ -47,6 +47,7 @@ class StateShape:
 class LayerShape:
     """What one layer keeps of a token, and of a sequence besides. Without attention it has no heads."""
 
+    query_heads: int = 0  # that attend to them: not of every model are they as many in all layers
     heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
