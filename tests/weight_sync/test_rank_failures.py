@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
 
 import pytest
 import rank_differences
@@ -10,7 +13,7 @@ import rank_failures
 import ranks
 import torch
 
-from stoker.kernels.errors import EngineStateError, WeightTransferError
+from stoker.kernels.errors import EngineStateError, WeightsMismatchError, WeightTransferError
 from stoker.weight_sync import rank_agreement
 
 SHARDINGS = [("fsdp2", 2), ("two meshes", 4)]
@@ -95,3 +98,49 @@ def test_what_came_of_an_error_that_all_ranks_know_is_told_to_none(
     error.__cause__ = rank_agreement._known_to_all(cause) if known else cause
     rank_agreement.refuse({}, torch.device("cpu"), error)
     assert told == ([] if known else [error])
+
+
+class _Group:
+    """A group of processes, which are threads."""
+
+    def __init__(self, *members: int) -> None:
+        self._said: list[torch.Tensor] = []
+        self._barrier = Barrier(len(members), timeout=20)
+
+    def all_reduce(self, said: torch.Tensor) -> None:
+        self._said.append(said.clone())
+        self._barrier.wait()
+        said.copy_(torch.stack(self._said).amax(0))
+        if self._barrier.wait() == 0:
+            self._said.clear()
+        self._barrier.wait()
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+@pytest.mark.parametrize("what", ["nothing", "news", "a refusal", "other rows", "other columns"])
+def test_what_one_rank_of_a_mesh_knows_all_come_to_know(what: str, odd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are in no group with it, to which another one has to pass it on: or else some went on alone."""
+    rows, columns = (_Group(0, 1), _Group(2, 3)), (_Group(0, 2), _Group(1, 3))
+    monkeypatch.setattr(rank_agreement.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(rank_agreement.dist, "all_reduce", lambda said, op, group: group.all_reduce(said))
+
+    def agree(rank: int) -> str | bool:
+        has = what if rank == odd else "nothing"
+        parts: Any = {
+            rows[rank // 2]: [("c" if has == "other rows" else "a",)],
+            columns[rank % 2]: [("c" if has == "other columns" else "b",)],
+        }
+        refusal = ValueError("its error") if has == "a refusal" else None
+        try:
+            return rank_agreement.agree(parts, torch.device("cpu"), refusal, has_news=has == "news")
+        except (ValueError, WeightsMismatchError) as error:
+            return str(error).partition(";")[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(agree, range(4)))
+    if what == "a refusal":
+        assert found == ["its error" if rank == odd else "another rank refused" for rank in range(4)]
+    elif "other" in what:
+        assert all(str(one).startswith("the ranks hold parts of other tensors each") for one in found)
+    else:
+        assert found == [what == "news"] * 4
