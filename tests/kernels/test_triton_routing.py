@@ -257,6 +257,15 @@ def test_a_router_and_its_input_may_lie_in_any_way(tokens: int, ops: Ops) -> Non
 
 
 @all_ops
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_a_router_s_weight_may_have_more_digits_than_its_input(tokens: int, ops: Ops) -> None:
+    arguments = make_router(tokens, 24, 80, False, True, False, DEEPSEEK_V3, torch.float32)
+    arguments["x"] = arguments["x"].half()
+    expected = expected_route(**arguments)[1]
+    assert_close(by_expert(ops.route(**arguments), 24).float(), expected, torch.float32)
+
+
+@all_ops
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_no_sigmoid_chooses_from_a_group_that_is_left_out(tokens: int, ops: Ops) -> None:
     """Whatever the corrections are: also where the next best is of another group."""

@@ -222,6 +222,13 @@ def test_a_text_is_cut_before_the_stop_string_that_ended_it():
     assert completion_text(own, [*encode("a<bot>"), both], "<bot>!!") == "a"
 
 
+@pytest.mark.parametrize("stops", [("<bot>c!", "!"), ("c!", "<bot>c!"), ("!", "c!")])
+def test_of_stop_strings_that_one_token_ends_the_earliest_counts(stops):
+    """Whether they name special tokens or not."""
+    check = StopStringChecker(tokenizer(), stops, special_tokens(tokenizer()))
+    assert [check(token) for token in encode("a<bot>c!")][-1] == max(stops, key=len)
+
+
 def test_the_checker_sees_what_the_whole_text_shows():
     """Against a search in the texts decoded from scratch after every token, over random bytes and special tokens."""
     rng, special = random.Random(0), special_tokens(tokenizer())
