@@ -208,6 +208,16 @@ def test_sizes_that_divide_no_tile(options: str) -> None:
 
 
 @all_ops
+def test_what_experts_are_given_may_lie_in_any_way(ops: Ops) -> None:
+    """Columns first, or as parts of something wider."""
+    arguments = make_experts(7, 3, 5, 48, 32, "b", torch.float32)
+    expected = expected_experts(**arguments)
+    for change in (lambda t: t.t().contiguous().t(), lambda t: torch.cat((t, t), 1)[:, : t.shape[1]]):
+        given = {name: change(arguments[name]) for name in ("x", "expert_ids", "expert_weights")}
+        assert_close(ops.experts(**arguments | given), expected, torch.float32)
+
+
+@all_ops
 @pytest.mark.parametrize("options", ["btc", "u"])
 def test_a_bound_hides_no_nan(options: str, ops: Ops) -> None:
     arguments = make_experts(3, 2, 4, 48, 32, options, torch.float32)
