@@ -136,17 +136,25 @@ def test_a_pause_changes_nothing(how: str, make: Callable[..., Any]) -> None:
 
 
 def test_where_a_pattern_found_no_memory_the_next_request_follows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what was in its slot before ended in the middle of a pattern."""
+    """Also where it was the first pattern of all, and where what was in its slot before ended in the middle of a pattern."""
     free = SamplingParams(seed=3, max_tokens=12)
     follows = SamplingParams(regex="[0-9]{9}", seed=1, max_tokens=4)
-    with build(max_num_seqs=2) as engine:
+    other = replace(follows, regex="(yes|no){3}")
+    with build() as engine:
         (expected,) = engine.generate_batch([PROMPT], free)
-        for beside in (None, free):
-            engine.generate_batch([PROMPT] * 2, follows)
+    with build(max_num_seqs=2) as engine:
+
+        def find_no_memory(*params: SamplingParams) -> None:
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
                 patch.setattr(Constraints, "_place", lambda *_: (_ for _ in ()).throw(MemoryError))
-                other = replace(follows, regex="(yes|no){3}")
-                engine.generate_batch([PROMPT] * 2, [other, beside or other])
+                engine.generate_batch([PROMPT] * 2, params)
+
+        find_no_memory(other, other)
+        (found,) = engine.generate_batch([PROMPT], free)
+        assert found.completions[0].token_ids == expected.completions[0].token_ids
+        for beside in (other, free):
+            engine.generate_batch([PROMPT] * 2, follows)
+            find_no_memory(other, beside)
             found, _ = engine.generate_batch([PROMPT] * 2, [free, follows])
             assert found.completions[0].token_ids == expected.completions[0].token_ids
 
