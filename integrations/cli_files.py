@@ -194,12 +194,15 @@ def _generate(args: argparse.Namespace) -> int:
     except InvalidRequestError as error:
         args.parser.error(str(error))
     lines = _read(args, ("prompt", "messages", "token_ids"), ("completions", "error"))
-    return _write(
-        args,
-        lines,
-        lambda engine, todo: _completions(engine, todo, params, args),
-        lambda record: isinstance(made := record.get("completions"), list) and len(made) == params.n,
-    )
+    fields = {"text", "finish_reason", *(("token_ids", "logprobs") if args.tokens else ())}
+
+    def is_result(record: dict[str, Any]) -> bool:
+        made = record.get("completions")
+        if not isinstance(made, list) or len(made) != params.n:
+            return False
+        return all(isinstance(one, dict) and fields <= one.keys() for one in made)
+
+    return _write(args, lines, lambda engine, todo: _completions(engine, todo, params, args), is_result)
 
 
 def _completions(engine: Any, lines: list[Line], params: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -93,6 +93,7 @@ def test_the_output_of_another_command_or_other_flags_is_not_taken_for_done(
         ["score"],
         ["generate", "--max-tokens", "2"],
         ["generate", "--max-tokens", "2", "--n", "2"],
+        ["generate", "--max-tokens", "2", "--n", "2", "--tokens"],
         ["score", "--entropy"],
     ]
     target.write_bytes(Path(source).read_bytes())
