@@ -62,6 +62,11 @@ def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream
             model="policy", messages=CHAT, tools=TOOLS, max_tokens=30, extra_body=body, stream=False
         )
         assert cut.choices[0].finish_reason == "length" and cut.choices[0].message.tool_calls is None
+        longer = {"structured_outputs": {"choice": [f"{written}and more"]}}
+        (choice,) = client.chat.completions.create(
+            model="policy", messages=CHAT, tools=TOOLS, max_tokens=len(written) + 3, extra_body=longer, stream=False
+        ).choices
+        assert len(choice.message.tool_calls) == 1 and choice.finish_reason == "length", "more was to come"
         stops = ("o<", "s", "hm"), ("m</", None, "h"), ("</call>", "so", "hm"), ("so", "", "hm"), ("hm", None, "")
         for stop, content, reasoning in stops:
             told = client.chat.completions.create(
