@@ -181,9 +181,10 @@ def test_min_tokens_holds_where_the_text_can_go_on_and_no_longer() -> None:
 
 
 def test_stop_ids_end_a_text_that_matches_and_are_no_text() -> None:
-    (stop,) = TOKENIZER.convert_tokens_to_ids(["a"])
+    """Each request's own, though they follow one pattern."""
+    stops = TOKENIZER.convert_tokens_to_ids(["a", "b"])
     with build() as engine:
-        for seed in range(12):
+        for seed, stop in enumerate(stops * 6):
             params = SamplingParams(regex="[ab]{3,4}", stop_token_ids=[stop], ignore_eos=True, max_tokens=9, seed=seed)
             found = only(engine.generate_batch([PROMPT], params))
             assert found.finish_reason == "stop" and found.stop_reason == stop
