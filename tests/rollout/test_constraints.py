@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
+from weakref import ref
 
 import pytest
 import regex as partial_regex
@@ -27,6 +28,7 @@ from families import make_model
 from small_engine import only
 from tokenizer_kinds import KINDS, tokenizer
 
+from stoker.engine.constraints import Constraint
 from stoker.kernels.errors import InvalidRequestError
 from stoker.rollout import Completion, EngineConfig, RolloutEngine, SamplingParams, constraints
 
@@ -238,6 +240,19 @@ def test_more_patterns_than_there_is_room_for_are_refused_before_any_work(monkey
             engine.submit(PROMPT, params[7])
         assert [handle.result().completions[0].token_ids for handle in handles] == wanted[:7]
         assert engine.submit(PROMPT, params[7]).result().completions[0].token_ids == wanted[7]
+
+
+def test_where_room_is_made_the_pattern_goes_that_was_not_used_for_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = constraints.ConstraintMaker(TOKENIZER, VOCAB)
+
+    def used(pattern: str) -> ref[Constraint]:
+        return ref(make(pattern, frozenset({EOS}), frozenset()))
+
+    often, once = used("[ab]+"), used("[cd]+")
+    monkeypatch.setattr(constraints, "MOST_TOGETHER", sum(found.table.nbytes for found in make._made.values()))
+    assert used("[ab]+")() is often() is not None
+    used("[ef]+")
+    assert used("[ab]+")() is often() is not None and once() is None
 
 
 def test_what_cannot_be_is_refused_before_any_work() -> None:
