@@ -87,6 +87,15 @@ def test_what_cannot_be_sampled_has_a_log_probability_that_json_can_hold(client:
     assert [[t.logprob for t in one.top_logprobs] for one in choice.logprobs.content] == [[0, -9999]] * 2
 
 
+def test_a_token_that_is_part_of_a_character_has_no_bytes_of_another(client: Any) -> None:
+    """Those of the sign that stands for it are none of the text's."""
+    (choice,) = client.chat.completions.create(
+        model="policy", messages=CHAT, logprobs=True, extra_body={"structured_outputs": {"choice": ["é"]}}
+    ).choices
+    assert choice.message.content == "é"
+    assert [one.bytes for one in choice.logprobs.content] == [None, None, [*b"<eos>"]]
+
+
 def test_messages_as_templates_take_them(engine: RolloutEngine, client: Any) -> None:
     """Parts of text are text, no content is none, and arguments of tools are objects, as a template prints them."""
     template = (
