@@ -75,11 +75,15 @@ def test_reasoning_and_calls_of_tools(engine: RolloutEngine, client: Any, stream
             message = told.choices[0].message
             assert told.choices[0].stop_reason == stop and message.content == content, stop
             assert message.reasoning_content == reasoning and bool(message.tool_calls) == (stop == "</call>")
-        alone = {"structured_outputs": {"choice": ['<call>{"name": "add", "arguments": {"x": 3}}</call>']}}
-        (choice,) = client.chat.completions.create(
-            model="policy", messages=CHAT, tools=TOOLS, max_tokens=99, extra_body=alone, stream=False
-        ).choices
-        assert choice.message.content is None and len(choice.message.tool_calls) == 1, "it is not said twice"
+        twice = {"structured_outputs": {"choice": ['<call>{"name": "add", "arguments": {"x": 3}}</call>' * 2]}}
+        answer = client.chat.completions.create(
+            model="policy", messages=CHAT, tools=TOOLS, max_tokens=120, extra_body=twice, stream=stream
+        )
+        (choice,) = list(answer)[-1].choices if stream else answer.choices
+        message = choice.delta if stream else choice.message
+        assert message.content is None, "it is not said twice"
+        first, second = message.tool_calls
+        assert first.id != second.id and (not stream or (first.index, second.index) == (0, 1))
     finally:
         del engine.tokenizer.response_template
 
