@@ -213,7 +213,8 @@ def test_two_runs_do_not_write_to_one_output(
 ) -> None:
     source, target = files
     with ResumableWriter(Path(target), []) as writer:
-        writer.write({"prompt": "abc", "id": 7, "completions": [{}]})
+        made = [{"text": "d", "finish_reason": "length"}]
+        writer.write({"prompt": "abc", "id": 7, "completions": made})
         kept = Path(target).read_bytes()
         for flags in ([], ["--overwrite"]):
             assert main(["generate", folder, source, target, "--max-tokens", "2", *flags]) == 1
