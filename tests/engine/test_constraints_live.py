@@ -94,6 +94,8 @@ def test_a_new_pattern_needs_no_new_graph_and_room_is_made_where_there_is_none()
         rows = engine.core.inputs.constraints.rows
         assert rows is not None and room < len(rows.automata) <= 1 << 20  # those that nothing follows are gone
         assert automata_of(engine) == {rows.automata.data_ptr()} != before
+        for pattern in ("[ab]{2,9}", r"\d+"):  # which had made way, and are still known
+            run([pattern] * 2)
 
 
 def test_steps_without_a_constraint_are_what_they_were() -> None:
