@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import regex as partial_regex
+import torch
 from constrained import (
     MIXED,
     PROMPT,
@@ -20,7 +22,7 @@ from constrained import (
 )
 from pretend_device import STATIC, PretendDevice
 
-from stoker.engine.constraints import Constraints
+from stoker.engine.constraints import Constraint, Constraints
 from stoker.engine.device import CpuRuntime
 from stoker.rollout import RolloutEngine, SamplingParams
 
@@ -159,6 +161,20 @@ def test_where_a_pattern_found_no_memory_the_next_request_follows_nothing(monkey
             find_no_memory(other, beside)
             found, _ = engine.generate_batch([PROMPT] * 2, [free, follows])
             assert found.completions[0].token_ids == expected.completions[0].token_ids
+
+
+def test_automata_are_found_after_there_was_no_memory_to_lay_them_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Constraints(CpuRuntime(torch.device("cpu")), 2)
+    first, second, third = (Constraint(np.full(size, size % 97, np.int16), 8) for size in (40_000, 40_001, 50))
+    held.start([(0, first, [], 0)])
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(torch, "zeros", lambda *_, **__: (_ for _ in ()).throw(MemoryError))
+        held.start([(1, second, [], 0)])
+    for slot, one in ((1, third), (0, first), (1, second)):
+        held.start([(slot, one, [], 0)])
+        assert held.rows is not None
+        base = int(held.rows.base[slot])
+        assert held.rows.automata[base : base + len(one.table)].tolist() == one.table.tolist()
 
 
 def test_a_next_turn_begins_anew() -> None:
