@@ -105,6 +105,8 @@ class Ops:
     # Bytes that a layer with recurrent states takes while it runs, of (most tokens, heads, state's key dimension, dtype) and
     # whether it is the gated delta rule; layers take them one after the other.
     recurrent_workspace: Callable[..., int] | None = None
+    # The dtypes in which ``lora`` takes an adapter's matrices; None: any.
+    adapter_dtypes: frozenset[torch.dtype] | None = None
     # ``linear`` and ``lora`` in one, of (x, weight, bias, table, rows); it may give None for what it cannot do so, or not as fast.
     adapted_linear: Callable[..., Tensor | None] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the

@@ -207,6 +207,11 @@ class LoraLayers:
             raise UnsupportedModelError(
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
             )
+        if self.ops.adapter_dtypes is not None and dtype not in self.ops.adapter_dtypes:
+            known = sorted(str(each) for each in self.ops.adapter_dtypes)
+            raise UnsupportedModelError(
+                f"adapter {name!r} is in {dtype}, and this device's kernels run adapters in {', '.join(known)}: cast it"
+            )
         for link in self._links(adapter):
             check_fits(name, link, self._modules, self._fused, dtype)
 

@@ -21,6 +21,7 @@ from pretend_device import STATIC, build, close, params, prompts
 from tokenizer_kinds import tokenizer
 
 from stoker.engine.device import CpuRuntime
+from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.triton_ops import TRITON
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams, binding
 
@@ -289,6 +290,15 @@ def test_adapters_that_come_and_change_and_go() -> None:
         for batch, expected in zip(rollouts(engine), wanted, strict=True):
             close(batch, expected)
         assert device.replays
+
+
+def test_adapters_in_numbers_that_kernels_do_not_take_are_refused_before_any_work() -> None:
+    model: Any = get_peft_model(make_model("llama", num_hidden_layers=1), lora()).double()
+    with (
+        pytest.raises(UnsupportedModelError, match=r"'default' is in torch.float64, .* torch.float32: cast it"),
+        on_cuda(model, TRITON, dtype="float32"),
+    ):
+        pass
 
 
 def test_a_pattern_is_followed_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
