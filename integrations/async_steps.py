@@ -54,7 +54,7 @@ class AsyncSteps:
         """Step the engine for whoever waits, until cancelled."""
         try:
             while True:
-                if not self._followed:
+                while not self._followed:  # who has arrived may have left since, with what was there already
                     self._arrived.clear()
                     await self._arrived.wait()
                 await self._step()

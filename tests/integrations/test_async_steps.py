@@ -75,6 +75,25 @@ def test_a_task_that_is_cancelled_ends_its_request_and_no_other(how: str) -> Non
         at_rest(engine)
 
 
+def test_a_stream_of_what_has_ended_already_is_nothing_to_step_for() -> None:
+    """As where another's step ended a request before anybody followed it. It comes and leaves before the thread is asked."""
+
+    async def follow(engine: RolloutEngine) -> tuple[list[RolloutChunk], RolloutOutput]:
+        handle = engine.submit(PROMPTS[0], long())
+        engine.wait([handle])
+        async with AsyncSteps(engine) as steps:
+            await asyncio.sleep(0)  # until they wait for whoever comes
+            pieces = [piece async for some in steps.chunks(handle) for piece in some]
+            return pieces, await asyncio.wait_for(steps.result(engine.submit(PROMPTS[1], long(1))), 60)
+
+    with build() as engine:
+        expected, other = engine.generate_batch(PROMPTS[:2], [long(), long(1)])
+        pieces, beside = asyncio.run(follow(engine))
+        assert [t for piece in pieces for t in piece.token_ids] == expected.completions[0].token_ids
+        assert same([beside], [other])
+        at_rest(engine)
+
+
 def test_several_may_wait_for_one_request() -> None:
     """And where one of them is cancelled it goes on for the others."""
 
