@@ -310,6 +310,12 @@ def _read_flat_parameter(held: Held, path: str, module: nn.Module) -> None:
         return
     flat = handle.flat_param
     named = partial(plain_name, path, handle._fully_sharded_module)
+    for fqn, layout in zip(flat._fqns, flat._param_extensions, strict=True):  # of the DTensor that it was, if any
+        if layout is not None and any(not placement.is_replicate() for placement in layout.placements):
+            raise UnsupportedModelError(
+                f"parameter {named(fqn)} is cut by tensor parallelism and then by FSDP1, which is not gathered: use FSDP2 "
+                "(fully_shard) over tensor parallelism"
+            )
     spans: list[tuple[str, int, int]] = []
     names, offset = iter(range(len(flat._fqns))), 0
     padding = getattr(flat, "_is_padding_mask", None) or [False] * len(flat._numels_with_padding)

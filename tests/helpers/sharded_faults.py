@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import make_model
-from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp2, by_two_meshes, train
+from sharded import CONFIG, PARAMS, PROMPT, assert_matches, by_fsdp1, by_fsdp2, by_two_meshes, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from stoker.benchmarks.footprint import Peak, keep_nothing
 from stoker.kernels.reference import checksum
@@ -288,6 +289,17 @@ def not_whole(rank: int) -> None:
         UnsupportedModelError, match=r"not whole on the ranks \[\[3, 0\], \[1, 2\]\], which are out of order"
     ):
         RolloutEngine(model, config=CONFIG)
+
+
+def cut_twice_by_fsdp1(rank: int) -> None:
+    """FSDP1 over tensor parallelism: the local parts of tensors are not taken for whole ones."""
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), small()
+    parallelize_module(model.model.layers[1].mlp, mesh["tp"], {"up_proj": ColwiseParallel()})
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"^parameter model.layers.1.mlp.up_proj.weight is cut by tensor parallelism and then by FSDP1, .* use FSDP2",
+    ):
+        RolloutEngine(by_fsdp1(model, device_mesh=mesh["dp"]), config=CONFIG)
 
 
 @contextmanager

@@ -113,6 +113,10 @@ def test_a_mesh_in_whose_order_a_model_is_not_whole_is_refused():
     ranks.run(sharded_faults.not_whole, 4)
 
 
+def test_fsdp1_over_tensor_parallelism_is_refused():
+    ranks.run(sharded_faults.cut_twice_by_fsdp1, 4)
+
+
 @pytest.mark.parametrize("memory_bytes", [2**21, 2**22])
 def test_a_gather_takes_what_it_may_besides_the_mirror_and_no_more(memory_bytes):
     peaks, gathered, mirrors = zip(*ranks.run(sharded_faults.take_little, 2, memory_bytes), strict=True)
