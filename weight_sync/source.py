@@ -154,7 +154,7 @@ def check_model(model: nn.Module) -> None:
     """Raise ``UnsupportedModelError`` where the weights cannot be taken, with the remedy."""
     module: Any = unwrap(model)
     what = type(module).__name__
-    check_adapters(module)
+    check_adapters(model)
     method = getattr(module, "quantization_method", None)
     if method is not None and str(getattr(method, "value", method)) != "bitsandbytes":
         raise UnsupportedModelError(

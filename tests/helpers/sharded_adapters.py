@@ -51,6 +51,10 @@ def by_peft_policy(model: PeftModel) -> nn.Module:
     return FullyShardedDataParallel(model, auto_wrap_policy=fsdp_auto_wrap_policy(model), device_id=torch.device("cpu"))
 
 
+def in_one_unit(model: PeftModel) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 # By ranks and name: how to shard, the family, and the adapter.
 CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]]]] = {
     1: {"fsdp2": (by_fsdp2, "qwen3", EVERYWHERE)},
@@ -69,6 +73,7 @@ CASES: dict[int, dict[str, tuple[Callable[[Any], nn.Module], str, dict[str, Any]
         ),
         "fsdp1 of original parameters": (partial(by_fsdp1, use_orig_params=True), "llama", EVERYWHERE),
         "fsdp1, adapters apart": (by_peft_policy, "llama", {}),
+        "fsdp1 of original parameters, one unit": (in_one_unit, "llama", {}),
     },
     3: {
         "fsdp2, uneven": (by_fsdp2, "qwen3", {"r": 5} | EVERYWHERE),
