@@ -87,7 +87,7 @@ class ModelShell:
             raise UnsupportedModelError(
                 f"the model's tensors are not those of its class {type(self.module).__name__}: "
                 f"missing {missing[:4]}, unknown {extra[:4]}, other shape {wrong[:4]}. Give the plain model, without "
-                "modules added or replaced"
+                "modules added or replaced; under FSDP1 with its wrapper, which holds the parameters"
             )
         for name in wanted:
             path, _, leaf = name.rpartition(".")
