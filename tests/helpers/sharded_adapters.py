@@ -366,6 +366,13 @@ def in_a_wider_dtype(rank: int) -> None:
                 engine.update_weights()
             assert_like(engine, twin, engine.weight_version)
             assert engine.verify_weights().ok
+        engine.sleep(3)
+        engine.wake_up()
+        engine.update_weights(dict(make_model("qwen3", num_hidden_layers=2).named_parameters()))  # without the adapter
+        with pytest.raises(EngineStateError, match="the weights are incomplete"):
+            engine.generate_batch([PROMPT], GREEDY)
+        engine.update_weights()
+        assert_like(engine, twin, engine.weight_version)
 
 
 def odds_and_ends(rank: int) -> None:
