@@ -6,11 +6,11 @@ A step for few rows is a hundred kernels of some microseconds, and between two o
 one: the last programs end, others start, and their first loads are on their way. With this a kernel's programs take the
 places that become free, have weights on their way to L2, and then wait. Captured steps keep it.
 
-The rules, which make every kernel see all that was written before it: each calls ``await_turn`` before it reads or writes
-anything of the device's; all programs of one are there before any of the next; and a kernel's waiting for the one before
-is a wait for all before that one too, for it ended only after its own wait. So when a kernel comes up, all but the one before
-have ended: what they wrote, products with adapters and expands read before they wait (``lora_product``, ``lora_kernels``), and
-nothing else does. Such a product also leaves sums in memory of its own meanwhile, which nobody else reads.
+The rules, which make every kernel see all that was written before it: each program calls ``await_turn`` before it writes anything
+of the device's, or reads what the kernel before may write; all programs of one have called it before any of the next is there;
+and a kernel's waiting for the one before is a wait for all before that one too, for it ended only after its own wait. So when
+a kernel comes up, all but the one before have ended: what they wrote, shrinks and expands of adapters read before they wait
+(``lora_kernels``), and nothing else does.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -58,14 +58,15 @@ def copies_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def options(device: torch.device, *, waits: bool = True, fused: bool = True) -> dict[str, Any]:
-    """The launch options of a kernel. waits: it calls ``await_turn``. fused: ``a * b + c`` may be rounded once, as one FMA.
+def options(device: torch.device, *, waits: bool = True, early: bool = True, fused: bool = True) -> dict[str, Any]:
+    """The launch options of a kernel. waits: it calls ``await_turn``; early: it may come up before the one before has ended.
+    fused: ``a * b + c`` may be rounded once, as one FMA.
 
     Always said, as versions of Triton differ in what they do where it is not.
     """
     asked: dict[str, Any] = {"enable_fp_fusion": fused}
     if waits:
-        asked["DEPENDENT"] = asked["launch_pdl"] = starts_early(device)
+        asked["DEPENDENT"] = asked["launch_pdl"] = early and starts_early(device)
     return asked
 
 

@@ -20,9 +20,8 @@ from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, streamed, takes
-from stoker.kernels.lora import lora
-from stoker.kernels.lora_product import can_add
+from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, streamed
+from stoker.kernels.lora import SHRINK_SHARED, lora
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -51,7 +50,7 @@ class MeasuredLinear:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], _Found] = {}
-        self._products: dict[tuple[Any, ...], Cut | None] = {}  # that add adapters
+        self._beside: dict[tuple[Any, ...], Cut | None] = {}  # a shrink of adapters, that is
         self._arrived: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -85,28 +84,22 @@ class MeasuredLinear:
         table: LoraTable,
         rows: AdapterRows,
         *,
-        gated: Activation | None = None,
         residual: Tensor | None = None,
-        scale: float = 1.0,
+        in_place: bool = False,
         row_scales: Tensor | None = None,
-    ) -> Tensor | None:
-        """The same, with what adapters do to the projection, in one product; None where that would take longer, or cannot be."""
-        options: dict[str, Any] = {"norm": None, "gated": gated, "residual": residual, "scale": scale}
+    ) -> Tensor:
+        """The same where ``lora`` comes next, by what is the fastest with that: it may begin beside a streamed weight."""
+        options: dict[str, Any] = {"norm": None, "gated": None, "residual": residual, "scale": 1.0}
         options["row_scales"] = row_scales
-        if x.shape[0] > MOST_ROWS or not (self._has_ways(x, weight, residual) and can_add(table, x)):
-            return None
-        key, name = self._what(x, weight, bias, options)
-        key = *key, *table.widths, table.traits
-        if key not in self._products:
-            if is_capturing(x.device):
-                return None
-            found, self._products[key] = self._measured_product(x, weight, bias, table, rows, options)
-            self.chosen[f"{name}, adapters"] = found
-        cut = self._products[key]
+        cut = None
+        if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
+            cut = self._cut_beside(x, weight, bias, table, rows, options)
         if cut is None:
-            return None
-        arrived = self._arrived[x.device]
-        return streamed(x, weight, bias, cut=cut, arrived=arrived, adapters=(table, rows), **options)
+            return self(x, weight, bias, in_place=in_place, **options)
+        return self._leaving_room(cut, x, weight, bias, **options)
+
+    def _leaving_room(self, cut: Cut, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device), beside=SHRINK_SHARED, **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -155,7 +148,7 @@ class MeasuredLinear:
             best = found = "torch"
         return found, _Found(ways[best], cut)
 
-    def _measured_product(
+    def _cut_beside(
         self,
         x: Tensor,
         weight: Tensor,
@@ -163,34 +156,35 @@ class MeasuredLinear:
         table: LoraTable,
         rows: AdapterRows,
         options: dict[str, Any],
-    ) -> tuple[str, Cut | None]:
-        """The cut by which a product adds adapters faster than other kernels do: those that there are, each in as many rows.
-
-        Of one cut, the fastest without them: each is a kernel more to compile.
-        """
-        gated, residual, scale = options["gated"], options["residual"], options["scale"]
+    ) -> Cut | None:
+        """How to stream the weight where that and the shrink beside it take less time than the fastest product and the shrink after
+        it: of those adapters that there are, each in as many rows."""
+        key, name = self._what(x, weight, bias, options)
+        key = *key, *table.widths, table.traits
+        if key in self._beside:
+            return self._beside[key]
+        if is_capturing(x.device) or table.empty:
+            return None
         slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
         of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
 
-        def apart(onto: Tensor | None = None) -> Tensor:
-            out = self(x, weight, bias, residual=onto, in_place=onto is not None, row_scales=options["row_scales"])
-            out = lora(x, out, table, of_all, gated)
-            return out if residual is None or onto is not None else torch.add(residual, out, alpha=scale)
+        def adapted(multiply: Callable[..., Tensor], **others: Any) -> Tensor:
+            return lora(x, multiply(x, weight, bias, **options | others), table, of_all, settled=True)
 
+        cut, order = None, [""]
         try:
-            expected = apart()
-            of_residual = residual is not None and gated is None and scale == 1.0
-            calls = {"apart": partial(apart, residual.clone() if of_residual else None)}
-            cut = self._fastest(x, weight, bias, options).cut
-            if cut is not None and takes(cut, table, gated):
-                given: dict[str, Any] = {"arrived": self._arrived_on(x.device), "adapters": (table, of_all), **options}
-                calls["in one"] = partial(streamed, x, weight, bias, cut=cut, **given)
-            order, found = by_time(calls, "apart", expected, weight)
+            expected = adapted(self)
+            calls = {"after": partial(adapted, self)}
+            if (residual := options["residual"]) is not None:  # as in ``_measured``
+                calls["after"] = partial(adapted, self, residual=residual.clone(), in_place=True)
+            if (cut := self._fastest(x, weight, bias, options).cut) is not None:
+                calls["beside"] = partial(adapted, partial(self._leaving_room, cut))
+            order, self.chosen[f"{name}, adapters"] = by_time(calls, "after", expected, weight)
         except Exception as error:
             size = list(weight.shape)
-            _log.warning("no product of %s rows and %s adds adapters: %s", x.shape[0], size, error)
-            return "apart", None
-        return found, cut if order[0] == "in one" else None
+            _log.warning("%s rows of %s are not measured with adapters: %s", x.shape[0], size, error)
+        self._beside[key] = cut if order[0] == "beside" else None
+        return self._beside[key]
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):

@@ -22,9 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import store_rows, with_scales_and_bias
-from stoker.kernels.lora_product import NO_ADAPTERS, SHRINK_SHARED, Shrunk, matrices_of, plus_adapters
 from stoker.kernels.norm_rotary import act_times, rms_norm
-from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
@@ -65,10 +63,6 @@ def _streamed_kernel(
     row_scales_ptr,
     partial_ptr,
     arrived_ptr,
-    slots_ptr,
-    pointers_ptr,
-    columns_ptr,
-    hidden_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -76,7 +70,6 @@ def _streamed_kernel(
     width,
     depth,
     split_depth,
-    entries,
     scale,
     COPIED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -89,24 +82,12 @@ def _streamed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINEARS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    H_SPLITS: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: [T, D] and [N, D], with COPIED descriptors
     of these, by which the chip copies tiles; else threads ask for them, 16 bytes at a time.
 
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
-
-    LINEARS: of adapters, whose ``hidden`` the kernel before makes of the same x; 0: there are none. Until it ends the product
-    is under way: when this one comes up, x and the weight have been there since before that one began.
     """
     if not COPIED:
         full_width = width if GATED is None else 2 * width
@@ -117,8 +98,7 @@ def _streamed_kernel(
     begin = split * split_depth
     total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
     up = total
-    if LINEARS == 0:
-        await_turn(DEPENDENT)
+    await_turn(DEPENDENT)
     for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
         some = x.load([0, at])
         total = _plus_product(total, some, weight.load([first, at]), LEFT)
@@ -149,64 +129,6 @@ def _streamed_kernel(
         total = with_scales_and_bias(total, columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
         if GATED is not None:
             up = with_scales_and_bias(up, width + columns, real, bias_ptr, row_scales_ptr, BIAS, SCALED)
-        if LINEARS > 0:
-            slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=0).to(tl.int32)
-            linear = 0
-            if GATED is None:
-                for other in tl.static_range(1, LINEARS):
-                    linear += (first >= tl.load(columns_ptr + other * 4 + 1)).to(tl.int32)
-            its_columns = columns - tl.load(columns_ptr + linear * 4 + 1).to(tl.int32)
-            its_width = tl.load(columns_ptr + linear * 4 + 2).to(tl.int32)
-            its_entries = pointers_ptr + linear * entries * FIELDS
-            its_hidden = hidden_ptr + linear * tokens * RANK
-            b = matrices_of(0, slots, its_columns, its_width, its_entries, FIELDS, DTYPE, ALIGNED, RANK, BLOCK_R, SLOTS)
-            if GATED is not None:
-                up_entries, up_hidden = pointers_ptr + entries * FIELDS, hidden_ptr + tokens * RANK
-                up_b = matrices_of(
-                    0, slots, its_columns, its_width, up_entries, FIELDS, DTYPE, ALIGNED, RANK, BLOCK_R, SLOTS
-                )
-            await_turn(DEPENDENT)
-            total = plus_adapters(
-                total,
-                b,
-                rows,
-                slots,
-                its_columns,
-                its_width,
-                its_entries,
-                its_hidden,
-                tokens,
-                LINEARS,
-                FIELDS,
-                DTYPE,
-                PRECISION,
-                ALIGNED,
-                H_SPLITS,
-                RANK,
-                BLOCK_R,
-                SLOTS,
-            )
-            if GATED is not None:
-                up = plus_adapters(
-                    up,
-                    up_b,
-                    rows,
-                    slots,
-                    its_columns,
-                    its_width,
-                    up_entries,
-                    up_hidden,
-                    tokens,
-                    LINEARS,
-                    FIELDS,
-                    DTYPE,
-                    PRECISION,
-                    ALIGNED,
-                    H_SPLITS,
-                    RANK,
-                    BLOCK_R,
-                    SLOTS,
-                )
         if GATED is not None:
             total = act_times(total, up, out_ptr.dtype.element_ty, GATED)
         store_rows(total, rows, tokens, columns, width, residual_ptr, residual_stride, scale, out_ptr, RESIDUAL)
@@ -245,13 +167,6 @@ def cuts_to_try(tokens: int, weight: tuple[int, int], itemsize: int, gated: bool
     return cuts or [Cut(rows, splits, 2)]
 
 
-def takes(cut: Cut, table: LoraTable, gated: Activation | None) -> bool:
-    """Whether each tile of a cut is of one linear, or of the same part of gate and up."""
-    if gated is not None:
-        return len(table.widths) == 2 and table.widths[0] == table.widths[1]
-    return len(table.widths) == 1 or all(width % cut.rows == 0 for width in table.widths)
-
-
 def pipeline(
     block_m: int, weight_rows: int, cut: Cut, itemsizes: tuple[int, int], shared: int, beside: int = 0
 ) -> tuple[int, int]:
@@ -283,12 +198,12 @@ def streamed(
     cut: Cut,
     arrived: Tensor,
     row_scales: Tensor | None = None,
-    adapters: tuple[LoraTable, AdapterRows] | None = None,
+    beside: int = 0,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
     cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
-    adapters: what they do comes after the projection and before all else, where the cut ``takes`` them.
+    beside: bytes of a multiprocessor's shared memory that are left to the kernel after this one.
     """
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
@@ -301,21 +216,13 @@ def streamed(
     weight_rows = cut.rows if gated is None else 2 * cut.rows
     itemsizes = x.dtype.itemsize, weight.dtype.itemsize
     shared = launch.shared_memory(x.device)
-    beside = SHRINK_SHARED if adapters is not None and launch.starts_early(x.device) else 0
     block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, shared, beside)
     split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
     splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
-    constants = NO_ADAPTERS
     copied = launch.copies_tiles(x.device)
-    low, columns, entries = None, arrived, 0
-    if adapters is not None:
-        table, rows = adapters
-        columns, entries = table.columns(cut.rows), table.entries
-        low = Shrunk.of(x, table, rows)
-        constants = low.constants((block_m, cut.rows), gated is not None)
     _streamed_kernel[splits, tiles](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
@@ -325,10 +232,6 @@ def streamed(
         x if row_scales is None else row_scales,
         partial,
         arrived,
-        arrived if low is None else low.slots,
-        arrived if low is None else low.table.rows,
-        columns,
-        out if low is None else low.hidden,
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
@@ -336,7 +239,6 @@ def streamed(
         width,
         depth,
         split_depth,
-        entries,
         scale,
         COPIED=copied,
         BIAS=bias is not None,
@@ -350,7 +252,6 @@ def streamed(
         BLOCK_K=block_k,
         num_warps=4,
         num_stages=stages,
-        **constants,
         **launch.options(x.device),
     )
     return out

@@ -19,39 +19,78 @@ import triton
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.grouping import most_tiles, order_by_group
-from stoker.kernels.lora_kernels import expand_gated_kernel, expand_kernel, look_up_kernel, shrink_kernel
+from stoker.kernels.grouping import most_tiles
+from stoker.kernels.lora_kernels import (
+    expand_gated_kernel,
+    expand_kernel,
+    look_up_kernel,
+    shrink_kernel,
+    tiles_kernel,
+)
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
 
+# Bytes of shared memory that a program of the shrink of few tokens takes, with what CUDA takes of each: so many are to be left where
+# it is to begin beside another kernel. Of ranks above 32 it takes 62 KiB, and begins where none of the other's programs is.
+SHRINK_SHARED = 36 * 1024
 _FEW = 1024  # tokens, which are low tiles; more are tall ones
 _FEW_PAIRS = 256  # of a token and an expert
 _MOST_SPLITS = 256  # of one rank
 _LEAST_SPAN = 512  # of a split, so that it is worth its share of the sum
+_MOST_COMPARED = 8192  # numbers that a program holds at a time, of tokens by slots
 
 
 class Tiles(NamedTuple):
-    """Which tokens each program takes: some of one adapter, or neighbours where ``slots`` is 0."""
+    """Which tokens each program takes: some of one adapter, or neighbours where pairs of a token and an expert lie in order."""
 
     programs: int
     height: int
-    order: Tensor  # int32 [T], tokens slot by slot
-    starts: Tensor  # int32 [slots and 0], where each begins among them
-    slots: int
+    grouped: bool
+    rows: (
+        Tensor  # int32 [tiles, height], where grouped: the tokens, -1 for none; tiles of none with an adapter come last
+    )
+    slots: Tensor  # int32 [tiles], the slot of each; else int64 [T], of each token
+    fresh: bool  # whether the last launch made the tiles
 
     @staticmethod
     def of(rows: AdapterRows, table: LoraTable, deterministic: bool) -> Tiles:
         tokens, slots = len(rows.slots), table.num_slots
         if table.experts > 1:
             height = 1 if tokens <= _FEW_PAIRS and not deterministic else 16
-            return Tiles(triton.cdiv(tokens, height), height, rows.slots, rows.slots, 0)
-        if slots not in rows.of_step:
-            rows.of_step[slots] = order_by_group(rows.slots, slots + 1)
+            return Tiles(triton.cdiv(tokens, height), height, False, rows.slots, rows.slots, fresh=False)
         # Of fp32 on no tensor core, 64 rows by as many columns are more than there are registers.
         height = 16 if deterministic or tokens <= _FEW or table.dtype == torch.float32 else 64
-        order, starts = rows.of_step[slots]
-        return Tiles(most_tiles(tokens, slots, height), height, order, starts, slots)
+        known = rows.of_step.get((slots, height))
+        if known is None:
+            rows.of_step[slots, height] = tiles_by_slot(rows.slots, slots, height)
+        of_rows, of_tile = rows.of_step[slots, height]
+        return Tiles(most_tiles(tokens, slots, height), height, True, of_rows, of_tile, fresh=known is None)
+
+
+def tiles_by_slot(slots: Tensor, num_slots: int, height: int) -> tuple[Tensor, Tensor]:
+    """Tokens in tiles of one slot each: int32 [tiles, height] and the slot of each, int32 [tiles], as ``Tiles`` has them.
+
+    slots: int64 [T], from 0 to ``num_slots``.
+    """
+    tokens, groups = len(slots), max(triton.next_power_of_2(num_slots + 1), 2)
+    tiles = most_tiles(tokens, num_slots + 1, height)
+    rows = torch.empty(tiles, height, dtype=torch.int32, device=slots.device)
+    of_tile = torch.empty(tiles, dtype=torch.int32, device=slots.device)
+    block = min(max(triton.next_power_of_2(tokens), 16), max(_MOST_COMPARED // groups, 16), 1024)
+    tiles_kernel[(num_slots + 1,)](
+        slots,
+        rows,
+        of_tile,
+        tokens,
+        tiles,
+        SLOTS=groups,
+        BLOCK=block,
+        BLOCK_T=height,
+        num_warps=4,
+        **launch.options(slots.device),
+    )
+    return rows, of_tile
 
 
 def lora(
@@ -61,41 +100,41 @@ def lora(
     rows: AdapterRows,
     gated: Activation | None = None,
     *,
+    settled: bool = False,
     deterministic: bool = False,
 ) -> Tensor:
     """As the reference. deterministic: a row's result has the same bits whatever stands beside it."""
     if table.empty:
         return out if gated is None else act_mul(out, gated)
     tiles = Tiles.of(rows, table, deterministic)
-    hidden = shrink(x, table, rows, tiles, deterministic=deterministic)
-    if gated is not None and tiles.slots and len(set(table.widths)) == 1 and len(table.widths) == 2:
-        return _expand_gated(hidden, out, table, tiles, gated, deterministic)
-    out = _expand(hidden, out, table, rows, tiles, deterministic)
+    together = gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1
+    block_n = 64 if together else _columns_of_tile(table, tiles, out.device)
+    table.columns(
+        block_n
+    )  # where these are new, they are on their way before the shrink and not between it and the expand
+    hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
+    if gated is not None and together:
+        return _expand_gated(hidden, out, table, tiles, block_n, gated, deterministic)
+    out = _expand(hidden, out, table, tiles, block_n, deterministic)
     return out if gated is None else act_mul(out, gated)
 
 
-def shrink(
-    x: Tensor,
-    table: LoraTable,
-    rows: AdapterRows,
-    tiles: Tiles,
-    *,
-    deterministic: bool = False,
-    most_splits: int = _MOST_SPLITS,
-) -> Tensor:
+def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, deterministic: bool) -> Tensor:
     """fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is written. x: [T, D]."""
     tokens, depth = x.shape
     linears, rank = len(table.widths), padded_rank(table)
-    splits = min(_splits(tokens, depth, rank, deterministic), most_splits)
+    splits, behind = _splits(tokens, depth, rank, deterministic), table.is_behind
     wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
-    block_r, block_k = min(rank, 32 if wide and table.strided else 64), 64 if wide else 128
+    block_r = min(rank, 32 if wide and table.strided else 64)
+    block_k, warps, stages = 64 if wide else 128, 1, 4
+    if not (wide or deterministic) and tiles.height == 16 and block_r <= 32:
+        block_k, warps, stages = _block_at_once(triton.cdiv(depth, splits), block_r), 4, 2
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
         x,
-        rows.slots,
-        tiles.order,
-        tiles.starts,
+        tiles.rows,
+        tiles.slots,
         table.pointers,
         hidden,
         x.stride(0),
@@ -103,13 +142,13 @@ def shrink(
         depth,
         span,
         table.entries,
-        table.num_slots,
-        STRIDED=table.strided,
+        SETTLED=settled,
         BLOCK_R=block_r,
         BLOCK_K=block_k,
+        WARPS=warps,
         num_warps=4,
-        num_stages=4,
-        **_settings(x, table, tiles, rank),
+        num_stages=stages,
+        **_settings(x, table, tiles, rank, early=not (tiles.fresh or behind)),
     )
     return hidden
 
@@ -121,6 +160,8 @@ def lora_embedding(
     if table.empty:
         return out
     tokens, rank, tiles = len(token_ids), padded_rank(table), Tiles.of(rows, table, deterministic)
+    block_n = _columns_of_tile(table, tiles, out.device)
+    table.columns(block_n)  # as in ``lora``
     hidden = torch.empty(1, 1, tokens, rank, dtype=torch.float32, device=out.device)
     look_up_kernel[(tokens,)](
         token_ids,
@@ -132,7 +173,7 @@ def lora_embedding(
         RANK=rank,
         **launch.options(out.device),
     )
-    return _expand(hidden, out, table, rows, tiles, deterministic)
+    return _expand(hidden, out, table, tiles, block_n, deterministic)
 
 
 def padded_rank(table: LoraTable) -> int:
@@ -150,20 +191,32 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     return splits
 
 
-def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int) -> dict[str, Any]:
-    """The settings that both kernels are compiled for. like: a tensor of the dtype that the model computes in."""
+def _block_at_once(span: int, ranks: int) -> int:
+    """How much of a span a program reads at once: as much as there are registers for, as each turn of a loop waits for memory, but
+    no block of which a good part lies beyond the span."""
+    block = int(min(8192 // ranks, max(triton.next_power_of_2(span), 64)))
+    while block > 128 and triton.cdiv(span, block) * block > 1.2 * span:
+        block //= 2
+    return block
+
+
+def _settings(like: Tensor, table: LoraTable, tiles: Tiles, rank: int, *, early: bool = True) -> dict[str, Any]:
+    """The settings that both kernels are compiled for. like: a tensor of the dtype that the model computes in; early: it may
+    come up while the kernel before runs, and read what was there before that one.
+    """
     # What an fp32 adapter gives a model of 16 bits is rounded to these: three products on tensor cores are exact enough.
     thrice = table.dtype == torch.float32 and like.dtype != torch.float32
     return {
         "LINEARS": len(table.widths),
-        "SLOTS": max(triton.next_power_of_2(tiles.slots), 8) if tiles.slots else 0,
+        "GROUPED": tiles.grouped,
         "FIELDS": POINTER_FIELDS,
         "DTYPE": launch.TYPES[table.dtype],
         "PRECISION": "tf32x3" if thrice else "ieee",
+        "STRIDED": table.strided,
         "ALIGNED": table.aligned,
         "RANK": rank,
         "BLOCK_T": tiles.height,
-        **launch.options(like.device),
+        **launch.options(like.device, early=early),
     }
 
 
@@ -175,27 +228,25 @@ def _ranks_together(table: LoraTable, hidden: Tensor, deterministic: bool) -> in
     return min(most, 256 // len(hidden), most if deterministic else hidden.shape[3])
 
 
-def _expand(
-    hidden: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, tiles: Tiles, deterministic: bool
-) -> Tensor:
+def _columns_of_tile(table: LoraTable, tiles: Tiles, device: torch.device) -> int:
+    """Of an expand: wide where there are many tiles, as each reads what the splits of the shrink gave."""
+    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(device)
+    return 128 if many else 64
+
+
+def _expand(hidden: Tensor, out: Tensor, table: LoraTable, tiles: Tiles, block_n: int, deterministic: bool) -> Tensor:
     """hidden: fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is read."""
     splits, _, tokens, rank = hidden.shape
-    # Wide tiles where there are many: each reads what the splits of the shrink gave.
-    many = tiles.height <= 16 and tiles.programs * sum(table.widths) >= 16 * 64 * launch.multiprocessors(out.device)
-    block_n = 128 if many else 64
     expand_kernel[(tiles.programs, sum(triton.cdiv(width, block_n) for width in table.widths))](
         hidden,
-        rows.slots,
-        tiles.order,
-        tiles.starts,
+        tiles.rows,
+        tiles.slots,
         table.pointers,
         table.columns(block_n),
         out,
         out.stride(0),
         tokens,
         table.entries,
-        table.num_slots,
-        STRIDED=table.strided,
         ALIGNED_OUT=all(width % 16 == 0 for width in table.widths),
         SPLITS=splits,
         BLOCK_R=_ranks_together(table, hidden, deterministic),
@@ -208,20 +259,24 @@ def _expand(
 
 
 def _expand_gated(
-    hidden: Tensor, gate_up: Tensor, table: LoraTable, tiles: Tiles, gated: Activation, deterministic: bool
+    hidden: Tensor,
+    gate_up: Tensor,
+    table: LoraTable,
+    tiles: Tiles,
+    block_n: int,
+    gated: Activation,
+    deterministic: bool,
 ) -> Tensor:
     """Returns ``act(gate) * up`` of all tokens, in memory of its own. hidden: as for ``_expand``."""
     splits, _, tokens, rank = hidden.shape
-    width, groups = table.widths[0], tiles.slots + 1  # tokens without an adapter are one
-    count = most_tiles(tokens, groups, tiles.height)
-    block_n = 64
+    width = table.widths[0]
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
-    settings = _settings(gate_up, table, tiles, rank) | {"SLOTS": max(triton.next_power_of_2(groups), 8)}
-    del settings["LINEARS"]  # two
-    expand_gated_kernel[(count, triton.cdiv(width, block_n))](
+    settings = _settings(gate_up, table, tiles, rank)
+    del settings["LINEARS"], settings["GROUPED"]  # two, and it is
+    expand_gated_kernel[(len(tiles.slots), triton.cdiv(width, block_n))](
         hidden,
-        tiles.order,
-        tiles.starts,
+        tiles.rows,
+        tiles.slots,
         table.pointers,
         table.columns(block_n),
         gate_up,
@@ -231,7 +286,6 @@ def _expand_gated(
         width,
         table.entries,
         ACT=gated,
-        STRIDED=table.strided,
         SPLITS=splits,
         BLOCK_R=_ranks_together(table, hidden, deterministic),
         BLOCK_N=block_n,

@@ -5,8 +5,7 @@
 
 - Attention: ``attention``, launched as ``attention_config`` says and planned by ``attention_plan`` and ``attention_splits``, in
   ``attention_decode``, ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
-- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``,
-  ``lora_product``.
+- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``, ``lora_kernels``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
 - ``checksum`` of weights; ``launch``, how kernels are launched.
@@ -107,8 +106,8 @@ class Ops:
     recurrent_workspace: Callable[..., int] | None = None
     # The dtypes in which ``lora`` takes an adapter's matrices; None: any.
     adapter_dtypes: frozenset[torch.dtype] | None = None
-    # ``linear`` and ``lora`` in one, of (x, weight, bias, table, rows); it may give None for what it cannot do so, or not as fast.
-    adapted_linear: Callable[..., Tensor | None] | None = None
+    # ``linear`` where ``lora`` comes next, of (x, weight, bias, table, rows) and what else it takes: as fast as both can be.
+    adapted_linear: Callable[..., Tensor] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
     # one that is taken first.
     matmuls: Mapping[str, str] = field(default_factory=dict)

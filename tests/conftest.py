@@ -135,8 +135,9 @@ def _sanitized(request: pytest.FixtureRequest) -> Iterator[None]:
     if HAS_CUDA or not request.path.name.startswith(("test_triton_", "test_interpreted_")):
         yield
         return
+    from early_starts import early_starts
     from sanitizer import sanitized
 
-    with sanitized() as found:
+    with sanitized() as found, early_starts() as starts:
         yield
-    assert not found
+    assert not (found or starts.faults)

@@ -73,20 +73,20 @@ class Adapted:
         self._active = [table for table in self.tables if not table.empty]
         return tuple(t.traits for t in self.tables)
 
-    def multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterRows, **options: Any
-    ) -> Tensor | None:
-        """``Ops.linear`` of these linears with what ``apply`` does to it, in one, where there is an operation for that."""
-        in_one = self.layers.ops.adapted_linear
-        if in_one is None or len(self._active) > 1:
-            return None
-        return in_one(x, weight, bias, self._active[0], rows, **options)
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterRows, **options: Any) -> Tensor:
+        """``Ops.linear`` of these linears, which ``apply`` is to change."""
+        ops = self.layers.ops
+        if ops.adapted_linear is None:
+            return ops.linear(x, weight, bias, **options)
+        return ops.adapted_linear(x, weight, bias, self._active[0], rows, **options)
 
-    def apply(self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None, *, settled: bool = False
+    ) -> Tensor:
         """Change what the linears made of ``x``, as ``Ops.lora`` does. x: [T, D]; out: [T, N]; rows: of this."""
         for table in self._active[:-1]:
-            self.layers.ops.lora(x, out, table, rows)
-        return self.layers.ops.lora(x, out, self._active[-1], rows, gated)
+            self.layers.ops.lora(x, out, table, rows, settled=settled)
+        return self.layers.ops.lora(x, out, self._active[-1], rows, gated, settled=settled)
 
 
 class Filling:

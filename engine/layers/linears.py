@@ -56,21 +56,17 @@ class Linears:
             options = {"norm": norm, "gated": gated, "residual": residual, "scale": scale, "in_place": in_place}
             return self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
         x = x if norm is None else self.ops.rms_norm(x, *norm)
-        if self.weight is not None and rows is not None:
-            options = {"gated": gated, "residual": residual, "scale": scale, "row_scales": self.row_scales}
-            product = self.lora.multiply(x, self.weight, self.bias, rows, **options)
-            if product is not None:
-                return product
         # Adapters that only add may add to the residual as well.
         onto = residual if in_place and scale == 1.0 and gated is None and self.lora.layers.only_add else None
         if self.weight is not None:
-            options = {"residual": onto, "in_place": onto is not None}
-            out = self.ops.linear(x, self.weight, self.bias, row_scales=self.row_scales, **options)
+            assert rows is not None
+            options = {"residual": onto, "in_place": onto is not None, "row_scales": self.row_scales}
+            out = self.lora.multiply(x, self.weight, self.bias, rows, **options)
         else:
             onto = None
             out = torch.cat([self.ops.linear(x, matrix_of(m), m.bias) for m in self.linears], dim=-1)
         if rows is not None:
-            out = self.lora.apply(x, out, rows, gated)
+            out = self.lora.apply(x, out, rows, gated, settled=True)
         elif gated is not None:
             out = self.ops.act_mul(out, gated)
         if residual is None or onto is not None:

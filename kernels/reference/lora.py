@@ -134,8 +134,8 @@ class AdapterRows:
     _ready: dict[LoraTable, tuple[int, Callable[[Tensor, Tensor], None] | None]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    # By number of slots, what kernels made of these on the device. A captured step makes it itself, so it is of one step.
-    of_step: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # By number of slots and height of a tile, what kernels made of these on the device. A captured step makes it itself, so it is of one step.
+    of_step: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def select(self, index: Tensor) -> AdapterRows:
         """The rows for the tokens at ``index``, int64 [R]."""
@@ -182,7 +182,6 @@ class AdapterRows:
             change(x, out)
 
 
-FEW_ADAPTERS = 4  # of one linear; what is the fastest for these may not be so for more
 # Addresses of a, b, gain and shift, rank, the bits of an fp64 scale, and the strides of a and b.
 POINTER_FIELDS = 10
 _ROW = struct.Struct("5qd4q")
@@ -217,7 +216,6 @@ class KernelRows(NamedTuple):
     rank: int
     strided: bool  # whether a matrix does not lie row after row
     aligned: bool  # whether 16 bytes at a time can be read of matrices that do
-    only_products: bool  # whether there is neither gain nor shift
 
 
 def kernel_rows(weights: LoraWeights) -> KernelRows:
@@ -229,7 +227,7 @@ def kernel_rows(weights: LoraWeights) -> KernelRows:
     aligned = rank % 8 == 0 and _is_aligned(a) and _is_aligned(b)
     numbers = rank, scale, *first_a.stride(), *first_b.stride()
     at = [0 if t is None else t.data_ptr() for t in (a, b, gain, shift)]
-    traits = rank, strided, aligned, gain is None and shift is None
+    traits = rank, strided, aligned
     if not of_experts:
         return KernelRows(_ROW.pack(*at, *numbers), *traits)
     steps = [0 if t is None else t.stride(0) * t.element_size() for t in (a, b, gain, shift)]
@@ -265,8 +263,6 @@ class LoraTable:
     rows: Tensor = field(init=False)  # the same on the device
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
-    only_products: bool = True  # whether no adapter has a gain or a shift
-    crowded: bool = False  # whether a linear ever had more than ``FEW_ADAPTERS``
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
     _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
 
@@ -276,6 +272,11 @@ class LoraTable:
     @property
     def entries(self) -> int:
         return self.num_slots * self.experts + 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ``pointers`` would send the table to the device anew."""
+        return self.block is None or self.block.changed
 
     @property
     def pointers(self) -> Tensor:
@@ -297,9 +298,7 @@ class LoraTable:
             packed = bytes(nbytes)
         else:
             self.weights[linear][slot] = weights
-            self.crowded |= len(self.weights[linear]) > FEW_ADAPTERS
-            packed, rank, strided, aligned, only_products = rows or kernel_rows(weights)
-            self.only_products &= only_products
+            packed, rank, strided, aligned = rows or kernel_rows(weights)
             self.max_rank = max(self.max_rank, rank)
             self.strided |= strided
             self.aligned &= aligned
@@ -339,8 +338,7 @@ class LoraTable:
     @property
     def traits(self) -> tuple[object, ...]:
         """What a captured step knows of the table. All but the last can only change once, or grow."""
-        known = self.max_rank, self.strided, self.only_products, self.crowded, self.aligned
-        return (*known, self.dtype, self.empty)
+        return self.max_rank, self.strided, self.aligned, self.dtype, self.empty
 
     @property
     def empty(self) -> bool:
@@ -352,12 +350,21 @@ def expert_slots(slots: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     return torch.where(slots > 0, (slots - 1) * num_experts + experts + 1, 0)
 
 
-def lora(x: Tensor, out: Tensor, table: LoraTable, rows: AdapterRows, gated: Activation | None = None) -> Tensor:
+def lora(
+    x: Tensor,
+    out: Tensor,
+    table: LoraTable,
+    rows: AdapterRows,
+    gated: Activation | None = None,
+    *,
+    settled: bool = False,
+) -> Tensor:
     """Apply each token's adapter to the projection of ``x`` in ``out``, which is changed in place and returned.
 
     x: [T, D]; out: [T, N], the widths of the table side by side. Tokens of slot 0, or of one that has nothing in the
     table, stay as they are. Products are of the adapter's dtype, as PEFT's are. gated: returns ``act_mul`` of that
-    instead, of all tokens, and nobody reads ``out`` any more.
+    instead, of all tokens, and nobody reads ``out`` any more. settled: ``x`` was there before the last launch began, which
+    made ``out`` of it.
     """
     if table.experts == 1:
         rows.adapt(x, out, table)

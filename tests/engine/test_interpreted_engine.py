@@ -14,8 +14,9 @@ from pretend_device import STATIC, PretendDevice, bits, build, close, prompts, r
 from tokenizer_kinds import tokenizer
 
 from stoker.engine.device import CpuRuntime
-from stoker.kernels import grouping, lora
+from stoker.kernels import lora
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.kernels.lora import tiles_by_slot
 from stoker.kernels.ops import CPU, REFERENCE, Ops, ops_for
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams, binding
@@ -200,20 +201,20 @@ def test_deterministic_bits_do_not_depend_on_the_adapters_of_others() -> None:
     assert beside[1:] == alone
 
 
-def test_a_replayed_step_puts_its_own_tokens_in_the_order_of_their_adapters() -> None:
+def test_a_replayed_step_puts_its_own_tokens_in_tiles_of_their_adapters() -> None:
     """Not those of the step that was captured. Once a step, for all of its layers."""
     sources = {f"{seed}": peft_model(seed=seed, target_modules=["q_proj", "gate_proj"]) for seed in (1, 2)}
     adapters: list[list[str | None]] = [["1", "2", None, "1"], [None, "1", "2", "2"]]
     tokens, sorted_ = [[3], [5], [6], [8]], []
 
-    def order(*args: Any) -> Any:
+    def by_slot(*args: Any) -> Any:
         sorted_.append(1)
-        return grouping.order_by_group(*args)
+        return tiles_by_slot(*args)
 
     found = []
     for ops, runtime in ((REFERENCE, CpuRuntime), (replace(STATIC, lora=TRITON.lora), PretendDevice)):
         with build(ops=ops, runtime=runtime, decode_window=1) as engine, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lora, "order_by_group", order)
+            patch.setattr(lora, "tiles_by_slot", by_slot)
             for name, model in sources.items():
                 engine.load_adapter(name, (state_dict(model), model.peft_config["default"]))
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -125,6 +125,7 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], architectur
         "wide_loads": ptx.count("cp.async.cg.shared.global"),
         "fused": len(re.findall(r"\bfma\.rn", ptx)),
         "waiting_loops": waiting_loops(ptx),
+        "barriers": ptx.count("bar.sync"),
         "wide_compares": len(re.findall(r"\bsetp\.\w+\.[su]64", ptx)),
         "sums": [re.sub(r"#\w+\b(?!\.)", lambda name: layouts[name[0]], tensor) for tensor in summed],
         "tensor_cores": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),

@@ -226,16 +226,22 @@ def adapt(
         if columns:
             a, b = (matrix.mT.contiguous().mT for matrix in (a, b))
         table.put(index, 1, LoraWeights(a, b, 1.0) if experts > 1 else LoraWeights(a[0], b[0], 1.0))
+    assert table.pointers.any()  # and on the device, as the first step finds them
     rows = AdapterRows(torch.zeros(tokens, dtype=torch.long))
     x = zeros(tokens, depth).to(model) if op is not lora.lora_embedding else rows.slots
     op(x, zeros(tokens, sum(widths)).to(model), table, rows)
 
 
 def launch_adapters() -> None:
-    """Those that take the most registers."""
+    """Those that take the most registers, and those of a decode step that begin beside a product."""
     gated = partial(lora.lora, gated="silu")
+    of = lora.Tiles.of
+    lora.Tiles.of = lambda *given: of(*given)._replace(fresh=False)  # type: ignore[method-assign,assignment]
     for tokens, rank in ((64, 16), (4096, 64)):
         adapt(tokens, rank, torch.bfloat16, op=partial(lora.lora, deterministic=True), widths=(2048, 512, 512))
+    adapt(128, 16, torch.bfloat16, op=partial(lora.lora, settled=True), widths=(2048, 512, 512))
+    adapt(128, 32, torch.bfloat16, op=partial(gated, settled=True), widths=(8192, 8192))
+    adapt(128, 64, torch.bfloat16, op=partial(lora.lora, settled=True), depth=8192)
     for dtype in (torch.bfloat16, torch.float32):
         adapt(64, 16, dtype, depth=8192)  # in 16 splits
         adapt(64, 64, dtype, widths=(8192, 8192), op=gated)
@@ -252,21 +258,7 @@ def launch_adapters() -> None:
     ):
         adapt(2048, 64, dtype, columns=True, model=model)
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
-
-
-def launch_adapted_products() -> None:
-    """Products that add adapters, and the shrinks beside which they begin."""
-    arrived = torch.zeros(256, dtype=torch.int32)
-    for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 64)):
-        for tokens, gated, widths, depth in ((64, "silu", (8192, 8192), 2048), (128, None, (2048,), 8192)):
-            size = sum(widths), depth
-            for cut in linear_streamed.cuts_to_try(tokens, size, 2, gated is not None, 132)[:1]:
-
-                def op(x: torch.Tensor, out: torch.Tensor, *adapters: Any, **given: Any) -> None:
-                    linear_streamed.streamed(x, zeros(*given.pop("size")), None, norm=None, adapters=adapters, **given)
-
-                given = {"gated": gated, "residual": None, "scale": 1.0, "cut": cut, "arrived": arrived, "size": size}
-                adapt(tokens, rank, dtype, depth=depth, widths=widths, op=partial(op, **given))
+    lora.Tiles.of = of  # type: ignore[method-assign]
 
 
 def launch_recurrent() -> None:
@@ -345,6 +337,5 @@ if __name__ == "__main__":
     launch_latent(20, 192, 64, 256)  # GLM-4.7-Flash
     launch_routed()
     launch_adapters()
-    launch_adapted_products()
     launch_recurrent()
     print(json.dumps([build(*recorded) for recorded in launches]))

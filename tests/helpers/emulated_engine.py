@@ -27,7 +27,7 @@ _AS_ONE = ("lora", "lora_embedding", "experts", "route", "causal_conv", "gated_d
 
 def _of_these_rows(operation: Callable[..., Any]) -> Callable[..., Any]:
     """A CPU keeps what it has seen of the rows of a batch."""
-    return lambda x, out, table, rows, *args: operation(x, out, table, AdapterRows(rows.slots), *args)
+    return lambda x, out, table, rows, *args, **given: operation(x, out, table, AdapterRows(rows.slots), *args, **given)
 
 
 def _as_one(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,8 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels.grouping import order_by_group
+from stoker.kernels.grouping import most_tiles, order_by_group
+from stoker.kernels.lora import tiles_by_slot
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, PointerBlock, expert_slots
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS, Norm
@@ -144,6 +145,30 @@ def test_a_high_rank_over_a_deep_input(ops: str) -> None:
     check(OPS[ops].lora, table, 1100, torch.tensor([2, 1, 0], device=DEVICE), torch.float32)
 
 
+@pytest.mark.parametrize("depth", [96, 1100, 2304, 5000])
+@pytest.mark.parametrize("ops", OPS)
+def test_adapters_in_16_bits_over_a_deep_input(ops: str, depth: int) -> None:
+    """Of which each program reads a block at once, and several, and some a part of one; low ranks, and one with blocks of its own."""
+    dtype = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
+    slots = torch.tensor([2, 1, 0, 4, 2, 2], device=DEVICE)
+    for ranks in ({1: 16, 2: 5}, {1: 24, 2: 32}, {1: 40, 2: 16}):
+        check(OPS[ops].lora, make_table([40], depth, ranks, dtype), depth, slots, dtype)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_an_input_that_was_just_written(ops: str) -> None:
+    """After the output, say, by whom it may be copied; which the shrink then waits for."""
+    table, slots = make_table([24], 64, {1: 4, 2: 7}, torch.float32), torch.tensor([1, 0, 2, 2], device=DEVICE)
+    rows = AdapterRows(slots)
+    for _ in range(3):
+        x, out = randn(4, 64), randn(4, 24)
+        norm = randn(64), 1e-6
+        normed = OPS[ops].rms_norm(x, *norm)
+        expected = dense(normed, out, table, slots)
+        normed = OPS[ops].rms_norm(x, *norm)
+        assert_close(OPS[ops].lora(normed, out, table, rows), expected, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ops", OPS)
 def test_many_tokens(ops: str, dtype: torch.dtype) -> None:
@@ -210,6 +235,25 @@ def test_gate_and_up_with_what_comes_after_them(ops: str, dtype: torch.dtype) ->
             assert_close(found, ACTIVATIONS[act](gate) * up, dtype)
         empty = LoraTable([40, 40], [None, None], NUM_SLOTS, DEVICE)
         assert torch.equal(OPS[ops].lora(x, gate_up, empty, AdapterRows(slots), act), OPS[ops].act_mul(gate_up, act))
+
+
+@pytest.mark.parametrize(("tokens", "num_slots", "height"), [(1, 1, 16), (24, 6, 16), (300, 40, 16), (5000, 6, 64)])
+def test_tokens_in_tiles_of_one_slot_each(tokens: int, num_slots: int, height: int) -> None:
+    """In their own order; those of none come last, and are in no tile that a shrink has a program for beyond those of others."""
+    slots = torch.randint(num_slots + 1, (tokens,), device=DEVICE)
+    slots[: tokens // 2][slots[: tokens // 2] == 3] = 0
+    rows, of_tile = tiles_by_slot(slots, num_slots, height)
+    assert rows.shape == (len(of_tile), height)
+    expected = []
+    for slot in (*range(1, num_slots + 1), 0):
+        mine = torch.nonzero(slots == slot).flatten().tolist()
+        for first in range(0, len(mine), height):
+            some = mine[first : first + height]
+            expected.append((slot, some + [-1] * (height - len(some))))
+    assert len(expected) <= len(of_tile)
+    expected += [(-1, [-1] * height)] * (len(of_tile) - len(expected))
+    assert list(zip(of_tile.tolist(), rows.tolist(), strict=True)) == expected
+    assert sum(slot > 0 for slot, _ in expected) <= most_tiles(tokens, num_slots, height)
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 5000])

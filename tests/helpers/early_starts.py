@@ -1,0 +1,172 @@
+"""Whether kernels that come up while the one before them runs touch only what they may, in kernels that Triton interprets.
+
+The interpreter runs one launch after another, so what a kernel read too early never shows in its results. Here each launch is looked
+at as on a GPU where it would come up early, by the rules of ``stoker.kernels.launch``: until a program has called
+``await_turn`` it reads nothing that the launch just before it wrote, and writes nothing; every program calls that; and none
+lets the next kernel come up before. A launch is one of Triton's, or an operation of torch's on something that kernels are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from stoker.kernels import launch
+
+_UNIT = 2  # bytes
+# Which launch nothing on a device.
+_NO_LAUNCHES = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+    "resize_",
+    "detach",
+    "detach_",
+}
+
+
+@dataclass
+class Found:
+    """faults: what was found. early: how many launches of each kernel read something before their turn."""
+
+    faults: set[str] = field(default_factory=set)
+    early: dict[str, int] = field(default_factory=dict)
+
+
+class _Launch:
+    def __init__(self, name: str, *, dependent: bool) -> None:
+        self.name, self.dependent = name, dependent
+        self.waited: bool | None = None  # of the program that runs
+        self.written: list[NDArray[np.int64]] = []  # units of memory, and by torch
+        self.filled: list[tuple[int, int]] = []  # from one up to another
+        self.early: list[NDArray[np.int64]] = []
+
+    def begin_program(self, found: Found) -> None:
+        if self.dependent and self.waited is False:
+            found.faults.add(f"a program of {self.name} ends without having waited")
+        self.waited = not self.dependent
+
+
+@contextmanager
+def early_starts() -> Iterator[Found]:
+    """Kernels interpreted within are looked at; gives what was found, filled until the end."""
+    found, running = Found(), list[_Launch]()
+    last = {"launch": _Launch("nothing", dependent=False)}
+    given = set[int]()  # storages
+    operations: list[tuple[_Launch, set[int]]] = []  # of torch, since the last launch, and the storages of each
+
+    def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        values = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
+        given.update(each.untyped_storage().data_ptr() for each in values if isinstance(each, Tensor))
+        before = next((each for each, storages in reversed(operations) if storages & given), last["launch"])
+        operations.clear()
+        running.append(_Launch(self.fn.__name__, dependent=bool(arguments.get("DEPENDENT"))))
+        try:
+            run(self, *args, **kwargs)
+        finally:
+            now = last["launch"] = running.pop()
+        now.begin_program(found)
+        if now.early:
+            found.early[now.name] = found.early.get(now.name, 0) + 1
+            early = np.concatenate(now.early)
+            filled = any(((first <= early) & (early < end)).any() for first, end in before.filled)
+            if filled or (before.written and np.intersect1d(early, np.concatenate(before.written)).size):
+                found.faults.add(f"{now.name} reads, before its turn, what {before.name} just wrote")
+
+    def begin_program(run: Callable[..., None], self: Any, *at: int) -> None:
+        running[-1].begin_program(found)
+        run(self, *at)
+
+    def wait() -> None:
+        running[-1].waited = True
+
+    def launch_dependents() -> None:
+        if not running[-1].waited:
+            found.faults.add(f"{running[-1].name} lets the next kernel come up before its own turn")
+
+    def load(run: Callable[..., Any], self: Any, pointers: Any, mask: Any, *more: Any, **named: Any) -> Any:
+        if not running[-1].waited:
+            running[-1].early.append(_units(pointers, mask))
+        return run(self, pointers, mask, *more, **named)
+
+    def write(pointers: Any, mask: Any) -> None:
+        if not running[-1].waited:
+            found.faults.add(f"{running[-1].name} writes before its turn")
+        running[-1].written.append(_units(pointers, mask))
+
+    def store(run: Callable[..., Any], self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        write(pointers, mask)
+        return run(self, pointers, value, mask, *more)
+
+    def atomic(run: Callable[..., Any], self: Any, what: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        write(pointers, mask)
+        return run(self, what, pointers, value, mask, *more)
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **kwargs or {})
+            name = func.overloadpacket.__name__
+            poison = name == "fill_" and isinstance(args[1], float) and args[1] != args[1]  # of tests
+            if running or func.is_view or name in _NO_LAUNCHES or poison:
+                return out
+            tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+            written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            for parameter, value in zip(func._schema.arguments, args, strict=False):
+                if parameter.alias_info is not None and parameter.alias_info.is_write:
+                    written += [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            operation = _Launch(f"torch's {name}", dependent=False)
+            operation.filled = [_extent(each) for each in written if each.device.type == "cpu"]
+            storages = {each.untyped_storage().data_ptr() for each in tensors if each.device.type == "cpu"}
+            operations.append((operation, storages))
+            return out
+
+    with pytest.MonkeyPatch.context() as patch, Operations():
+
+        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            run = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **kwargs: around(run, *args, **kwargs))
+
+        wrap(interpreter.GridExecutor, "__call__", call)
+        builder = interpreter.InterpreterBuilder
+        wrap(builder, "set_grid_idx", begin_program)
+        wrap(builder, "create_masked_load", load)
+        wrap(builder, "create_masked_store", store)
+        wrap(builder, "create_atomic_rmw", atomic)
+        patch.setattr(launch, "starts_early", lambda device: True)
+        patch.setattr(launch, "cuda", SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=launch_dependents))
+        patch.setattr(tl, "inline_asm_elementwise", lambda *args, **kwargs: None)  # which fetches ahead
+        yield found
+
+
+def _units(pointers: Any, mask: Any) -> NDArray[np.int64]:
+    """What is accessed, in units of memory."""
+    chosen = np.broadcast_to(mask if isinstance(mask, np.ndarray) else mask.data, pointers.data.shape).astype(np.bool_)
+    addresses = pointers.data[chosen].astype(np.int64)
+    width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    return np.unique((addresses[:, None] + np.arange(0, width, _UNIT)) // _UNIT)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0 or tensor.layout != torch.strided:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, end = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return start // _UNIT, -(-end // _UNIT)
