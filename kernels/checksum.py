@@ -20,9 +20,8 @@ from stoker.kernels import launch
 from stoker.kernels.host_memory import to_device
 from stoker.kernels.reference.checksum import APART, FEW_WORDS, PIECE_BYTES, SET
 
-# A program reads 127 rows of so many words, side by side, eight rows at a time: 128 bytes a thread are on their way, and
-# 64 KiB a multiprocessor, which is more than memory's speed times its latency. One that writes as well has half as many
-# rows, or its registers would keep others away (40 KiB, and less to be read at memory's speed).
+# A program reads 127 rows of so many words, side by side, eight rows at a time, the next eight on their way meanwhile: up to 256
+# bytes a thread, and 160 KiB a multiprocessor, which is several times memory's speed times its latency.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 _PER_SET = -(-APART // _COLUMNS)  # programs
 _dtype, _nbytes = attrgetter("dtype"), attrgetter("nbytes")
@@ -60,14 +59,35 @@ def _write(target, at, words, mask, SOURCE: tl.constexpr, TARGET: tl.constexpr):
 
 
 @triton.jit
+def _as_numbers(bits, DTYPE: tl.constexpr):
+    """Elements of 16 or 32 bits as integers that are not negative, of which 127 can be added up."""
+    if DTYPE.primitive_bitwidth == 32:
+        return bits.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    else:
+        return bits.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _in_words(sums, DTYPE: tl.constexpr):
+    """Sums of elements, side by side, as the sums of the words that these elements are: int64."""
+    even, odd = tl.split(sums.reshape(sums.shape[0] // 2, 2))
+    if DTYPE.primitive_bitwidth == 32:
+        return even + (odd << 32)
+    else:
+        low, high = tl.split((even.to(tl.int64) + (odd.to(tl.int64) << 16)).reshape(sums.shape[0] // 4, 2))
+        return low + (high << 32)
+
+
+@triton.jit
 def _checksums_kernel(
-    owners, table, sums, SOURCE: tl.constexpr, TARGET: tl.constexpr, PIECE_BYTES: tl.constexpr, JOBS: tl.constexpr,
-    FEW_WORDS: tl.constexpr, APART: tl.constexpr, SET: tl.constexpr, PER_SET: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    owners, table, sums, SOURCE: tl.constexpr, TARGET: tl.constexpr, ALIGNED: tl.constexpr, PIECE_BYTES: tl.constexpr,
+    JOBS: tl.constexpr, FEW_WORDS: tl.constexpr, APART: tl.constexpr, SET: tl.constexpr, PER_SET: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Job 0 of a piece is the words that are in no set, and the bytes beyond them; the others, a few columns of a set.
 
     SOURCE, TARGET: the dtypes of what is read and of what is written, of which the latter has 16 bits; None: nothing is.
+    ALIGNED: all tensors begin at multiples of 16 bytes.
     """
     owner = tl.load(owners + tl.program_id(0))
     address, nbytes, first = tl.load(table + 4 * owner), tl.load(table + 4 * owner + 1), tl.load(table + 4 * owner + 2)
@@ -79,25 +99,27 @@ def _checksums_kernel(
     target = tl.load(table + 4 * owner + 3)
     if SOURCE is not None:
         target += piece * (PIECE_BYTES * 16 // SOURCE.primitive_bitwidth)
+    if ALIGNED:
+        start, target = tl.multiple_of(start, 16), tl.multiple_of(target, 16)
     count = length // 8
     rows = tl.where(count > FEW_WORDS, count // APART, 0)
     sets = rows // SET
     left = rows - sets * SET
     odd = tl.maximum(left - 1 + left % 2, 0)
-    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    acc = tl.zeros([ROWS, COLUMNS], tl.int64)
+    row = tl.arange(0, ROWS)[:, None]
     if job == 0:
         begin = (sets * SET + odd) * APART
         place = tl.where(count > FEW_WORDS, (sets + 1) * APART, 0)  # of the first, among all that is weighted
-        at = row.to(tl.int64) * COLUMNS + column
-        for _ in range(0, count - begin, ROWS * COLUMNS):
+        at = tl.arange(0, 4 * COLUMNS).to(tl.int64)
+        alone = tl.zeros([4 * COLUMNS], tl.int64)
+        for _ in range(0, count - begin, 4 * COLUMNS):
             words = tl.load(start + begin + at, mask=begin + at < count, other=0)
             _write(target, begin + at, words, begin + at < count, SOURCE, TARGET)
-            acc += _mixed(words) * (2 * (place + at) + 1)
-            at += ROWS * COLUMNS
+            alone += _mixed(words) * (2 * (place + at) + 1)
+            at += 4 * COLUMNS
         rest = tl.arange(0, 8)
         data = tl.load((start + count).to(tl.pointer_type(tl.uint8)) + rest, mask=count * 8 + rest < length, other=0)
-        total = tl.sum(tl.sum(acc, 0), 0) + tl.sum(data.to(tl.int64) * (2 * rest + 1), 0)
+        total = tl.sum(alone, 0) + tl.sum(data.to(tl.int64) * (2 * rest + 1), 0)
         if SOURCE is not None:  # elements beyond the last whole word
             width: tl.constexpr = SOURCE.primitive_bitwidth // 8
             mask = count * 8 + rest * width < length
@@ -105,16 +127,38 @@ def _checksums_kernel(
             tl.store((target + count * 16 // width).to(tl.pointer_type(TARGET)) + rest, last.to(TARGET), mask=mask)
     else:
         which = (job - 1) // PER_SET
-        chosen = (job - 1) % PER_SET * COLUMNS + column
-        here = start + which * SET * APART + chosen
+        column = (job - 1) % PER_SET * COLUMNS
         size = tl.where(which < sets, SET, odd)
-        for done in range(0, size, ROWS):
-            mask = (done + row < size) & (chosen < APART)
-            words = tl.load(here + (done + row) * APART, mask=mask, other=0)
-            _write(target, which * SET * APART + chosen + (done + row) * APART, words, mask, SOURCE, TARGET)
-            acc += words
-        weighted = _mixed(tl.sum(acc, 0)[None, :]) * (2 * (which * APART + chosen) + 1)
-        total = tl.sum(tl.sum(weighted, 0), 0)
+        if SOURCE is None:
+            here = column + tl.arange(0, COLUMNS)[None, :]
+            known = here < APART
+            here = start + which * SET * APART + here
+            words = tl.load(here + row * APART, mask=(row < size) & known, other=0)
+            added = tl.zeros([COLUMNS], tl.int64)
+            for done in range(0, size, ROWS):
+                after = done + ROWS + row
+                following = tl.load(here + after * APART, mask=(after < size) & known, other=0)
+                added += tl.sum(words, 0)
+                words = following
+        else:
+            each: tl.constexpr = 64 // SOURCE.primitive_bitwidth  # elements of a word
+            here = each * column + tl.arange(0, each * COLUMNS)[None, :]
+            known = here < each * APART
+            here += which * (each * SET * APART)
+            source, out = start.to(tl.pointer_type(SOURCE)), target.to(tl.pointer_type(TARGET))
+            if ALIGNED:
+                source, out = tl.multiple_of(source, 16), tl.multiple_of(out, 16)
+            some = tl.load(source + here + row * (each * APART), mask=(row < size) & known, other=0.0)
+            sums_of = tl.sum(_as_numbers(tl.zeros([ROWS, each * COLUMNS], SOURCE), SOURCE), 0)
+            for done in range(0, size, ROWS):
+                after = done + ROWS + row
+                following = tl.load(source + here + after * (each * APART), mask=(after < size) & known, other=0.0)
+                mask = (done + row < size) & known
+                tl.store(out + here + (done + row) * (each * APART), some.to(TARGET), mask=mask)
+                sums_of += tl.sum(_as_numbers(some, SOURCE), 0)
+                some = following
+            added = _in_words(sums_of, SOURCE)
+        total = tl.sum(_mixed(added) * (2 * (which * APART + column + tl.arange(0, COLUMNS)) + 1), 0)
     for _ in range(piece + 1, (nbytes + PIECE_BYTES - 1) // PIECE_BYTES):
         total *= 31
     tl.atomic_add(sums + owner, total, sem="relaxed")
@@ -194,6 +238,7 @@ def _prepare(
     written = map(Tensor.data_ptr, targets) if by_kernel else repeat(0, len(data))
     places = tuple(zip(map(Tensor.data_ptr, data), map(_nbytes, data), written, strict=True))
     owners, table = _plan(places, device)
+    aligned = PIECE_BYTES % 64 == 0 and all(address % 16 == 0 and target % 16 == 0 for address, _, target in places)
     source, target = (launch.TYPES[t[0].dtype] if by_kernel else None for t in (data, targets))
 
     def run() -> Tensor:
@@ -208,6 +253,7 @@ def _prepare(
                     sums,
                     SOURCE=source,
                     TARGET=target,
+                    ALIGNED=aligned,
                     PIECE_BYTES=PIECE_BYTES,
                     JOBS=_jobs_of_piece(PIECE_BYTES),
                     FEW_WORDS=FEW_WORDS,
@@ -215,7 +261,7 @@ def _prepare(
                     SET=SET,
                     PER_SET=_PER_SET,
                     COLUMNS=_COLUMNS,
-                    ROWS=_ROWS if source is None else _ROWS // 2,
+                    ROWS=_ROWS,
                     num_warps=_WARPS,
                     **launch.options(device, waits=False),
                 )

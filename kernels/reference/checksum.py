@@ -10,9 +10,10 @@ from torch import Tensor
 
 PIECE_BYTES = 64 * 2**20  # of a tensor, the most that one weighted sum covers
 FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
-# Beyond it words are summed in sets first. Rows have lengths that this prime does not divide, so rows or columns that
-# changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
-APART, SET = 1021, 127
+# Beyond it words are summed in sets first. Rows have lengths that the prime in this, 509, does not divide, so rows or columns
+# that changed places are in other sets than before; and of an odd number of words, flips of all their highest bits are seen.
+# It is even, so that words are read two at a time.
+APART, SET = 1018, 127
 _STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
 _LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
 
@@ -24,7 +25,7 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
     target's dtype, on the same device; none: nothing is written. Returns int64 [tensors]; 0 for an empty one.
 
     Content is little-endian bytes, in the order of the elements, in pieces of 64 MiB whose sums s follow as 31 * before
-    + s, all of it modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1021 apart are first
+    + s, all of it modulo 2**64. A piece is 64-bit words w[i]; above 8192 of them, those that lie 1018 apart are first
     added up in sets of 127, the last set being what is left, less one where that is even; words beyond it stay by
     themselves. The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole
     word. What exchanges words inside such sets alone, or leaves all their sums as they are, is not seen.
