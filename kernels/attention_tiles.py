@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from stoker.kernels.fp8 import as_dtype
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
@@ -92,10 +94,10 @@ def attend_tile(
         block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
     within = at % BLOCK_SIZE
     offsets = block * key_block + within * key_token
-    key = load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED).to(query1.dtype)
+    key = as_dtype(load_rows(keys, offsets, real, 0, D1, KEY_DIM, MASKED), query1.dtype)
     scores = tl.dot(query1, tl.trans(key), input_precision=PRECISION)
     if D2 > 0:
-        rest = load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED).to(query1.dtype)
+        rest = as_dtype(load_rows(keys, offsets, real, D1, D2, KEY_DIM, MASKED), query1.dtype)
         scores = tl.dot(query2, tl.trans(rest), scores, input_precision=PRECISION)
     scores = scores * scale
     if SOFTCAP:  # the scale makes tanh of an exponential, that may be infinite
@@ -115,7 +117,7 @@ def attend_tile(
         value = key
     else:
         offsets = block * value_block + within * value_token
-        value = load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED).to(query1.dtype)
+        value = as_dtype(load_rows(values, offsets, real, 0, DV, VALUE_DIM, MASKED), query1.dtype)
     acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
     return above, total, acc
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.fp8 import dequantise_rows
+from stoker.kernels.fp8 import as_dtype, dequantise_rows
 from stoker.kernels.launch import await_turn_with_weight
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -125,7 +125,7 @@ def sum_over(
         at = start + tl.arange(0, BLOCK_K)
         deep = at < end
         x = tl.load(x_ptr + at[None, :], mask=x_inside & deep[None, :], other=0.0)
-        w = tl.load(weight_ptr + at[:, None], mask=weight_inside & deep[:, None], other=0.0).to(x.dtype)
+        w = as_dtype(tl.load(weight_ptr + at[:, None], mask=weight_inside & deep[:, None], other=0.0), x.dtype)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide

@@ -189,9 +189,9 @@ class MeasuredLinear:
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):
             return {}
-        cuts = cuts_to_try(
-            x.shape[0], (weight.shape[0], weight.shape[1]), x.dtype.itemsize, gated, launch.multiprocessors(x.device)
-        )
+        size, processors = (weight.shape[0], weight.shape[1]), launch.multiprocessors(x.device)
+        narrow = weight.dtype == FP8
+        cuts = cuts_to_try(x.shape[0], size, x.dtype.itemsize, gated, processors, narrow=narrow)
         return {f"streamed, {cut.rows} rows in {cut.splits} splits": cut for cut in cuts}
 
     def _others(self, x: Tensor, cuts: Mapping[str, Cut]) -> dict[str, Callable[..., Tensor]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import launch
+from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn
 from stoker.kernels.linear import store_rows, with_scales_and_bias
 from stoker.kernels.norm_rotary import act_times, rms_norm
@@ -48,7 +49,7 @@ class Cut(NamedTuple):
 @triton.jit
 def _plus_product(total, x, weight, LEFT: tl.constexpr):
     """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
-    weight = weight.to(x.dtype)
+    weight = as_dtype(weight, x.dtype)
     left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
     return tl.dot(left, right, total, input_precision="ieee")
 
@@ -144,10 +145,13 @@ def _block_m(tokens: int) -> int:
     return max(16, int(triton.next_power_of_2(tokens)))
 
 
-def cuts_to_try(tokens: int, weight: tuple[int, int], itemsize: int, gated: bool, processors: int) -> list[Cut]:
+def cuts_to_try(
+    tokens: int, weight: tuple[int, int], itemsize: int, gated: bool, processors: int, *, narrow: bool = False
+) -> list[Cut]:
     """Of a weight [N, D], for x of so many rows and bytes a number: one of them was the fastest wherever it was measured.
 
     Few tokens are little to read again for every tile, and low ones are enough; others trade that against more programs.
+    narrow: of a weight in fp8, which a program first casts: another one on the same multiprocessor multiplies meanwhile.
     """
     width, depth = weight[0] // 2 if gated else weight[0], weight[1]
     few, half = tokens <= _FEW, max(processors // 2, 1)
@@ -164,6 +168,9 @@ def cuts_to_try(tokens: int, weight: tuple[int, int], itemsize: int, gated: bool
         more = min(processors // tiles, most)
         if rows == 64 and 1 < splits < more:  # which cost more, and leave no multiprocessor idle
             cuts.append(Cut(rows, more, 1))
+        twice = min(2 * processors // tiles, most)
+        if narrow and not gated and rows == 64 and tiles * splits <= processors < tiles * twice:
+            cuts.append(Cut(rows, twice, 2))
     return cuts or [Cut(rows, splits, 2)]
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
+from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.grouping import group_of_tile, most_tiles, order_by_group, rows_per_tile
 from stoker.kernels.launch import await_turn
 from stoker.kernels.lora import lora
@@ -108,8 +109,8 @@ def _grouped_kernel(
             weight_tile + at[:, None].to(tl.int64) * depth_stride,
             mask=inside[None, :] & (at < depth)[:, None],
             other=0.0,
-        ).to(x.dtype)  # which holds a number of fp8 exactly
-        total = tl.dot(x, w, total, input_precision="ieee")
+        )
+        total = tl.dot(x, as_dtype(w, x.dtype), total, input_precision="ieee")
     full_width = 2 * width if GATED else width
     if SCALED:
         scales = tl.load(scales_ptr + expert.to(tl.int64) * full_width + weight_rows, mask=inside, other=0.0)

@@ -123,6 +123,8 @@ def build(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], architectur
         "shared": made.metadata.shared,
         "narrow_loads": len(re.findall(r"\bld\.global\.b16", ptx)),
         "wide_loads": ptx.count("cp.async.cg.shared.global"),
+        "single_casts": len(re.findall(r"\bcvt\.rn\.bf16\.f32", ptx)),
+        "fp8_pairs": ptx.count("cvt.rn.f16x2.e4m3x2"),
         "fused": len(re.findall(r"\bfma\.rn", ptx)),
         "waiting_loops": waiting_loops(ptx),
         "barriers": ptx.count("bar.sync"),

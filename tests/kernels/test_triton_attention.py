@@ -251,6 +251,7 @@ def test_compiled_for_an_h200_the_kernels_fit_it(tmp_path: Path) -> None:
         assert m["dependent"] == m["waits"] == (m["kernel"] in ("decode_kernel", "work_list_kernel")), m
         if m["kernel"] in ("decode_kernel", "prefill_kernel"):
             assert m["wide_loads"] and m["tensor_cores"], m
+            assert not m["single_casts"], f"{m} casts keys or values one by one"
         if m["kernel"] == "decode_kernel":
             resident = m["programs"] // 132  # all programs run at once, or the last ones would run alone
             assert resident * (m["shared"] + 1024) <= 227 * 1024, m

@@ -301,6 +301,10 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
     assert all(m["tiles_copied"] and m["tensor_cores"] for m in streamed)
+    # Numbers of fp8 are made bf16 two at a time; what is cast one by one are outputs.
+    in_fp8 = [m for m in made if m["fp8_pairs"]]
+    assert {m["kernel"] for m in in_fp8} >= {f"_{n}_kernel" for n in ("skinny", "streamed", "single", "matmul")}
+    assert all(m["single_casts"] <= 2 * m["fp8_pairs"] for m in in_fp8)
     shrinks = [m for m in made if m["kernel"] == "shrink_kernel"]
     low = [m for m in shrinks if m["dependent"] and m["tensor_cores"]]
     assert sum(m["shared"] + launch.PROGRAM_SHARED <= SHRINK_SHARED for m in low) >= 2, "beside a product"

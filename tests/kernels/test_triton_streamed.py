@@ -148,15 +148,16 @@ def test_streamed_kernels_that_come_up_early_see_all_that_was_written(monkeypatc
 
 def test_a_cut_fills_the_chip_and_its_splits_are_no_more_than_that_takes() -> None:
     shapes = itertools.product(
-        (1, 32, 64, 128), (64, 2048, 3584, 16384, 128256), (48, 2048, 18944), (False, True), (1, 132)
+        (1, 32, 64, 128), (64, 2048, 3584, 16384, 128256), (48, 2048, 18944), (False, True), (1, 132), (False, True)
     )
-    for tokens, width, depth, gated, processors in shapes:
-        cuts = cuts_to_try(tokens, (width, depth), 2, gated, processors)
-        assert 1 <= len(cuts) <= 4
+    for tokens, width, depth, gated, processors, narrow in shapes:
+        cuts = cuts_to_try(tokens, (width, depth), 2, gated, processors, narrow=narrow)
+        assert 1 <= len(cuts) <= 5
         for cut in cuts:
             tiles = -(-width // ((2 if gated else 1) * cut.rows))
             programs = tiles * cut.splits
-            assert cut.splits == 1 or (not gated and 2 * tiles < processors >= programs and depth // cut.splits >= 512)
+            assert cut.splits == 1 or (not gated and tiles <= processors and depth // cut.splits >= 512)
+            assert cut.splits == 1 or programs <= processors or (narrow and programs <= 2 * processors)
             assert programs <= processors * cut.rooms or cut == cuts[-1]
             assert tokens * cut.rows * cut.splits <= 3 * 2**13 or cut.splits == 1
             block_m, rows = max(16, tokens), (2 if gated else 1) * cut.rows
@@ -165,6 +166,12 @@ def test_a_cut_fills_the_chip_and_its_splits_are_no_more_than_that_takes() -> No
                 taken = columns * (2 * block_m + rows * itemsizes[1]) * stages
                 assert 2 <= stages <= 8 and taken * min(cut.rooms, rooms) <= (shared - 1) * 1024
     assert cuts_to_try(64, (2048, 8192), 2, False, 132) == [Cut(32, 2, 1), Cut(64, 3, 1), Cut(64, 4, 1)]
+    assert cuts_to_try(64, (3584, 18944), 2, False, 132, narrow=True) == [
+        Cut(32, 1, 1),
+        Cut(64, 2, 1),
+        Cut(64, 4, 2),
+        Cut(128, 3, 1),
+    ]
     assert cuts_to_try(16, (2048, 8192), 2, False, 132) == [Cut(64, 3, 1), Cut(64, 4, 1)]
     assert cuts_to_try(64, (128256, 2048), 2, False, 132) == [Cut(128, 1, 2)]
 
