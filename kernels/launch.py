@@ -84,8 +84,8 @@ def await_turn(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """``await_turn``, with the first COLUMNS of some rows of a weight [num_rows, depth] on their way to L2 meanwhile.
+def fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Before a kernel's turn: the first COLUMNS of some rows of a weight [num_rows, depth] are on their way to L2.
 
     Nothing is read: what a kernel before may still write to the weight is in L2, too.
     """
@@ -96,4 +96,10 @@ def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.co
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``await_turn``, and what ``fetch_ahead`` does meanwhile."""
+    fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS, DEPENDENT)
     await_turn(DEPENDENT)

@@ -1,11 +1,11 @@
 """A projection of some dozens of rows for a GPU, as fast as the weight can be read.
 
 Every byte of the weight is read once, in tiles that the chip copies to shared memory by itself (TMA, from Hopper on), as many on
-their way at a time as there is room for. All programs run at once where they can, and where less than half of the multiprocessors
-would have one, the depth is split among several: a split costs the others' waiting for the slowest, and the reading of all
-their sums, so there are no more than that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds
-them up in order, so that the result does not depend on who that was (split-K; the order is that of Osama et al.,
-"Stream-K", 2023).
+their way at a time as there is room for; the first of them come from L2, where they are fetched while the kernel before runs.
+All programs run at once where they can, and where less than half of the multiprocessors would have one, the depth is split
+among several: a split costs the others' waiting for the slowest, and the reading of all their sums, so there are no more than
+that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds them up in order, so that the result does
+not depend on who that was (split-K; the order is that of Osama et al., "Stream-K", 2023).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.linear import store_rows, with_scales_and_bias
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -32,6 +32,9 @@ _LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
 _MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
 _STEPS = 4  # of a split, at the least
+_AHEAD = (
+    64 * 1024
+)  # bytes of the weight a multiprocessor: what memory gives while the small kernel before a product runs
 _ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
 
 
@@ -58,6 +61,7 @@ def _plus_product(total, x, weight, LEFT: tl.constexpr):
 def _streamed_kernel(
     x,
     weight,
+    weight_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -83,15 +87,17 @@ def _streamed_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: [T, D] and [N, D], with COPIED descriptors
     of these, by which the chip copies tiles; else threads ask for them, 16 bytes at a time.
 
+    AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
     """
+    full_width = width if GATED is None else 2 * width
     if not COPIED:
-        full_width = width if GATED is None else 2 * width
         x = tl.make_tensor_descriptor(x, [tokens, depth], [x_stride, 1], [BLOCK_M, BLOCK_K])
         weight = tl.make_tensor_descriptor(weight, [full_width, depth], [weight_stride, 1], [BLOCK_N, BLOCK_K])
     split, tile = tl.program_id(0), tl.program_id(1)
@@ -99,6 +105,10 @@ def _streamed_kernel(
     begin = split * split_depth
     total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
     up = total
+    its_rows = first + tl.arange(0, BLOCK_N)
+    fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
+    if GATED is not None:
+        fetch_ahead(weight_ptr + begin, width + its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
     await_turn(DEPENDENT)
     for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
         some = x.load([0, at])
@@ -193,6 +203,12 @@ def pipeline(
     return columns, max(1, min(stages, _MOST_STAGES))
 
 
+def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
+    """Columns of its rows, of so many bytes each, that a program fetches ahead: its share of ``_AHEAD``, a power of two."""
+    columns = max(_AHEAD // rooms // column_bytes, 1)
+    return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
+
+
 def streamed(
     x: Tensor,
     weight: Tensor,
@@ -233,6 +249,7 @@ def streamed(
     _streamed_kernel[splits, tiles](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
+        weight,
         x if bias is None else bias,
         x if residual is None else residual,
         out,
@@ -257,6 +274,7 @@ def streamed(
         BLOCK_M=block_m,
         BLOCK_N=cut.rows,
         BLOCK_K=block_k,
+        AHEAD=fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth),
         num_warps=4,
         num_stages=stages,
         **launch.options(x.device),

@@ -26,7 +26,7 @@ from triton_oracle import (
 
 from stoker.kernels import launch, linear_measured, linear_streamed, ops
 from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import Cut, cuts_to_try, describable, pipeline, streamed
+from stoker.kernels.linear_streamed import Cut, cuts_to_try, describable, fetched_ahead, pipeline, streamed
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
@@ -164,6 +164,9 @@ def test_a_cut_fills_the_chip_and_its_splits_are_no_more_than_that_takes() -> No
             for itemsizes, (shared, rooms) in itertools.product(((2, 2), (2, 1)), ((228, 3), (164, 2), (100, 1))):
                 columns, stages = pipeline(block_m, rows, cut, itemsizes, shared * 1024)
                 taken = columns * (2 * block_m + rows * itemsizes[1]) * stages
+                ahead = fetched_ahead(rows * itemsizes[1], cut.rooms, depth)
+                assert ahead * rows * itemsizes[1] * cut.rooms <= 2**16 and ahead & (ahead - 1) == 0
+                assert ahead >= depth or 2 * ahead * rows * itemsizes[1] * cut.rooms > 2**16
                 assert 2 <= stages <= 8 and taken * min(cut.rooms, rooms) <= (shared - 1) * 1024
     assert cuts_to_try(64, (2048, 8192), 2, False, 132) == [Cut(32, 2, 1), Cut(64, 3, 1), Cut(64, 4, 1)]
     assert cuts_to_try(64, (3584, 18944), 2, False, 132, narrow=True) == [
