@@ -202,6 +202,7 @@ class _Launch:
             out if lse is None else lse,
             *self.numbers,
             *self.strides,
+            int(work.used),
             **self.constants,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
@@ -219,6 +220,7 @@ class _Launch:
             maxnreg=config.registers,
             **launch.options(out.device),
         )
+        work.used = True
 
     def prefill(self, out: Tensor, lse: Tensor | None) -> None:
         assert self.plan.chunks is not None

@@ -11,10 +11,79 @@ import triton.language as tl
 
 from stoker.kernels.attention_splits import row_splits, split_size, splits_together
 from stoker.kernels.attention_tiles import attend_tile, fold, load_query, merge, store_output, store_partial
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_turn, fetch
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens", "rows"])  # rows of one tensor, of any length
+@triton.jit
+def _own_keys(lane, run, shared, share, lengths, WINDOW: tl.constexpr, CHUNK: tl.constexpr, FOLDS: tl.constexpr):
+    """Of a run of a row's own splits: their size, its first key and the one after its last, how many splits it is of at most,
+    and how many the row has."""
+    length = tl.load(lengths + lane).to(tl.int32)
+    first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
+    together = 1
+    if FOLDS:
+        together = splits_together(length - first, size, share)
+    split = first_split + run * together
+    begin = tl.maximum(split * size, first)
+    return size, begin, tl.minimum((split + together) * size, length), together, own_parts
+
+
+@triton.jit
+def _fetch_first_keys(
+    key_cache,
+    value_cache,
+    table,
+    lengths,
+    rows,
+    prefix,
+    items,
+    counts,
+    key_block,
+    key_token,
+    key_head,
+    value_block,
+    value_token,
+    value_head,
+    table_row,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILES: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
+    FOLDS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    VALUE_IS_KEY: tl.constexpr,
+):
+    """Have a program's first tile of keys and values on their way to L2, whoever writes the newest of them meanwhile."""
+    work = tl.program_id(0)
+    if work < tl.load(counts) * (KV_HEADS * TILES):
+        kv_head = work % KV_HEADS
+        item = tl.load(items + work // (KV_HEADS * TILES))
+        lane = item // MAX_PARTS
+        shared, share = 0, 0
+        if SHARED:
+            shared = tl.load(prefix + lane)
+        if FOLDS:
+            share = tl.load(counts + 2)
+        _, begin, end, _, _ = _own_keys(lane, item % MAX_PARTS, shared, share, lengths, WINDOW, CHUNK, FOLDS)
+        row = lane
+        if not IDENTITY:
+            row = tl.load(rows + lane)
+        at = tl.minimum(begin // BLOCK_N * BLOCK_N + tl.arange(0, BLOCK_N), tl.maximum(end - 1, 0))
+        block = tl.load(table + row.to(tl.int64) * table_row + at // BLOCK_SIZE).to(tl.int64)
+        within = at % BLOCK_SIZE
+        fetch(key_cache + kv_head * key_head + block * key_block + within * key_token, KEY_DIM)
+        if not VALUE_IS_KEY:
+            fetch(value_cache + kv_head * value_head + block * value_block + within * value_token, VALUE_DIM)
+
+
+# Rows of one tensor, of any length.
+@triton.jit(do_not_specialize=["early"], do_not_specialize_on_alignment=["tokens", "rows"])
 def decode_kernel(
     query,
     key_cache,
@@ -44,6 +113,7 @@ def decode_kernel(
     value_token,
     value_head,
     table_row,
+    early,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -78,8 +148,17 @@ def decode_kernel(
 
     IDENTITY: lane i is token i and row i of the table. Key heads lie side by side in the cache, so programs that run
     together take neighbouring ones.
+
+    early: whether lists, lengths and tables were there before the kernel before this one began.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    if DEPENDENT and not PREFIX:  # noqa: SIM102 - that is known when the kernel is compiled
+        if early > 0:
+            _fetch_first_keys(
+                key_cache, value_cache, table, lengths, rows, prefix, items, counts, key_block, key_token, key_head,
+                value_block, value_token, value_head, table_row, KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, TILES,
+                MAX_PARTS, WINDOW, CHUNK, SHARED, FOLDS, IDENTITY, VALUE_IS_KEY,
+            )  # fmt: skip
     await_turn(DEPENDENT)
     work_items = tl.load(counts + PREFIX) * (KV_HEADS * TILES)
     share = 0
@@ -108,13 +187,7 @@ def decode_kernel(
             own_parts = 0
         else:
             queries = GROUP
-            length = tl.load(lengths + lane).to(tl.int32)
-            first, size, first_split, own_parts = row_splits(length, shared, WINDOW, CHUNK)
-            if FOLDS:
-                together = splits_together(length - first, size, share)
-            split = first_split + run * together
-            begin = tl.maximum(split * size, first)
-            end = tl.minimum((split + together) * size, length)
+            size, begin, end, together, own_parts = _own_keys(lane, run, shared, share, lengths, WINDOW, CHUNK, FOLDS)
             part = shared_parts + run * together
             runs = tl.cdiv(own_parts, together)
 

@@ -34,13 +34,14 @@ _MAX_SPLITS = 32  # of a row; a window or a shared beginning that starts inside 
 ListKey = tuple[Visibility, int, int]  # what a layer's queries see, and the arguments of ``work_list``
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkList:
     """items: int32 [2, capacity], runs of rows' own splits, and splits of shared beginnings; counts: int32 [3], how many there
     are, and the keys that are a program's share."""
 
     items: Tensor
     counts: Tensor
+    used: bool = False  # since it was written: then the launch before this one has written something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Lanes:
     def _build(self, key: ListKey) -> None:
         visibility, width, programs = key
         work, count, shared = self.lists[key], len(self.lengths), self.shares(visibility)
+        work.used = False
         work_list_kernel[(count, 2 if shared else 1)](
             self.lengths,
             self.buffers.prefix,

@@ -84,18 +84,25 @@ def await_turn(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Before a kernel's turn: the first COLUMNS of some rows of a weight [num_rows, depth] are on their way to L2.
+def fetch(rows, COLUMNS: tl.constexpr, last=None):
+    """The first COLUMNS of some rows, pointers to which are given, are on their way to L2; up to column ``last`` where there is one.
 
-    Nothing is read: what a kernel before may still write to the weight is in L2, too.
+    Nothing is read: what a kernel before may still write there is in L2, too.
     """
+    LINE: tl.constexpr = _LINE_BITS // rows.dtype.element_ty.primitive_bitwidth
+    columns = tl.arange(0, triton.next_power_of_2(max(COLUMNS // LINE, 1))) * LINE
+    columns = tl.minimum(columns, COLUMNS - 1 if last is None else last)
+    lines = rows[:, None] + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Before a kernel's turn: ``fetch`` of some rows of a weight [num_rows, depth]."""
     if DEPENDENT:
-        LINE: tl.constexpr = _LINE_BITS // weight.dtype.element_ty.primitive_bitwidth
-        columns = tl.minimum(tl.arange(0, max(COLUMNS // LINE, 1)) * LINE, depth - 1)
-        lines = weight + tl.minimum(rows, num_rows - 1).to(tl.int64)[:, None] * stride + columns[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; // $0", "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        fetch(weight + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride, COLUMNS, depth - 1)
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 
 The interpreter runs one launch after another, so what a kernel read too early never shows in its results. Here each launch is looked
 at as on a GPU where it would come up early, by the rules of ``stoker.kernels.launch``: until a program has called
-``await_turn`` it reads nothing that the launch just before it wrote, and writes nothing; every program calls that; and none
-lets the next kernel come up before. A launch is one of Triton's, or an operation of torch's on something that kernels are given.
+``await_turn`` it reads nothing that the launch just before it wrote, and writes nothing; every program calls that; none lets the
+next kernel come up before; and what it has fetched ahead is of tensors that it was given. A launch is one of Triton's, or an
+operation of torch's on something that kernels are given.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ _NO_LAUNCHES = {
 
 @dataclass
 class Found:
-    """faults: what was found. early: how many launches of each kernel read something before their turn."""
+    """faults: what was found. early: how many launches of each kernel read something before their turn. fetched: the addresses that
+    the last launch of each asked for ahead."""
 
     faults: set[str] = field(default_factory=set)
     early: dict[str, int] = field(default_factory=dict)
+    fetched: dict[str, NDArray[np.int64]] = field(default_factory=dict)
 
 
 class _Launch:
@@ -57,6 +60,7 @@ class _Launch:
         self.written: list[NDArray[np.int64]] = []  # units of memory, and by torch
         self.filled: list[tuple[int, int]] = []  # from one up to another
         self.early: list[NDArray[np.int64]] = []
+        self.fetched: list[NDArray[np.int64]] = []
 
     def begin_program(self, found: Found) -> None:
         if self.dependent and self.waited is False:
@@ -75,7 +79,8 @@ def early_starts() -> Iterator[Found]:
     def call(run: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         values = (each.base if isinstance(each, TensorDescriptor) else each for each in arguments.values())
-        given.update(each.untyped_storage().data_ptr() for each in values if isinstance(each, Tensor))
+        tensors = [each for each in values if isinstance(each, Tensor)]
+        given.update(each.untyped_storage().data_ptr() for each in tensors)
         before = next((each for each, storages in reversed(operations) if storages & given), last["launch"])
         operations.clear()
         running.append(_Launch(self.fn.__name__, dependent=bool(arguments.get("DEPENDENT"))))
@@ -84,6 +89,13 @@ def early_starts() -> Iterator[Found]:
         finally:
             now = last["launch"] = running.pop()
         now.begin_program(found)
+        if now.fetched:
+            found.fetched[now.name] = fetched = np.concatenate(now.fetched)
+            extents = [_extent(each) for each in tensors]
+            if not np.any(
+                [(start * _UNIT <= fetched) & (fetched < end * _UNIT) for start, end in extents], axis=0
+            ).all():
+                found.faults.add(f"{now.name} fetches what is in no tensor that it was given")
         if now.early:
             found.early[now.name] = found.early.get(now.name, 0) + 1
             early = np.concatenate(now.early)
@@ -111,6 +123,10 @@ def early_starts() -> Iterator[Found]:
         if not running[-1].waited:
             found.faults.add(f"{running[-1].name} writes before its turn")
         running[-1].written.append(_units(pointers, mask))
+
+    def fetch(asm: str, constraints: str, arguments: Any, **options: Any) -> None:
+        assert asm.startswith("prefetch.global.L2")
+        running[-1].fetched.append(np.asarray(arguments[0].handle.data, np.int64).reshape(-1))
 
     def store(run: Callable[..., Any], self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
         write(pointers, mask)
@@ -152,7 +168,7 @@ def early_starts() -> Iterator[Found]:
         wrap(builder, "create_atomic_rmw", atomic)
         patch.setattr(launch, "starts_early", lambda device: True)
         patch.setattr(launch, "cuda", SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=launch_dependents))
-        patch.setattr(tl, "inline_asm_elementwise", lambda *args, **kwargs: None)  # which fetches ahead
+        patch.setattr(tl, "inline_asm_elementwise", fetch)
         yield found
 
 

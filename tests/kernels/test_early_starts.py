@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from cases_attention import NARROW, PLAIN, Paged, Row, options_of
 from early_starts import Found, early_starts
 from torch import Tensor
 
@@ -14,7 +17,10 @@ import triton
 import triton.language as tl
 
 from stoker.kernels import launch
+from stoker.kernels.attention import attend
 from stoker.kernels.launch import await_turn
+from stoker.kernels.reference.attention_plan import Visibility
+from stoker.kernels.triton_ops import TRITON
 
 CPU = torch.device("cpu")
 
@@ -106,3 +112,37 @@ def test_what_is_launched_late_may_read_all() -> None:
         weight = plus(torch.ones(8), torch.ones(8), "first")
         plus(torch.ones(8), weight, "before it writes", early=False)
     assert not found.faults and not found.early
+
+
+@pytest.mark.parametrize("feature", [PLAIN, {"visibility": Visibility(window=33)}], ids=["all", "window"])
+def test_attention_fetches_first_keys_by_lists_that_were_not_just_written(feature: dict[str, Any]) -> None:
+    """And those only that a row has, of which there are tiles of several rows."""
+    lengths = [1, 16, 17, 129, 300]
+    case = Paged(NARROW, [Row(n) for n in lengths], torch.float32, padded=1)
+    plan, query, options = case.plan(TRITON), case.query(), options_of(case, feature)
+    caches = {"key": case.key_cache, "value": case.value_cache}
+
+    def fetched() -> set[tuple[str, int, int]]:
+        """Of each token whose keys or values the last launch asked for: the cache, block and place in it."""
+        with early_starts() as found:
+            attend(query, case.key_cache, case.value_cache, plan, **options)
+        assert not found.faults
+        places = set()
+        for address in found.fetched.get("decode_kernel", ()):
+            name = next(n for n, c in caches.items() if 0 <= address - c.data_ptr() < c.nbytes)
+            place = int(address - caches[name].data_ptr()) // caches[name].itemsize // caches[name].stride(1)
+            places.add((name, *divmod(place, case.block_size)))
+        return places
+
+    def places_of(row: int) -> set[tuple[str, int, int]]:
+        slots = case.slots(row, 0, lengths[row]).tolist()
+        return {(name, *divmod(slot, case.block_size)) for slot in slots for name in caches}
+
+    first = fetched()
+    assert feature is PLAIN or not first  # else the list was written before what rows share was read
+    for _ in range(2):
+        places, of_rows = fetched(), [places_of(row) for row in range(len(lengths))]
+        assert places <= set().union(*of_rows, {("key", 0, 0), ("value", 0, 0)})  # of padding
+        assert sum(not places.isdisjoint(each) for each in of_rows) >= 3
+    plan.next_step()
+    assert feature is PLAIN or not fetched()

@@ -248,7 +248,9 @@ def test_compiled_for_an_h200_the_kernels_fit_it(tmp_path: Path) -> None:
     assert {m["kernel"] for m in made} == KERNELS
     for m in made:
         assert m["stack"] == 0, f"{m} spills registers"
-        assert m["dependent"] == m["waits"] == (m["kernel"] in ("decode_kernel", "work_list_kernel")), m
+        fetches = m["kernel"] == "decode_kernel" and m["before"] == ["ld.global"]  # by lists and tables that were there
+        dependent = m["kernel"] in ("decode_kernel", "work_list_kernel")
+        assert m["dependent"] == (m["waits"] or fetches) == dependent, m
         if m["kernel"] in ("decode_kernel", "prefill_kernel"):
             assert m["wide_loads"] and m["tensor_cores"], m
             assert not m["single_casts"], f"{m} casts keys or values one by one"
