@@ -37,7 +37,7 @@ KINDS = {
     ),
     "states": ("causal_conv", "delta_rule", "delta_gates", "prepare_kernel", "chunks_kernel", "selective_scan"),
     "experts": ("grouped", "_order_kernel", "weighted_sum", "route", "_logits_kernel"),
-    "adapters": ("shrink", "expand_", "look_up"),
+    "adapters": ("tiles_kernel", "shrink", "expand_", "look_up"),
     "matmul": (
         *("gemm", "gemv", "linear", "cutlass", "nvjet", "addmm", "matmul", "::mm", "bmm", "cublas", "splitk"),
         *("skinny", "single_kernel", "streamed", "add_segments"),

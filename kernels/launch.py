@@ -9,8 +9,8 @@ places that become free, have weights on their way to L2, and then wait. Capture
 The rules, which make every kernel see all that was written before it: each program calls ``await_turn`` before it writes anything
 of the device's, or reads what the kernel before may write; all programs of one have called it before any of the next is there;
 and a kernel's waiting for the one before is a wait for all before that one too, for it ended only after its own wait. So when
-a kernel comes up, all but the one before have ended: what they wrote, shrinks and expands of adapters read before they wait
-(``lora_kernels``), and nothing else does.
+a kernel comes up, all but the one before have ended. What they wrote is read before the wait by shrinks and expands of adapters
+(``lora_shrink``, ``lora_expand``), and by attention where it fetches its first keys (``attention_decode``); by nothing else.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators

@@ -20,13 +20,8 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
-from stoker.kernels.lora_kernels import (
-    expand_gated_kernel,
-    expand_kernel,
-    look_up_kernel,
-    shrink_kernel,
-    tiles_kernel,
-)
+from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
+from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel, tiles_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation
