@@ -59,7 +59,9 @@ class Launch:
         self._allowed = _extents(tensors)
         slots, by_slot = SLOTS.get(kernel, (None, []))
         rows = [] if slots is None else _shared(arguments[slots])
-        self._padding = _extents(_row(name, arguments[name], slot) for name in by_slot for slot in rows)
+        # One that has no use for slots is given anything in their place.
+        found = (_row(name, arguments[name], slot) for name in by_slot for slot in rows)
+        self._padding = _extents(row for row in found if row is not None)
         self._program, self._time, self._barriers = -1, 0, 0
         self._seen: dict[int, int] = {}  # of programs, up to which time this one comes behind them
         self._released: dict[int, dict[int, int]] = defaultdict(dict)  # by address of an atomic
@@ -233,7 +235,6 @@ def _shared(slots: Tensor) -> list[int]:
     return [int(slot) for slot in values[counts > 1]]
 
 
-def _row(name: str, tensor: Tensor, slot: int) -> Tensor:
-    if "cache" in name:  # [blocks, block size, heads, dim]
-        return tensor[slot // tensor.shape[1], slot % tensor.shape[1]]
-    return tensor[slot]
+def _row(name: str, tensor: Tensor, slot: int) -> Tensor | None:
+    place = divmod(slot, tensor.shape[1]) if "cache" in name else (slot,)  # of [blocks, block size, heads, dim]
+    return tensor[place] if place[0] < len(tensor) else None
