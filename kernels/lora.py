@@ -42,10 +42,10 @@ class Tiles(NamedTuple):
     programs: int
     height: int
     grouped: bool
-    rows: (
-        Tensor  # int32 [tiles, height], where grouped: the tokens, -1 for none; tiles of none with an adapter come last
-    )
-    slots: Tensor  # int32 [tiles], the slot of each; else int64 [T], of each token
+    # Where grouped: the tokens of each, int32 [tiles, height], -1 for none; and its slot, int32 [tiles]: those of slot 0 come last,
+    # and then of -1. Else the slot of each token, int64 [T], twice.
+    rows: Tensor
+    slots: Tensor
     fresh: bool  # whether the last launch made the tiles
 
     @staticmethod
@@ -104,9 +104,7 @@ def lora(
     tiles = Tiles.of(rows, table, deterministic)
     together = gated is not None and tiles.grouped and len(table.widths) == 2 and len(set(table.widths)) == 1
     block_n = 64 if together else _columns_of_tile(table, tiles, out.device)
-    table.columns(
-        block_n
-    )  # where these are new, they are on their way before the shrink and not between it and the expand
+    table.columns(block_n)  # where these are new, they are sent now, and not between the shrink and the expand
     hidden = _shrink(x, table, tiles, settled=settled, deterministic=deterministic)
     if gated is not None and together:
         return _expand_gated(hidden, out, table, tiles, block_n, gated, deterministic)
