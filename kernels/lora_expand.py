@@ -174,7 +174,7 @@ def expand_kernel(
         entry = its_entries + tl.maximum(slot, 0) * FIELDS
         rank, scale, gain_address, shift_address = _numbers_of(entry, ALIGNED)
         used = (rank > 0) | (shift_address != 0)
-        mine = (rows >= 0) & used
+        mine = rows >= tl.where(used, 0, 2**31 - 1)
         inside = mine[:, None] & (columns < width)[None, :]
         target = out_ptr + rows[:, None] * out_stride + columns[None, :]
         before = tl.load(target, mask=inside, other=0.0, cache_modifier=".cg")
