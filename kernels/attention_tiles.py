@@ -213,7 +213,7 @@ def merge(
         for i in tl.static_range(BLOCK_P):
             number = start + i
             place = (number + tl.where(number >= jump_at, jump, 0)) * HEADS + head
-            mask = real & (number < parts)  # one that is not there changes no bit
+            mask = real & (head * 0 + number < parts)  # one that is not there changes no bit
             values = tl.load(
                 partial + place[:, None] * VALUE_DIM + d[None, :],
                 mask=mask[:, None] & (d < VALUE_DIM)[None, :],
