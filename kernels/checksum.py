@@ -149,15 +149,15 @@ def _checksums_kernel(
             if ALIGNED:
                 source, out = tl.multiple_of(source, 16), tl.multiple_of(out, 16)
             some = tl.load(source + here + row * (each * APART), mask=(row < size) & known, other=0.0)
-            sums_of = tl.sum(_as_numbers(tl.zeros([ROWS, each * COLUMNS], SOURCE), SOURCE), 0)
+            of_elements = tl.zeros([each * COLUMNS], tl.int64 if each == 2 else tl.int32)
             for done in range(0, size, ROWS):
                 after = done + ROWS + row
                 following = tl.load(source + here + after * (each * APART), mask=(after < size) & known, other=0.0)
                 mask = (done + row < size) & known
                 tl.store(out + here + (done + row) * (each * APART), some.to(TARGET), mask=mask)
-                sums_of += tl.sum(_as_numbers(some, SOURCE), 0)
+                of_elements += tl.sum(_as_numbers(some, SOURCE), 0)
                 some = following
-            added = _in_words(sums_of, SOURCE)
+            added = _in_words(of_elements, SOURCE)
         total = tl.sum(_mixed(added) * (2 * (which * APART + column + tl.arange(0, COLUMNS)) + 1), 0)
     for _ in range(piece + 1, (nbytes + PIECE_BYTES - 1) // PIECE_BYTES):
         total *= 31

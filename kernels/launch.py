@@ -103,10 +103,3 @@ def fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DE
     """Before a kernel's turn: ``fetch`` of some rows of a weight [num_rows, depth]."""
     if DEPENDENT:
         fetch(weight + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride, COLUMNS, depth - 1)
-
-
-@triton.jit
-def await_turn_with_weight(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """``await_turn``, and what ``fetch_ahead`` does meanwhile."""
-    fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS, DEPENDENT)
-    await_turn(DEPENDENT)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype, dequantise_rows
-from stoker.kernels.launch import await_turn_with_weight
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -172,7 +172,8 @@ def _single_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
-    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
+    fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
+    await_turn(DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[:, None] * weight_stride
     inside = (columns < full_width)[:, None]
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -243,7 +244,8 @@ def _skinny_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
-    await_turn_with_weight(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
+    fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
+    await_turn(DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
     inside = (columns < full_width)[None, :]
     rows = tl.arange(0, 16)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import await_turn, await_turn_with_weight
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.linear import store_outputs, sum_over, weight_rows
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
@@ -92,9 +92,8 @@ def _matmul_kernel(
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_at = weight_rows(columns, width, GATED)
     first = tl.program_id(1) * segment_depth  # 0 where one program does all segments
-    await_turn_with_weight(
-        weight_ptr + first, weight_at, weight_stride, full_width, depth - first, STAGES * BLOCK_K, DEPENDENT
-    )
+    fetch_ahead(weight_ptr + first, weight_at, weight_stride, full_width, depth - first, STAGES * BLOCK_K, DEPENDENT)
+    await_turn(DEPENDENT)
     x_tile = x_ptr + rows[:, None] * x_stride
     weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
     x_inside = (rows < tokens)[:, None]

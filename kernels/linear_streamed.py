@@ -32,9 +32,7 @@ _LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
 _MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
 _STEPS = 4  # of a split, at the least
-_AHEAD = (
-    64 * 1024
-)  # bytes of the weight a multiprocessor: what memory gives while the small kernel before a product runs
+_AHEAD = 2**16  # bytes of the weight a multiprocessor: what memory gives while the small kernel before runs
 _ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
 
 

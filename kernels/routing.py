@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.grouping import order_by_group
-from stoker.kernels.launch import await_turn, await_turn_with_weight
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.linear import sum_over
 from stoker.kernels.reference.routing import Choice, Routing
 
@@ -36,7 +36,8 @@ def _logits_kernel(
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     begin = split * split_depth
-    await_turn_with_weight(weight_ptr + begin, columns, weight_stride, experts, depth - begin, BLOCK_K, DEPENDENT)
+    fetch_ahead(weight_ptr + begin, columns, weight_stride, experts, depth - begin, BLOCK_K, DEPENDENT)
+    await_turn(DEPENDENT)
     rows = tl.program_id(2).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     real, inside = (rows < tokens)[:, None], (columns < experts)[None, :]
     total, _ = sum_over(

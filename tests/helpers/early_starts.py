@@ -20,6 +20,7 @@ import pytest
 import torch
 import triton.language as tl
 from numpy.typing import NDArray
+from sanitizer import wrapping
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -155,11 +156,7 @@ def early_starts() -> Iterator[Found]:
             return out
 
     with pytest.MonkeyPatch.context() as patch, Operations():
-
-        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-            run = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args, **kwargs: around(run, *args, **kwargs))
-
+        wrap = wrapping(patch)
         wrap(interpreter.GridExecutor, "__call__", call)
         builder = interpreter.InterpreterBuilder
         wrap(builder, "set_grid_idx", begin_program)

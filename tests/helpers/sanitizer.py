@@ -140,6 +140,16 @@ class Launch:
         return next((seen for time, seen in reversed(self._waits[access[PROGRAM]]) if time < access[TIME]), {})
 
 
+def wrapping(patch: pytest.MonkeyPatch) -> Callable[[Any, str, Callable[..., Any]], None]:
+    """What puts a function around a method, or one more around those; it gets what runs within first."""
+
+    def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        run = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: around(run, *args, **kwargs))
+
+    return wrap
+
+
 @contextmanager
 def sanitized() -> Iterator[set[str]]:
     """Kernels interpreted within are looked at; gives what was found, filled until the end."""
@@ -195,11 +205,7 @@ def sanitized() -> Iterator[set[str]]:
         return run(self, name, values)
 
     with pytest.MonkeyPatch.context() as patch:
-
-        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-            run = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args, **kwargs: around(run, *args, **kwargs))
-
+        wrap = wrapping(patch)
         wrap(interpreter.GridExecutor, "__call__", call)
         builder = interpreter.InterpreterBuilder
         wrap(builder, "set_grid_idx", begin_program)

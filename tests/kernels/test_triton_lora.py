@@ -155,6 +155,30 @@ def test_adapters_in_16_bits_over_a_deep_input(ops: str, depth: int) -> None:
         check(OPS[ops].lora, make_table([40], depth, ranks, dtype), depth, slots, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # by the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", ["a", "b"])
+@pytest.mark.parametrize("ops", OPS)
+def test_an_adapter_of_nan_fails_its_own_tokens_and_no_others(ops: str, which: str, bad: float) -> None:
+    """Zero times NaN is NaN, and tokens of experts go through a tile together. Those of no adapter stay to the bit."""
+    slots, x, out = torch.arange(40, device=DEVICE) % 5, randn(40, 304), randn(40, 64)
+    dense_table = make_table([64], 304, {1: 4, 2: 8, 4: 16}, torch.float32)
+    experts = LoraTable([64], [None], NUM_SLOTS, DEVICE, experts=2)
+    for slot, rank in ((1, 4), (2, 8), (4, 16)):
+        experts.put(0, slot, by_expert(LoraWeights(randn(2 * rank, 304), randn(64, 2 * rank), 0.5), 2))
+    of_pairs = expert_slots(slots, torch.arange(40, device=DEVICE) // 5 % 2, 2)
+    for table, rows in ((dense_table, slots), (experts, of_pairs)):
+        before = OPS[ops].lora(x, out.clone(), table, AdapterRows(rows))
+        matrix = getattr(table.weights[0][2], which)
+        matrix[..., 3, :] = bad
+        table.put(0, 2, table.weights[0][2])  # as after an update
+        after = OPS[ops].lora(x, out.clone(), table, AdapterRows(rows))
+        its_own = slots == 2
+        assert torch.equal(after[~its_own], before[~its_own])
+        assert not after[its_own].isfinite().all(-1).any()
+        assert torch.equal(after[(slots == 0) | (slots == 3)], out[(slots == 0) | (slots == 3)])
+
+
 @pytest.mark.parametrize("ops", OPS)
 def test_an_input_that_was_just_written(ops: str) -> None:
     """After the output, say, by whom it may be copied; which the shrink then waits for."""
