@@ -21,18 +21,19 @@ def _gated_rms_norm_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, GATE_FIRST: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (at < DIM)
     token, head = row // HEADS, row % HEADS
+    if NORM:
+        weight = tl.load(weight_ptr + head * weight_head + at, mask=inside, other=0.0)
+    await_turn(DEPENDENT)
     x = tl.load(x_ptr + token * x_stride + head * x_head + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_stride + head * gate_head + at, mask=inside, other=0.0).to(tl.float32)
     factor = gate * tl.sigmoid(gate)
     if GATE_FIRST or not NORM:
         x *= factor
     if NORM:
-        weight = tl.load(weight_ptr + head * weight_head + at, mask=inside, other=0.0)
         dtype = out_ptr.dtype.element_ty
         x = (x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)).to(dtype).to(tl.float32)
         x *= weight.to(tl.float32)
@@ -64,14 +65,14 @@ def _delta_gates_kernel(
     a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, decay_ptr, beta_ptr, a_stride, b_stride, scale, HEADS: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK)
     inside = head < HEADS
-    a = tl.load(a_ptr + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + row * b_stride + head, mask=inside, other=0.0).to(tl.float32)
     a_log = tl.load(a_log_ptr + head, mask=inside, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias_ptr + head, mask=inside, other=0.0).to(tl.float32)
+    await_turn(DEPENDENT)
+    a = tl.load(a_ptr + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + row * b_stride + head, mask=inside, other=0.0).to(tl.float32)
     tl.store(decay_ptr + row * HEADS + head, -tl.exp(a_log) * softplus(a + bias), mask=inside)
     beta = tl.sigmoid(b).to(beta_ptr.dtype.element_ty).to(tl.float32) * scale
     tl.store(beta_ptr + row * HEADS + head, beta, mask=inside)

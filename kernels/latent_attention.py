@@ -60,8 +60,10 @@ def _latent_heads_write_kernel(
     FACTOR: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One token and ``HEADS`` of its heads; the key's rotated numbers, which all heads have in common, anew for each."""
-    await_turn(DEPENDENT)
+    """One token and ``HEADS`` of its heads; the key's rotated numbers, which all heads have in common, anew for each.
+
+    Angles and slots were there before the launches that made the heads: they are read before the turn.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, BLOCK)[None, :]
@@ -71,16 +73,19 @@ def _latent_heads_write_kernel(
     angle_at = place // 2 if INTERLEAVED else place
     cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
+    if FACTOR:
+        factor = tl.load(factor_ptr + token * factor_stride)
+    await_turn(DEPENDENT)
 
     row_ptr = query_ptr + token * query_stride + head * (PLAIN + ROTATED)
     query = tl.load(row_ptr + at, mask=plain, other=0.0).to(tl.float32)
     query += _rotated(row_ptr + PLAIN, place, turns, cos, sin, ROTATED, INTERLEAVED)
     if FACTOR:
-        query *= tl.load(factor_ptr + token * factor_stride)
+        query *= factor
     out_row_ptr = out_ptr + (token * heads + head) * (PLAIN + ROTATED)
     tl.store(out_row_ptr + at, query, mask=plain | turns)
 
-    slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
     row_ptr = key_value_ptr + token * key_value_stride + head * (PLAIN + VALUE)
     key = tl.load(row_ptr + at, mask=plain, other=0.0).to(tl.float32)
     key += _rotated(key_rotary_ptr + token * key_rotary_stride, place, turns, cos, sin, ROTATED, INTERLEAVED)

@@ -10,7 +10,9 @@ The rules, which make every kernel see all that was written before it: each prog
 of the device's, or reads what the kernel before may write; all programs of one have called it before any of the next is there;
 and a kernel's waiting for the one before is a wait for all before that one too, for it ended only after its own wait. So when
 a kernel comes up, all but the one before have ended. What they wrote is read before the wait by shrinks and expands of adapters
-(``lora_shrink``, ``lora_expand``), and by attention where it fetches its first keys (``attention_decode``); by nothing else.
+(``lora_shrink``, ``lora_expand``), by attention where it fetches its first keys (``attention_decode``), by rotary embedding
+for a step's angles and slots (``norm_rotary``, ``latent_attention``), and by the walks of a decode step for the states that the
+step before left (``recurrent``). Weights anyone may read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -99,7 +101,14 @@ def fetch(rows, COLUMNS: tl.constexpr, last=None):
 
 
 @triton.jit
-def fetch_ahead(weight, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Before a kernel's turn: ``fetch`` of some rows of a weight [num_rows, depth]."""
+def fetch_ahead(matrix, rows, stride, num_rows, depth, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``fetch`` of some rows of a matrix [num_rows, depth]."""
     if DEPENDENT:
-        fetch(weight + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride, COLUMNS, depth - 1)
+        fetch(matrix + tl.minimum(rows, num_rows - 1).to(tl.int64) * stride, COLUMNS, depth - 1)
+
+
+@triton.jit
+def fetch_part_ahead(vector, first, size, COUNT: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``fetch`` of COUNT numbers of a vector [size] from the first on."""
+    at = tl.minimum(first, size - 1)
+    fetch_ahead(vector + at, tl.arange(0, 1), 0, 1, size - at, COUNT, DEPENDENT)

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead
-from stoker.kernels.linear import store_rows, with_scales_and_bias
+from stoker.kernels.linear import fetch_scales_and_bias, store_rows, with_scales_and_bias
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -107,7 +107,11 @@ def _streamed_kernel(
     fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
     if GATED is not None:
         fetch_ahead(weight_ptr + begin, width + its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
+    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
     await_turn(DEPENDENT)
+    rows = tl.arange(0, BLOCK_M)
+    if RESIDUAL:  # which is wanted last, and which the weights of some kernels have driven from cache
+        fetch_ahead(residual_ptr + first, rows, residual_stride, tokens, width - first, BLOCK_N, DEPENDENT)
     for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
         some = x.load([0, at])
         total = _plus_product(total, some, weight.load([first, at]), LEFT)
@@ -116,7 +120,6 @@ def _streamed_kernel(
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
-    rows = tl.arange(0, BLOCK_M)
     last = True
     if SPLITS > 1:
         inside = (rows < tokens)[:, None]

@@ -59,18 +59,23 @@ def _rms_norm_kernel(
     DEPENDENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    await_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < dim
+    factor = norm_factor(
+        weight_ptr, at, inside, OFFSET
+    )  # of the model, whose other weights have long driven it from cache
+    if BIAS:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    await_turn(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / dim, 0.0)
     inverse = tl.rsqrt(tl.sum(x * x, axis=0) / dim + eps)
     dtype = out_ptr.dtype.element_ty
-    out = _times_factor(x * inverse, norm_factor(weight_ptr, at, inside, OFFSET), dtype, OFFSET or CENTRED)
+    out = _times_factor(x * inverse, factor, dtype, OFFSET or CENTRED)
     if BIAS:
-        out += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        out += bias
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + at, mask=inside, other=0.0)
         out = out.to(dtype).to(tl.float32) + residual.to(tl.float32)
@@ -177,6 +182,13 @@ def act_mul(gate_up: Tensor, act: Activation, scale: float = 1.0, up: Tensor | N
 
 
 @triton.jit
+def _head_factor(query_weight_ptr, key_weight_ptr, at, is_query, inside, OFFSET: tl.constexpr):
+    """``norm_factor`` of queries' heads, or of keys'."""
+    of_query = norm_factor(query_weight_ptr, at, inside & is_query, OFFSET)
+    return tl.where(is_query, of_query, norm_factor(key_weight_ptr, at, inside & ~is_query, OFFSET))
+
+
+@triton.jit
 def _qk_norm_rotary_write_kernel(
     qkv_ptr,
     query_weight_ptr,
@@ -215,8 +227,10 @@ def _qk_norm_rotary_write_kernel(
     NORM_LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One token and ``HEADS`` of its heads: queries come first, then keys, then values, where these are others."""
-    await_turn(DEPENDENT)
+    """One token and ``HEADS`` of its heads: queries come first, then keys, then values, where these are others.
+
+    All but the projection was there before the launch that made that: it is read before the turn.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, DIM)[None, :]
@@ -226,30 +240,11 @@ def _qk_norm_rotary_write_kernel(
     value_head = head - heads if KEYS_ARE_VALUES else head - heads - kv_heads
     is_value = (value_head >= 0) & (value_head < kv_heads)
     inside = at < dim
-
-    place = head
-    if GROUPED:
-        group = heads // kv_heads
-        within = tl.where(is_query, head % group, tl.where(is_key, group, group + 1))
-        place = tl.where(is_query, head // group, (head - heads) % kv_heads) * (group + 2) + within
-    row_ptr = qkv_ptr + token * token_stride + place * head_stride
-    x = tl.load(row_ptr + at, mask=(is_query | is_key | is_value) & inside, other=0.0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
-    wide = x.to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
-    value_ptr = value_cache_ptr + slot * value_slot_stride + value_head * value_head_stride + at
-    keep(value_ptr, wide * inverse if VALUE_NORM else x, is_value & inside)
-
     both = (is_query | is_key) & inside
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)  # times a stride, this passes 32 bits in a large cache
     if NORM:
-        factor = tl.where(
-            is_query,
-            norm_factor(query_weight_ptr, at, inside & is_query, OFFSET),
-            norm_factor(key_weight_ptr, at, inside & is_key, OFFSET),
-        )
-    if NORM and not NORM_LAST:
-        wide = _times_factor(wide * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
+        factor = _head_factor(query_weight_ptr, key_weight_ptr, at, is_query, inside, OFFSET)
     if ROTARY:
         # The other half of a pair, which another thread holds, is read and normalised again: it is in cache.
         turns = at < rotated
@@ -261,16 +256,34 @@ def _qk_norm_rotary_write_kernel(
             low = at < rotated // 2
             other_at = tl.where(low, at + rotated // 2, at - rotated // 2)
             angle_at = at
-        other = tl.load(row_ptr + other_at, mask=both & turns, other=0.0).to(tl.float32)
         if NORM and not NORM_LAST:
-            other_factor = tl.where(
-                is_query,
-                norm_factor(query_weight_ptr, other_at, turns & is_query, OFFSET),
-                norm_factor(key_weight_ptr, other_at, turns & is_key, OFFSET),
-            )
-            other = _times_factor(other * inverse, other_factor, dtype, OFFSET).to(dtype).to(tl.float32)
+            other_factor = _head_factor(query_weight_ptr, key_weight_ptr, other_at, is_query, turns, OFFSET)
         cos = tl.load(cos_ptr + token * cos_stride + angle_at, mask=turns, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + token * sin_stride + angle_at, mask=turns, other=0.0).to(tl.float32)
+    if FACTOR:
+        temper = tl.load(factor_ptr + token * factor_stride)
+    await_turn(DEPENDENT)
+
+    place = head
+    if GROUPED:
+        group = heads // kv_heads
+        within = tl.where(is_query, head % group, tl.where(is_key, group, group + 1))
+        place = tl.where(is_query, head // group, (head - heads) % kv_heads) * (group + 2) + within
+    row_ptr = qkv_ptr + token * token_stride + place * head_stride
+    x = tl.load(row_ptr + at, mask=(is_query | is_key | is_value) & inside, other=0.0)
+    if ROTARY:
+        other = tl.load(row_ptr + other_at, mask=both & turns, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / dim + eps)[:, None]
+    value_ptr = value_cache_ptr + slot * value_slot_stride + value_head * value_head_stride + at
+    keep(value_ptr, wide * inverse if VALUE_NORM else x, is_value & inside)
+
+    if NORM and not NORM_LAST:
+        wide = _times_factor(wide * inverse, factor, dtype, OFFSET).to(dtype).to(tl.float32)
+    if ROTARY:
+        if NORM and not NORM_LAST:
+            other = _times_factor(other * inverse, other_factor, dtype, OFFSET).to(dtype).to(tl.float32)
         wide = wide * cos + tl.where(low, -other, other) * sin
     if NORM and NORM_LAST:
         wide = wide.to(dtype).to(tl.float32)
@@ -278,7 +291,7 @@ def _qk_norm_rotary_write_kernel(
         wide = _times_factor(wide * inverse, factor, dtype, OFFSET)
 
     if FACTOR:
-        wide = tl.where(is_query, wide * tl.load(factor_ptr + token * factor_stride), wide)
+        wide = tl.where(is_query, wide * temper, wide)
     tl.store(query_ptr + (token * heads + head) * dim + at, wide, mask=is_query & inside)
     key_ptr = key_cache_ptr + slot * key_slot_stride + (head - heads) * key_head_stride + at
     keep(key_ptr, wide, is_key & inside)

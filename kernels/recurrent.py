@@ -70,8 +70,10 @@ def _gated_delta_rule_kernel(
     SHARED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, NORM_EPS: tl.constexpr, DECODE: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """NORM_EPS: None where query and key stay as they are."""
-    await_turn(DEPENDENT)
+    """NORM_EPS: None where query and key stay as they are. DECODE: no launch but one like this writes states, and the step
+    before did."""
+    if not DECODE:
+        await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
     if (first >= last) | (last - first > longest):
         return
@@ -87,6 +89,8 @@ def _gated_delta_rule_kernel(
     state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (KEY_DIM * VALUE_DIM)
     state_ptr += keys[:, None] * VALUE_DIM + values[None, :]
     state = tl.load(state_ptr, mask=within, other=0.0)
+    if DECODE:
+        await_turn(DEPENDENT)
     query, key, value, decay, beta = _load_rule(
         query_ptr, key_ptr, value_ptr, decay_ptr, beta_ptr, first, query_token, key_token, value_token, decay_token,
         beta_token, is_key, is_value,
@@ -165,8 +169,9 @@ def _selective_scan_kernel(
     DIM: tl.constexpr, SIZE: tl.constexpr, A_LOG: tl.constexpr, SKIP: tl.constexpr, BIAS: tl.constexpr, DECODE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added."""
-    await_turn(DEPENDENT)
+    """ROWS: of the state, of DIM; COLUMNS: of it, at least SIZE. SKIP: whether D times the input is added. DECODE: as there."""
+    if not DECODE:
+        await_turn(DEPENDENT)
     row, head, tile, first, last = _tile(starts_ptr, HEADS, TILES, DECODE)
     if (first >= last) | (last - first > longest):
         return
@@ -186,6 +191,8 @@ def _selective_scan_kernel(
     state_ptr += tl.load(slots_ptr + row) * slot_stride + head * (DIM * SIZE)
     state_ptr += of_rows[:, None] * SIZE + columns[None, :]
     state = tl.load(state_ptr, mask=within, other=0.0)
+    if DECODE:
+        await_turn(DEPENDENT)
     x, dt, b, c = _load_scan(
         x_ptr, dt_ptr, b_ptr, c_ptr, first, x_token, dt_token, b_token, c_token, is_row, is_column
     )  # fmt: skip

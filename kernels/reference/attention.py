@@ -60,6 +60,8 @@ def qk_norm_rotary_write(
     """From projected heads to the query, [T, heads, D], and what attention reads of the tokens in the cache.
 
     ``qk_norm_rotary`` and ``write_kv`` in one; arguments as theirs. Without key heads nothing is written.
+
+    Before the last launch began all was there but ``qkv``.
     """
     query, key, value = qk_norm_rotary(qkv, heads, kv_heads, norm, cos_sin, interleaved, factor, grouped)
     if kv_heads:
@@ -79,7 +81,10 @@ def latent_heads_write(
     interleaved: bool = False,
     factor: Tensor | None = None,
 ) -> Tensor:
-    """``latent_heads`` and ``write_kv`` in one; arguments as theirs. Returns the query, [T, H, N + R]."""
+    """``latent_heads`` and ``write_kv`` in one; arguments as theirs. Returns the query, [T, H, N + R].
+
+    Before the last launch began angles, factors and slots were there.
+    """
     query, key, value = latent_heads(query, key_value, key_rotary, cos_sin, interleaved, factor)
     write_kv(key, value, key_cache, value_cache, slots)
     return query

@@ -1,7 +1,8 @@
 """Layers that keep a state of fixed size for each sequence, as plain torch: convolution, gated delta rule, Mamba-2.
 
 A batch is packed: the tokens of all sequences lie one after the other. Each sequence's state is a row of a state tensor, is
-read before its first token here and written after its last, so that a sequence may come in any pieces.
+read before its first token here and written after its last, so that a sequence may come in any pieces. In a decode step
+the states were there before the last launch began, which made the inputs.
 """
 
 from __future__ import annotations

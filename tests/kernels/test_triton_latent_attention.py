@@ -75,8 +75,8 @@ def test_a_row_is_the_same_among_any_others(dtype: torch.dtype) -> None:
 
     def run(rows: slice) -> list[Tensor]:
         slots = torch.arange(20, device=DEVICE)[rows]
-        caches = [torch.zeros(5, 4, 3, d, dtype=dtype, device=DEVICE) for d in (24, 12)]
         tables = angles.cos()[rows], angles.sin()[rows]
+        caches = [torch.zeros(5, 4, 3, d, dtype=dtype, device=DEVICE) for d in (24, 12)]
         out = DETERMINISTIC.latent_heads_write(query[rows], key_value[rows], key_rotary[rows], tables, *caches, slots)
         return [out, *(cache.flatten(0, 1)[slots] for cache in caches)]
 

@@ -202,11 +202,12 @@ def test_heads_that_lie_by_group(heads: int, kv_heads: int, dtype: torch.dtype) 
     in_row = torch.cat([t.flatten(1, 2) for t in (query, key, value)], dim=1)
     norm = QKNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype), EPS)
     angles = randn(tokens, 12, scale=3.0)
+    cos_sin = angles.cos(), angles.sin()
     for ops in (REFERENCE, TRITON):
         found = []
         for qkv, grouped in ((groups.flatten(1, 2), True), (in_row, False)):
             caches = [torch.zeros(3, 4, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
-            arguments = qkv, heads, kv_heads, norm, (angles.cos(), angles.sin()), *caches, slots
+            arguments = qkv, heads, kv_heads, norm, cos_sin, *caches, slots
             found.append([ops.qk_norm_rotary_write(*arguments, grouped=grouped), *caches])
         assert all(map(torch.equal, *found)) and found[0][2].flatten(0, 1)[7].equal(value[0].flatten(0, 1))
 
@@ -254,8 +255,8 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
 
     def run(rows: slice) -> list[Tensor]:
         slots = torch.arange(64, device=DEVICE)[rows]
-        caches = [torch.zeros(16, 4, 1, 24, dtype=dtype, device=DEVICE) for _ in range(2)]
         cos_sin = tuple(t.to(dtype)[rows] for t in (angles.cos(), angles.sin()))
+        caches = [torch.zeros(16, 4, 1, 24, dtype=dtype, device=DEVICE) for _ in range(2)]
         query = DETERMINISTIC.qk_norm_rotary_write(qkv[rows], 2, 1, norm, cos_sin, *caches, slots)
         cached = [cache.flatten(0, 1)[slots] for cache in caches]
         normed = [
@@ -271,10 +272,17 @@ def test_a_row_of_the_other_kernels_is_the_same_among_any_others(dtype: torch.dt
 
 
 # Of what comes up beside a product, or beside the shrink of its adapters: which tokens have which, these, x and the product.
+# Of others: weights, or what is the same in all layers of a step, or the state that the step before left.
 EARLY_READS = {
     "shrink_kernel": {"ld.global", "cp.async.c"},
     "expand_kernel": {"ld.global"},
     "expand_gated_kernel": {"ld.global"},
+} | {
+    f"_{name}_kernel": {"ld.global"}
+    for name in (
+        *("rms_norm", "qk_norm_rotary_write", "latent_heads_write"),
+        *("gated_rms_norm", "delta_gates", "gated_delta_rule", "selective_scan"),
+    )
 }
 WALKS = ["causal_conv", "gated_delta_rule", "selective_scan"]
 
@@ -298,6 +306,7 @@ def test_compiled_for_an_h200_the_kernels_spill_no_registers(tmp_path: Path) -> 
         # A kernel that comes up before the one before has ended reads nothing until it has, but what was there before that began.
         begun = bool(m["before"]) and EARLY_READS.get(m["kernel"], set()) >= {*m["before"]}
         assert m["dependent"] == (m["waits"] or begun) == (m["kernel"] in dependent), m
+    assert {m["kernel"] for m in made if m["before"]} == {*EARLY_READS}
     # The chip copies the tiles of a streamed weight by itself, and multiplies them where they then are.
     streamed = [m for m in made if m["kernel"] == "_streamed_kernel"]
     assert all(m["tiles_copied"] and m["tensor_cores"] for m in streamed)

@@ -95,7 +95,7 @@ def test_a_linear_of_tensors_whose_rows_are_not_contiguous(name: str) -> None:
 
 def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
     arguments = make_linear(2, 32, 64, "n", torch.float16)
-    arguments["x"][:, 7], arguments["norm"][0][7] = 60000.0, 4.0
+    arguments["norm"][0][7], arguments["x"][:, 7] = 4.0, 60000.0
     assert_close(TRITON.linear(**arguments), expected_linear(**arguments), torch.float16)
 
 

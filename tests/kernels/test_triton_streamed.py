@@ -95,7 +95,7 @@ def test_rows_that_lie_where_no_tile_can_be_read_from() -> None:
 
 def test_a_large_activation_does_not_overflow_before_its_norm() -> None:
     arguments = make_linear(6, 24, 64, "n", torch.float16)
-    arguments["x"][:, 3], arguments["norm"][0][3] = 60000.0, 4.0
+    arguments["norm"][0][3], arguments["x"][:, 3] = 4.0, 60000.0
     assert_close(streamed_as_asked(arguments, Cut(64, 1, 1)), expected_linear(**arguments), torch.float16)
 
 
