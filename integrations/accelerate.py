@@ -32,6 +32,7 @@ from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
+from stoker.rollout.assembly import check_config
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.shards import is_sharded
@@ -70,6 +71,7 @@ class AcceleratedEngine:
                 f"the model is on {device} and the accelerator works on {accelerator.device}: give the model that "
                 "accelerator.prepare(model) returns"
             )
+        check_config(config)
         config = config or EngineConfig()
         config = replace(config, seed=config.seed + accelerator.process_index)
         self.engine = RolloutEngine(model, config=config, tokenizer=tokenizer)

@@ -34,6 +34,7 @@ from stoker.integrations.trl_sampling import live_model, sampling_params, tokeni
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMovedError
 from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
+from stoker.rollout.assembly import check_config
 
 _ABSENT = object()
 
@@ -103,6 +104,7 @@ class _EngineBackend:
     last_sync = "_last_loaded_step"  # where the trainer keeps the step at which weights were last taken
 
     def __init__(self, trainer: Any, config: EngineConfig | None) -> None:
+        check_config(config)
         self._trainer = trainer
         self._model = live_model(trainer)
         self.callback = Listener(self)

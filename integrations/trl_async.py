@@ -27,7 +27,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from stoker.integrations.trl_callbacks import remove_callback
-from stoker.integrations.trl_checks import check_version, kinds_of
+from stoker.integrations.trl_checks import check_sampling, check_version, kinds_of
 from stoker.integrations.trl_sampling import live_model, sampling_params
 from stoker.kernels.errors import EngineStateError, InvalidConfigError
 from stoker.kernels.interrupts import uninterrupted
@@ -136,7 +136,7 @@ class AsyncRollouts(AsyncRolloutWorker):  # type: ignore[misc]
             raise InvalidConfigError(
                 "the trainer shards its model, and a process that generates by itself needs it whole: use DDP, or GRPOTrainer"
             )
-        sampling_params(trainer)  # or a setting that cannot be would show when training begins
+        check_sampling(trainer)  # or a setting that cannot be would show when training begins
         args = trainer.args
         if main:
             self.engine = RolloutEngine(

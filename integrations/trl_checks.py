@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from stoker.integrations.trl_sampling import check_pattern, sampling_params
 from stoker.kernels.errors import InvalidConfigError, UnsupportedModelError
+from stoker.rollout import SamplingParams
 
 _OLDEST, _TOO_NEW = {"attach": (1, 10), "asynchronous GRPO": (1, 16)}, (2,)
 # Those that generate where nothing can take their place, and what to do.
@@ -75,5 +76,18 @@ def check_trainer(trainer: Any, known: Collection[str]) -> str:
             f"{trainer.vllm_importance_sampling_mode!r}: set it to 'token_truncate' or 'token_mask', or set "
             "vllm_importance_sampling_correction=False"
         )
-    check_pattern(trainer, sampling_params(trainer))
+    check_pattern(trainer, check_sampling(trainer))
     return kind
+
+
+def check_sampling(trainer: Any) -> SamplingParams:
+    """A trainer's sampling parameters. Raises a ``StokerError`` where there are none, or its forward has none for what they sample."""
+    if getattr(trainer.args, "temperature", None) == 0:
+        # Some kinds would fail in their first step, and the others train on NaN.
+        greedy = (
+            "; generation_kwargs={'do_sample': False} decodes greedily"
+            if hasattr(trainer.args, "generation_kwargs")
+            else ""
+        )
+        raise InvalidConfigError(f"temperature=0, and the trainer's forward divides by it: set it above 0{greedy}")
+    return sampling_params(trainer)

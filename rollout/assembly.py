@@ -41,12 +41,16 @@ def check_arguments(model: Any, config: Any, tokenizer: Any) -> None:
         raise UnsupportedModelError(
             f"model is a {type(model).__name__}: give a transformers model, or RolloutEngine.from_pretrained(folder)"
         )
-    if not isinstance(config, EngineConfig | None):
-        raise InvalidConfigError(f"config is a {type(config).__name__}: give EngineConfig(...)")
+    check_config(config)
     if tokenizer is not None and not callable(tokenizer):
         raise InvalidConfigError(
             f"tokenizer is a {type(tokenizer).__name__}: give one that is loaded, as by AutoTokenizer.from_pretrained"
         )
+
+
+def check_config(config: Any) -> None:
+    if not isinstance(config, EngineConfig | None):
+        raise InvalidConfigError(f"config is a {type(config).__name__}: give EngineConfig(...)")
 
 
 def bind(config: EngineConfig, model: nn.Module) -> ModelBinding:

@@ -29,6 +29,7 @@ from stoker.rollout.stop_strings import StopStringChecker, completion_text, spec
 from stoker.rollout.user_values import as_int, as_ints, is_int, is_real, shown
 
 _SEED_MASK = 2**63 - 1
+_SHOWN = 40  # tokens of a prompt that is refused
 
 
 def params_per_prompt(params: Any, count: int) -> list[SamplingParams]:
@@ -101,7 +102,7 @@ class RequestMaker:
         if len(prompt) >= self.max_model_len:
             raise InvalidRequestError(
                 f"{name} has {len(prompt)} tokens and max_model_len is {self.max_model_len}, so nothing can be "
-                "generated: shorten the prompt or raise EngineConfig.max_model_len"
+                f"generated: shorten the prompt or raise EngineConfig.max_model_len{self._ending(prompt)}"
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError(f"{name}: stop strings need a tokenizer: RolloutEngine(model, tokenizer=...)")
@@ -134,6 +135,10 @@ class RequestMaker:
                 f"EngineConfig.kv_cache_memory (a token takes {self.token_bytes} bytes) or "
                 f"{'shorten the prompt' if open_end else 'lower max_tokens'}"
             )
+
+    def _ending(self, prompt: list[int]) -> str:
+        """Words by which to find a prompt in a dataset that was shuffled on its way here: chats mostly begin alike."""
+        return "" if self.tokenizer is None else f"; it ends with {self.tokenizer.decode(prompt[-_SHOWN:])!r}"
 
     def check_sequences(self, sequences: list[Read], starts: list[Any], of_rollout: bool) -> None:
         """of_rollout: prompts and their completions, which may be empty where they were aborted."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from trl_setup import make_model, make_tokenizer
+from trl_setup import logged, make_model, make_tokenizer
 
 from stoker.rollout import EngineConfig
 
@@ -136,3 +136,27 @@ def record(rollouts: Any) -> list[Any]:
     put = rollouts.rollout_buffer.put_nowait
     rollouts.rollout_buffer.put_nowait = lambda sample: (samples.append(sample), put(sample))[1]
     return samples
+
+
+def train_under_ddp(rank: int, folder: str, output_dir: str) -> dict[str, Any]:
+    """Of two processes the main one samples, for both."""
+    from accelerated import launched
+
+    from stoker.integrations.trl_async import AsyncRollouts
+
+    launched()
+    made = async_trainers(folder, output_dir, pytest.MonkeyPatch())
+    rollouts = AsyncRollouts(count_a, config=EngineConfig(kv_cache_memory="4MiB"))
+    trainer = next(made)(count_a, rollouts, per_device_train_batch_size=4, ddp_backend="gloo")
+    rollouts.attach(trainer)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    found = {
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "version": rollouts.engine and rollouts.engine.weight_version,
+        "ratios": logged(trainer, "ratio"),
+        "moved": any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True)),
+        "weights": {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()},
+    }
+    rollouts.detach()
+    return found

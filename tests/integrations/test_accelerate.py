@@ -318,6 +318,8 @@ def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         AcceleratedEngine(model, accelerator)  # type: ignore[arg-type]
     with pytest.raises(InvalidConfigError, match=r"^model is a str: give what accelerator.prepare\(model\) returns$"):
         AcceleratedEngine(accelerator, "gpt2")  # type: ignore[arg-type]
+    with pytest.raises(InvalidConfigError, match=r"^config is a dict: give EngineConfig\(...\)$"):
+        AcceleratedEngine(accelerator, model, config={"seed": 1})  # type: ignore[arg-type]
     monkeypatch.setattr(Accelerator, "device", property(lambda _: torch.device("cuda:0")))
     with pytest.raises(InvalidConfigError, match=r"on cpu and the accelerator works on cuda:0.*prepare\(model\)"):
         AcceleratedEngine(accelerator, model)

@@ -40,7 +40,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 
 from stoker.integrations import trl_async
 from stoker.integrations.trl_async import AsyncRollouts
-from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, InvalidRequestError
+from stoker.rollout import EngineConfig, EngineStateError, InvalidConfigError, InvalidRequestError, StokerError
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +339,14 @@ def test_an_interrupt_leaves_the_trainer_as_it_was(make: Make, monkeypatch: pyte
     assert vars(trainer) == before and vars(trainer.args) == settings
 
 
-def test_a_setting_that_cannot_be_is_refused_before_training(make: Make) -> None:
-    trainer = make(count_a, top_p=3.0)
-    with pytest.raises(InvalidRequestError, match="top_p"):
+@pytest.mark.parametrize(
+    ("setting", "error"), [({"top_p": 3.0}, InvalidRequestError), ({"temperature": 0.0}, InvalidConfigError)]
+)
+def test_a_setting_that_cannot_be_is_refused_before_training(
+    make: Make, setting: dict[str, float], error: type[StokerError]
+) -> None:
+    trainer = make(count_a, **setting)
+    with pytest.raises(error, match=next(iter(setting))):
         trainer.rollout_worker.attach(trainer)
     assert trainer.rollout_worker.engine is None
 

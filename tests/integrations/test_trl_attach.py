@@ -230,6 +230,12 @@ def test_other_versions_of_trl_are_refused(
         check_version("asynchronous GRPO")
 
 
+def test_settings_of_an_engine_that_are_none_are_refused(make_trainer: MakeTrainer) -> None:
+    for settings in ({"max_model_len": 64}, {}, EngineConfig):
+        with pytest.raises(InvalidConfigError, match=r"^config is a (dict|type): give EngineConfig\(...\)$"):
+            attach(make_trainer(), config=settings)  # type: ignore[arg-type]
+
+
 def test_an_engine_on_another_device_is_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     before = dict(vars(trainer))

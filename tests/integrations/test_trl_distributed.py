@@ -8,6 +8,7 @@ import accelerated
 import pytest
 import ranks
 import torch
+import trl_async_setup
 from trl_setup import LOGPROB_TOLERANCE
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -23,6 +24,19 @@ def test_two_processes_train_one_policy(tmp_path: Path) -> None:
     assert all(a != b for a, b in zip(first["completions"], second["completions"], strict=True))
     assert max(first["differences"]) < LOGPROB_TOLERANCE  # gathered from both
     assert max(first["error"], second["error"]) < LOGPROB_TOLERANCE
+    assert first["moved"] and second["moved"]
+    assert all((array == second["weights"][name]).all() for name, array in first["weights"].items())
+
+
+def test_the_main_process_samples_for_all_that_train_asynchronously(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = trl_async_setup.saved_model(tmp_path_factory)
+    first, second = ranks.run(trl_async_setup.train_under_ddp, 2, folder, str(tmp_path))
+    assert first["wrapper"] == second["wrapper"] == "DistributedDataParallel"
+    assert (first["version"], second["version"]) == (4, None)
+    assert len(first["ratios"]) == 3 and first["ratios"] == second["ratios"]  # of the samples of both
+    assert first["ratios"][0] == pytest.approx(1.0, abs=LOGPROB_TOLERANCE)  # drawn from the weights it begins with
     assert first["moved"] and second["moved"]
     assert all((array == second["weights"][name]).all() for name, array in first["weights"].items())
 

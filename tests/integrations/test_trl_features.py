@@ -359,10 +359,11 @@ def test_truncated_completions_are_masked(make_trainer: MakeTrainer) -> None:
 
 
 def test_an_overlong_prompt_of_the_dataset_stops_training_by_name(make_trainer: MakeTrainer) -> None:
-    prompts = Dataset.from_dict({"prompt": ["abc" * 20] * 8})
-    trainer = make_trainer(more={"train_dataset": prompts})
-    attach(trainer, config=EngineConfig(max_model_len=32))
-    with pytest.raises(InvalidRequestError, match="prompt 0 has 60 tokens"):
+    """By its place in the batch, and by how it ends: batches are shuffled, and rows may begin alike."""
+    rows = ["abc" * 20 + end for end in ("cab", "feed")] + ["abc"] * 2
+    trainer = make_trainer(more={"train_dataset": Dataset.from_dict({"prompt": rows})})
+    attach(trainer, config=EngineConfig(max_model_len=64))
+    with pytest.raises(InvalidRequestError, match=r"prompt [04] has 64 tokens and .*; it ends with '\w*abcfeed'$"):
         trainer.train()
 
 

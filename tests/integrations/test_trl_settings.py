@@ -11,6 +11,7 @@ import torch
 from trl_setup import (
     END_OF_TURN,
     EOS,
+    KINDS,
     LOGPROB_TOLERANCE,
     MakeTrainer,
     ask,
@@ -162,6 +163,13 @@ def test_settings_that_cannot_work_are_refused(
     vars(trainer).update(attributes)
     refused(trainer, error, match)
     vars(trainer).update(original)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_temperature_that_the_forward_cannot_divide_by_is_refused(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(kind, temperature=0.0)
+    remedy = "" if kind in ("gold", "iw_opd") else r"; generation_kwargs=\{'do_sample': False\} decodes greedily"
+    refused(trainer, InvalidConfigError, rf"^temperature=0, and the .* divides by it: set it above 0{remedy}$")
 
 
 def test_a_pattern_that_cannot_be_is_refused(make_trainer: MakeTrainer) -> None:
