@@ -34,6 +34,7 @@ from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, Samp
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import Prompts
 from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.shards import is_sharded
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
@@ -72,7 +73,9 @@ class AcceleratedEngine:
             )
         config = config or EngineConfig()
         config = replace(config, seed=config.seed + accelerator.process_index)
-        self.engine = RolloutEngine(model, config=config, tokenizer=tokenizer)
+        engine = _FollowedEngine(model, config=config, tokenizer=tokenizer)
+        engine.taken = weakref.WeakMethod(self._weights_taken)
+        self.engine: RolloutEngine = engine
         self._accelerator = accelerator
         self._model = model
         self._sleep = sleep
@@ -105,14 +108,11 @@ class AcceleratedEngine:
         logged under. Without one, W&B has them in the entry that the loop logs next.
         """
         with sleep_after(self._sleep_if_told):
-            steps = self._deepspeed_steps()
-            if self._changed or steps != self._steps_seen:
-                with uninterrupted():  # or this process would take them once more, while no other one does
+            if self._changed or self._deepspeed_steps() != self._steps_seen:
+                with uninterrupted():  # or other processes would make an update that this one stays away from
                     if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
                         wake_weights(self.engine)
                     self.engine.update_weights()
-                    self._know_parameters()
-                    self._changed, self._steps_seen = False, steps
             if self.engine.is_sleeping:
                 self.engine.wake_up()
             start = time.perf_counter()
@@ -155,6 +155,10 @@ class AcceleratedEngine:
         # which it is not here. No weak references: torch swaps no tensor that has one, as a sharded model's are by ``to``.
         self._parameters = list(self._model.parameters())
 
+    def _weights_taken(self) -> None:
+        self._know_parameters()
+        self._changed, self._steps_seen = False, self._deepspeed_steps()
+
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(parameter) for parameter in (*self._model.parameters(), *self._parameters)}
         if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
@@ -163,6 +167,21 @@ class AcceleratedEngine:
     def _deepspeed_steps(self) -> int:
         # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
         return self._deepspeed.global_steps - self._deepspeed.skipped_steps if self._deepspeed is not None else 0
+
+
+class _FollowedEngine(RolloutEngine):
+    """Tells when the model's weights were taken. A loop may do so by itself, around requests under way."""
+
+    taken: weakref.WeakMethod[Callable[[], None]]
+
+    def update_weights(self, weights: NewWeights | None = None, *, version: int | None = None) -> int:
+        if weights is not None:
+            return super().update_weights(weights, version=version)
+        with uninterrupted():  # or this process would take them once more, while no other one does
+            version = super().update_weights(version=version)
+            if (taken := self.taken()) is not None:
+                taken()
+            return version
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:

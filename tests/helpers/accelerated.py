@@ -112,6 +112,12 @@ def follow(rank: int, how: str) -> dict[str, Any]:
             versions.append(engine.engine.weight_version)
             assert worst_difference(whole(model), batch) < LOGPROB_TOLERANCE
         assert worst_difference(whole(model), first) > 100 * LOGPROB_TOLERANCE, "the check can tell"
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        engine.engine.wake_up()
+        engine.engine.update_weights()
+        for _ in range(rank):  # nor in the first one, once the loop has taken the weights itself
+            engine.generate_batch(PROMPTS, PARAMS)
         source = engine.engine._binding.source.kind
     return {"asleep": asleep, "versions": versions, "source": source, "seed": engine.engine.config.seed}
 
