@@ -33,7 +33,6 @@ from stoker.kernels.interrupts import uninterrupted
 from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, SamplingParams
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.prompts import Prompts
-from stoker.weight_sync.naming import unwrap
 from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.shards import is_sharded
 
@@ -79,11 +78,8 @@ class AcceleratedEngine:
         self._accelerator = accelerator
         self._model = model
         self._sleep = sleep
-        self._changed = False
         try:
-            self._know_parameters()
-            self._deepspeed = _deepspeed_engine(accelerator, model)
-            self._steps_seen = self._deepspeed_steps()
+            self._weights_taken()
             self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
             self._sleep_if_told()
         except BaseException:  # an interrupt, or no host memory for what sleeps: nobody has the engine, to close it
@@ -150,13 +146,10 @@ class AcceleratedEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _know_parameters(self) -> None:
+    def _weights_taken(self) -> None:
         # As an optimizer has them: FSDP2 has others in their place while a forward without a backward has left it gathered,
         # which it is not here. No weak references: torch swaps no tensor that has one, as a sharded model's are by ``to``.
         self._parameters = list(self._model.parameters())
-
-    def _weights_taken(self) -> None:
-        self._know_parameters()
         self._changed, self._steps_seen = False, self._deepspeed_steps()
 
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,7 +159,8 @@ class AcceleratedEngine:
 
     def _deepspeed_steps(self) -> int:
         # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
-        return self._deepspeed.global_steps - self._deepspeed.skipped_steps if self._deepspeed is not None else 0
+        trainer = _deepspeed_engine(self._accelerator, self._model)
+        return trainer.global_steps - trainer.skipped_steps if trainer is not None else 0
 
 
 class _FollowedEngine(RolloutEngine):
@@ -185,11 +179,14 @@ class _FollowedEngine(RolloutEngine):
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
-    """DeepSpeed's engine for the model, which may be given as that engine or as what is inside it; None without DeepSpeed."""
-    wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    """DeepSpeed's engine that trains the model: this is that engine, or inside it, beside a critic, say. None without DeepSpeed."""
     if hasattr(model, "global_steps"):
         return model
-    return wrapper.engine if wrapper is not None and unwrap(wrapper.engine) is unwrap(model) else None
+    wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if wrapper is None:
+        return None
+    trained = {id(parameter) for parameter in wrapper.engine.parameters()}
+    return wrapper.engine if any(id(p) in trained for p in model.parameters()) else None
 
 
 def _watch(engine: weakref.ref[AcceleratedEngine], accelerator: Accelerator) -> Callable[[], None]:
