@@ -34,7 +34,7 @@ from stoker.rollout import LIVE, EngineConfig, RolloutBatch, RolloutEngine, Samp
 from stoker.rollout.adapters import AdapterChoice
 from stoker.rollout.assembly import check_config
 from stoker.rollout.prompts import Prompts
-from stoker.weight_sync.naming import unwrap
+from stoker.weight_sync.receiving import NewWeights
 from stoker.weight_sync.shards import is_sharded
 
 __all__ = ["AcceleratedEngine", "EngineConfig", "SamplingParams"]  # all that a loop needs, in one import
@@ -74,15 +74,14 @@ class AcceleratedEngine:
         check_config(config)
         config = config or EngineConfig()
         config = replace(config, seed=config.seed + accelerator.process_index)
-        self.engine = RolloutEngine(model, config=config, tokenizer=tokenizer)
+        engine = _FollowedEngine(model, config=config, tokenizer=tokenizer)
+        engine.taken = weakref.WeakMethod(self._weights_taken)
+        self.engine: RolloutEngine = engine
         self._accelerator = accelerator
         self._model = model
         self._sleep = sleep
-        self._changed = False
         try:
-            self._know_parameters()
-            self._deepspeed = _deepspeed_engine(accelerator, model)
-            self._steps_seen = self._deepspeed_steps()
+            self._weights_taken()
             self._stop_watching = weakref.finalize(self, _watch(weakref.ref(self), accelerator))
             self._sleep_if_told()
         except BaseException:  # an interrupt, or no host memory for what sleeps: nobody has the engine, to close it
@@ -107,14 +106,11 @@ class AcceleratedEngine:
         logged under. Without one, W&B has them in the entry that the loop logs next.
         """
         with sleep_after(self._sleep_if_told):
-            steps = self._deepspeed_steps()
-            if self._changed or steps != self._steps_seen:
-                with uninterrupted():  # or this process would take them once more, while no other one does
+            if self._changed or self._deepspeed_steps() != self._steps_seen:
+                with uninterrupted():  # or other processes would make an update that this one stays away from
                     if self.engine.is_sleeping:  # the KV cache after the update, so that what this takes never meets it
                         wake_weights(self.engine)
                     self.engine.update_weights()
-                    self._know_parameters()
-                    self._changed, self._steps_seen = False, steps
             if self.engine.is_sleeping:
                 self.engine.wake_up()
             start = time.perf_counter()
@@ -152,10 +148,11 @@ class AcceleratedEngine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _know_parameters(self) -> None:
+    def _weights_taken(self) -> None:
         # As an optimizer has them: FSDP2 has others in their place while a forward without a backward has left it gathered,
         # which it is not here. No weak references: torch swaps no tensor that has one, as a sharded model's are by ``to``.
         self._parameters = list(self._model.parameters())
+        self._changed, self._steps_seen = False, self._deepspeed_steps()
 
     def _notice_step(self, optimizer: torch.optim.Optimizer) -> None:
         ours = {id(parameter) for parameter in (*self._model.parameters(), *self._parameters)}
@@ -164,15 +161,34 @@ class AcceleratedEngine:
 
     def _deepspeed_steps(self) -> int:
         # Its optimizers hold flattened copies of the parameters, so that whose step it was cannot be told from them.
-        return self._deepspeed.global_steps - self._deepspeed.skipped_steps if self._deepspeed is not None else 0
+        trainer = _deepspeed_engine(self._accelerator, self._model)
+        return trainer.global_steps - trainer.skipped_steps if trainer is not None else 0
+
+
+class _FollowedEngine(RolloutEngine):
+    """Tells when the model's weights were taken. A loop may do so by itself, around requests under way."""
+
+    taken: weakref.WeakMethod[Callable[[], None]]
+
+    def update_weights(self, weights: NewWeights | None = None, *, version: int | None = None) -> int:
+        if weights is not None:
+            return super().update_weights(weights, version=version)
+        with uninterrupted():  # or this process would take them once more, while no other one does
+            version = super().update_weights(version=version)
+            if (taken := self.taken()) is not None:
+                taken()
+            return version
 
 
 def _deepspeed_engine(accelerator: Any, model: nn.Module) -> Any:
-    """DeepSpeed's engine for the model, which may be given as that engine or as what is inside it; None without DeepSpeed."""
-    wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    """DeepSpeed's engine that trains the model: this is that engine, or inside it, beside a critic, say. None without DeepSpeed."""
     if hasattr(model, "global_steps"):
         return model
-    return wrapper.engine if wrapper is not None and unwrap(wrapper.engine) is unwrap(model) else None
+    wrapper = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if wrapper is None:
+        return None
+    trained = {id(parameter) for parameter in wrapper.engine.parameters()}
+    return wrapper.engine if any(id(p) in trained for p in model.parameters()) else None
 
 
 def _watch(engine: weakref.ref[AcceleratedEngine], accelerator: Accelerator) -> Callable[[], None]:

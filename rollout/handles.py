@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from stoker.engine.request import Request, Status
-from stoker.kernels.errors import InvalidRequestError
+from stoker.kernels.errors import EngineStateError, InvalidRequestError
 from stoker.rollout.loop import Loop
 from stoker.rollout.outputs import RolloutOutput
 from stoker.rollout.user_values import is_real, shown
@@ -59,6 +59,11 @@ class RolloutHandle:
     def __repr__(self) -> str:
         tokens = ", ".join(str(r.num_output) for r in self._requests)
         return f"{type(self).__name__}({self.status}, {tokens} tokens)"
+
+    def __reduce__(self) -> str:
+        raise EngineStateError(
+            "a handle cannot be copied, pickled or sent to another process, as its request ends with it: send what result() returns"
+        )
 
     def result(self, timeout: float | None = None) -> RolloutOutput:
         """Step the engine until this prompt's completions are finished, and return them.

@@ -36,7 +36,8 @@ class StateCache:
     """Which rows hold copies, and what a plan has to copy.
 
     Copies are asked for while a plan is made. Those to slots come before it runs and those from slots after it, so what a
-    plan keeps serves the next one on. The copy used longest ago makes room for a new one.
+    plan keeps serves the next one on. The copy used longest ago makes room for a new one. A first use does not count: a
+    conversation's next turn keeps a copy of its own, and among several that take turns the one used longest ago comes next.
     """
 
     def __init__(self, layout: StateLayout | None, block_size: int) -> None:
@@ -44,6 +45,7 @@ class StateCache:
         self.layout, self.block_size = layout, block_size
         self._free = [] if layout is None else list(range(layout.num_rows - 1, layout.zeros, -1))
         self._row_of: OrderedDict[bytes, int] = OrderedDict()  # the one used longest ago first
+        self._used: set[bytes] = set()  # of these, what a sequence has begun with
         self._begun: list[tuple[int, int]] = []
         self._kept: list[tuple[int, int]] = []
         self._coming: dict[bytes, int] = {}  # rows that only the plan being made writes
@@ -72,7 +74,9 @@ class StateCache:
         row = self.layout.zeros
         if keys:
             row = self._row_of[keys[-1]]
-            self._row_of.move_to_end(keys[-1])
+            if keys[-1] in self._used:
+                self._row_of.move_to_end(keys[-1])
+            self._used.add(keys[-1])
         self._begun.append((row, slot))
 
     def keep(self, slot: int, key: bytes) -> None:
@@ -82,7 +86,9 @@ class StateCache:
         if not self._free:
             if not self._row_of:
                 return  # all of them are for this plan already
-            self._free.append(self._row_of.popitem(last=False)[1])
+            oldest, row = self._row_of.popitem(last=False)
+            self._used.discard(oldest)
+            self._free.append(row)
         self._coming[key] = self._free.pop()
         self._kept.append((slot, self._coming[key]))
 
@@ -99,10 +105,12 @@ class StateCache:
         """Forget every copy; what slots have is theirs."""
         self._free += self._row_of.values()
         self._row_of.clear()
+        self._used.clear()
 
     def check(self) -> None:
         """Prove the books: every row for copies is free once or holds one. Raises AssertionError."""
         rows = [*self._free, *self._row_of.values()]
         there_are = range(0) if self.layout is None else range(self.layout.zeros + 1, self.layout.num_rows)
         assert sorted(rows) == list(there_are), "rows are lost or held twice"
+        assert self._used <= self._row_of.keys(), "a copy that is gone is said to be used"
         assert not self._begun and not self._kept and not self._coming, "copies were asked for and not taken"

@@ -39,7 +39,8 @@ def test_the_copy_used_longest_ago_makes_room():
     for key in KEYS[:2]:
         states.keep(0, key)
         states.take()
-    states.begin(1, KEYS[:1])
+    for slot in (1, 2):
+        states.begin(slot, KEYS[:1])
     states.keep(0, KEYS[2])
     begun, kept = states.take()
     assert [list(states.known([key])) for key in KEYS[:3]] == [[1], [], [1]]
@@ -146,6 +147,20 @@ def test_a_state_that_began_under_other_weights_serves_nobody() -> None:
         scheduler.add(request)
         machine.drain()
     assert scheduler.counters.prefix_hit_tokens == 8
+
+
+def test_as_many_conversations_take_turns_as_there_are_copies() -> None:
+    scheduler = hybrid(num_kept=4)
+    machine = Machine(scheduler)
+    prompts, expected = [[i] * 5 for i in range(4)], 0
+    for turn in range(5):
+        requests = [group(10 * turn + i, prompt, 1) for i, prompt in enumerate(prompts)]
+        for request in requests:
+            scheduler.add(request)
+        machine.drain()
+        assert scheduler.counters.prefix_hit_tokens == expected
+        expected += sum((len(prompt) - 1) // 4 * 4 for prompt in prompts)
+        prompts = [[*request.tokens, 1, 2, 0, 1] for (request,) in requests]
 
 
 @pytest.mark.parametrize(("pages", "num_kept"), [(1, 2), (2, 5)])

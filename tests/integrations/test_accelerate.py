@@ -143,6 +143,26 @@ def test_a_step_whose_weights_were_refused_is_not_forgotten(monkeypatch: pytest.
         assert engine.engine.stats().last_update_seconds > 0
 
 
+def test_weights_that_the_loop_has_taken_itself_are_not_taken_again() -> None:
+    """With requests under way nothing could take them, and of shards a process that generates alone would wait for the others."""
+    accelerator, model, optimizer = prepared()
+    with AcceleratedEngine(accelerator, model) as engine:
+        handle = engine.engine.submit(PROMPTS[0], SamplingParams(max_tokens=40, ignore_eos=True))
+        engine.engine.wait([handle], share=0)
+        engine.engine.pause()
+        train_on(accelerator, model, optimizer, [3, 4, 5])
+        engine.engine.update_weights()
+        engine.engine.resume()
+        batch = engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 1 and worst_difference(model, batch) < LOGPROB_TOLERANCE
+        assert set(handle.result().completions[0].weight_versions) == {0, 1}
+
+        train_on(accelerator, model, optimizer, [3, 4, 5])
+        engine.engine.update_weights(make_model().state_dict())  # from elsewhere
+        engine.generate_batch(PROMPTS, PARAMS)
+        assert engine.engine.weight_version == 3, "they are not the step's"
+
+
 def test_asleep_outside_of_rollouts() -> None:
     accelerator, model, optimizer = prepared()
     with AcceleratedEngine(accelerator, model, sleep=True) as engine:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -312,6 +315,17 @@ def test_what_is_refused_between_two_steps_ends_nobodys_request() -> None:
             with pytest.raises(kind, match="no"):
                 engine._loop.attempt("read images", partial(refuse, kind))
         assert handle.result().error is None
+        at_rest(engine)
+
+
+@pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_a_handle(call: Callable[[Any], Any]) -> None:
+    """A copy would lose its request with the handle it was made of."""
+    with build() as engine:
+        handle = engine.submit(PROMPTS[0], long())
+        with pytest.raises(EngineStateError, match=r"^a handle cannot be copied, .*: send what result\(\) returns"):
+            call(handle)
+        assert len(handle.result().completions[0].token_ids) == 24
         at_rest(engine)
 
 
