@@ -214,6 +214,28 @@ def test_a_line_that_cannot_be_scored_does_not_stop_the_others(folder: str, tmp_
     assert records[0]["logprobs"] == pytest.approx(records[4]["logprobs"])
 
 
+def test_lines_beside_one_that_cannot_be_scored_go_together_still(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"token_ids": [3, 4 + i % 5]} for i in range(64)]
+    source, target, calls, score = tmp_path / "in", tmp_path / "out", [], RolloutEngine.score
+
+    def counted(engine: RolloutEngine, sequences: list[Any], **kwargs: Any) -> Any:
+        calls.append(len(sequences))
+        return score(engine, sequences, **kwargs)
+
+    monkeypatch.setattr(RolloutEngine, "score", counted)
+    assert main(["score", folder, write(source, lines), str(target)]) == 0
+    whole = read(target)
+    lines[41] = {"token_ids": [99, 3]}
+    assert main(["score", folder, write(source, lines), str(target), "--overwrite"]) == 1
+    scored = read(target)
+    assert "99 at position 0" in scored.pop(41)["error"]
+    assert whole.pop(41) and [one["token_ids"] for one in scored] == [one["token_ids"] for one in whole]
+    assert [one["logprobs"][0] for one in scored] == pytest.approx([one["logprobs"][0] for one in whole], abs=1e-5)
+    assert calls == [64, 64, 32, 32, 16, 8, 8, 4, 2, 1, 1, 2, 4, 16]
+
+
 @pytest.mark.parametrize("temperature", ["0", "1e-45", "nan"])
 def test_a_temperature_that_scores_nothing(folder: str, files: tuple[str, str], temperature: str) -> None:
     with pytest.raises(SystemExit) as exit_:
