@@ -29,7 +29,8 @@ of {"text", "finish_reason"} (with --tokens also "token_ids" and "logprobs"), or
 served.
 
 A run that was killed goes on where it stopped when the same command is run again, and ends with the output it would
-have had, but for the last digits of log-probabilities: each line draws from --seed and its number alone. Give the same flags.
+have had, but for the last digits of log-probabilities: each line draws from --seed and its number alone. Give the same flags
+but --overwrite, which starts anew.
 """
 SCORE = """\
 Log-probability of the tokens of every line of a JSON Lines file.

@@ -111,16 +111,18 @@ def test_an_output_with_more_lines_than_the_input_is_not_touched(tmp_path: Path)
         ResumableWriter(path, [Line(1, {"token_ids": [3]}, [3])])
 
 
-def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_keeps_whole_lines(tmp_path: Path, overwrite: bool) -> None:
     """A file that may not grow further: writes go in part, then fail."""
     path, lines = tmp_path / "out", [Line(i + 1, {"i": i}, [3]) for i in range(50)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ResumableWriter(path, lines) as writer:
+    with ResumableWriter(path, lines, overwrite=overwrite) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (95, hard))
         try:
-            with pytest.raises(CommandError, match=r"cannot write .*; its 10 lines are kept.*run the same command"):
+            with pytest.raises(CommandError, match=r"cannot write .*; its 10 lines are kept.*same command") as raised:
                 for line in lines:
                     writer.write(line.fields)
+            assert ("without --overwrite" in str(raised.value)) == overwrite  # which would take these lines away
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read(path) == [line.fields for line in lines[:10]]
