@@ -358,7 +358,10 @@ def main() -> int:
     written = command.Results("rollout", args, peers=peer_names, budget_s=str(args.budget))
     written.found.update(rollouts=[], part_s=[], left_out=[], begun=0, seconds=0.0)
     if args.resume is not None:
-        written.path, written.found = args.resume, json.loads(args.resume.read_text())
+        try:
+            written.path, written.found = args.resume, written.found | json.loads(args.resume.read_text())
+        except (OSError, TypeError, ValueError) as error:
+            parser.error(f"argument --resume: {args.resume} is no file of a run ({error}): leave it out")
     results = written.found
     start -= results["seconds"]
 

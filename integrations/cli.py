@@ -21,6 +21,8 @@ from stoker.integrations.cli_files import add_generate, add_score
 from stoker.integrations.jsonl import CommandError
 from stoker.kernels.errors import StokerError
 
+# What a write fails with for want of room: a full disk, a quota, the largest file that may be.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EPILOG = "Exit codes: 0 all well, 1 something failed (the message says what), 2 wrong flags, 130 interrupted."
 # Programs of their own, with flags of their own: a default, and all by name.
 _BENCHMARKS = {
@@ -61,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stoker: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if error.errno not in (errno.EPIPE, *_NO_ROOM):
             raise
-        if error.errno == errno.ENOSPC:  # else whoever read the output has gone
+        if error.errno != errno.EPIPE:  # else whoever read the output has gone
             print(f"stoker: {error}: make room", file=sys.stderr)
         if sys.stdout is not None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where what it still holds goes
@@ -236,3 +238,7 @@ def _serve(args: argparse.Namespace) -> int:
         print(f"listening at {server.url}", flush=True)
         threading.Event().wait()
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,8 @@ of {"text", "finish_reason"} (with --tokens also "token_ids" and "logprobs"), or
 served.
 
 A run that was killed goes on where it stopped when the same command is run again, and ends with the output it would
-have had: each line draws from --seed and its number alone. Give the same flags.
+have had, but for the last digits of log-probabilities: each line draws from --seed and its number alone. Give the same flags
+but --overwrite, which starts anew.
 """
 SCORE = """\
 Log-probability of the tokens of every line of a JSON Lines file.
@@ -280,11 +281,7 @@ def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterato
 
     todo = iter(lines)
     while some := list(islice(todo, 4 * args.max_num_seqs)):
-        try:
-            scores = score(some)
-        except InvalidRequestError:  # of one line, found before any work: the others are scored all the same
-            scores = [_one_score(score, line) for line in some]
-        for line, one in zip(some, scores, strict=True):
+        for line, one in zip(some, _halved(score, some), strict=True):
             error = one if isinstance(one, InvalidRequestError) else one.error
             if error is not None:
                 yield {**line.fields, "error": _of_one(error, "sequence")}
@@ -295,11 +292,15 @@ def _scores(engine: Any, lines: list[Line], args: argparse.Namespace) -> Iterato
             yield record
 
 
-def _one_score(score: Callable[[list[Line]], list[Any]], line: Line) -> Any:
+def _halved(score: Callable[[list[Line]], list[Any]], lines: list[Line]) -> list[Any]:
+    """The score of each line. One that is refused, before any work, is found by halving: the others go together still."""
     try:
-        return score([line])[0]
+        return score(lines)
     except InvalidRequestError as error:
-        return error
+        if len(lines) == 1:
+            return [error]
+    middle = len(lines) // 2
+    return _halved(score, lines[:middle]) + _halved(score, lines[middle:])
 
 
 def _of_one(error: StokerError, what: str) -> str:

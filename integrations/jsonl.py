@@ -119,6 +119,7 @@ class ResumableWriter:
     ) -> None:
         self.path = path
         self._is_result = is_result
+        self._overwrite = overwrite
         self.done = 0
         self.failed = 0
         self._end = 0
@@ -207,9 +208,10 @@ class ResumableWriter:
             if self._keeps_lines:
                 with suppress(OSError):
                     self._file.truncate(self._end)
+            again = "again, without --overwrite" if self._overwrite and self.done else "again"
             raise CommandError(
                 f"cannot write {self.path}: {os.strerror(error.errno or 0)}; its {self.done} lines are kept: make room "
-                "and run the same command again"
+                f"and run the same command {again}"
             ) from error
         self.done, self._end = self.done + 1, self._end + len(data)
         self.failed += "error" in record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import pkgutil
 import re
 import shlex
@@ -205,15 +206,30 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
         run_page(page, {})
 
 
-def template(node: ast.expr) -> str:
-    """A message as it is written, with a bar where a value comes in."""
+def templates(node: ast.expr) -> list[str]:
+    """A message as it is written, in each of its forms, with a bar where a value comes in."""
     if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(template(part) for part in node.values)
-    if isinstance(node, ast.BinOp):
-        return template(node.left) + template(node.right)
-    return "|"
+        return [str(node.value)]
+    if isinstance(node, ast.IfExp):
+        return templates(node.body) + templates(node.orelse)
+    if isinstance(node, ast.FormattedValue):
+        return templates(node.value) if isinstance(node.value, ast.IfExp) else ["|"]
+    parts = (
+        node.values
+        if isinstance(node, ast.JoinedStr)
+        else [node.left, node.right]
+        if isinstance(node, ast.BinOp)
+        else []
+    )
+    return ["".join(forms) for forms in itertools.product(*map(templates, parts))] if parts else ["|"]
+
+
+def messages(node: ast.AST) -> list[str]:
+    """What an error says that is made here, or an answer over HTTP, or argparse of a flag."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return []
+    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    return templates(node.args[-1]) if name.endswith(("Error", "error")) else []
 
 
 def sources() -> Iterator[tuple[str, ast.AST]]:
@@ -233,23 +249,19 @@ def quoted_errors() -> list[str]:
 
 
 def test_troubleshooting_quotes_errors_that_exist() -> None:
-    messages = [template(node) for _, node in sources() if isinstance(node, ast.Constant | ast.JoinedStr)]
+    texts = [
+        form for _, node in sources() if isinstance(node, ast.Constant | ast.JoinedStr) for form in templates(node)
+    ]
     quoted = quoted_errors()
     assert len(quoted) > 100
-    assert [key for key in quoted if not any(key in message for message in messages)] == []
+    assert [key for key in quoted if not any(key in text for text in texts)] == []
 
 
 def test_every_error_is_found_in_troubleshooting() -> None:
     """By words of the message that are the same each time."""
     quoted, lacking, seen = quoted_errors(), [], 0
     for place, node in sources():
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id.endswith("Error")
-            and node.args
-        ):
-            message = template(node.args[0])
+        for message in messages(node):
             seen += 1
             words = max(map(len, message.split("|")))
             if words > 12 and not any(key in message for key in quoted):

@@ -73,7 +73,8 @@ def check_fits(
         for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
             if path in tensors and tensors[path].numel() != wanted[0]:
                 raise UnsupportedModelError(
-                    f"adapter {name!r} has {tensors[path].numel()} {what} for {path}'s {wanted[0]} rows"
+                    f"adapter {name!r} has {tensors[path].numel()} {what} for {path}'s {wanted[0]} rows: it is for another "
+                    "base, or its file is damaged"
                 )
     for key, weights in link.experts.items():
         path, _, leaf = key.rpartition(".")

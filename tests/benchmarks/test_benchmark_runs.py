@@ -102,6 +102,18 @@ def test_another_process_goes_on_where_one_has_lost_its_device(tmp_path: Path, m
     assert results["left_out"] == ["other: RuntimeError: an illegal address"] and results["seconds"] > 0
 
 
+@pytest.mark.parametrize("text", [None, "{", "[1]"])
+def test_a_run_to_go_on_with_that_is_none(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["rollout", "--output", str(tmp_path), "--resume", str(tmp_path / "run.json")])
+    with pytest.raises(SystemExit) as done:
+        rollout.main()
+    assert done.value.code == 2 and "run.json is no file of a run" in capsys.readouterr().err
+
+
 def test_a_run_that_breaks_off_leaves_what_it_had_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(scenario: Any, device: str) -> dict[str, Any]:
         if scenario is SCENARIOS[device, True][1]:

@@ -20,7 +20,7 @@ from stoker.integrations.cli import main
 from stoker.kernels import ops
 from stoker.kernels.errors import InvalidConfigError
 from stoker.kernels.ops import REFERENCE, Ops
-from stoker.rollout import InvalidRequestError, RolloutEngine, SamplingParams
+from stoker.rollout import EngineConfig, InvalidRequestError, RolloutEngine, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,48 @@ def test_flags_are_the_sampling_parameters(
     expected = SamplingParams(**given, **ids, stop=("a", "b"), ignore_eos=True)
     assert [replace(params, seed=None) for params in seen] == [expected] * 3
     assert len({params.seed for params in seen}) == 3  # each line has its own
+
+
+@pytest.mark.parametrize("command", ["info", "generate", "score", "serve"])
+def test_flags_are_the_engines_configuration(
+    command: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def load(path: str, *, config: EngineConfig) -> RolloutEngine:
+        seen.append(config)
+        raise InvalidConfigError("enough")
+
+    monkeypatch.setattr(RolloutEngine, "from_pretrained", load)
+    given: dict[str, Any] = {
+        "device": "cpu", "dtype": "bfloat16", "max_num_seqs": 3, "max_model_len": 40, "kv_cache_memory": "2MiB",
+        "kv_cache_dtype": "fp8", "quantization": "fp8",
+    }  # fmt: skip
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    if command in ("generate", "score"):
+        flags += [write(tmp_path / "in", [{"token_ids": [3, 4]}]), str(tmp_path / "out")]
+    flags += ["--port", "0"] if command == "serve" else []
+    assert main([command, folder, *flags]) == 1
+    assert seen == [EngineConfig(**given, max_lora_rank=512)]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_flags_are_the_servers_arguments(
+    given: bool, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, peft = pytest.importorskip("stoker.integrations.server"), pytest.importorskip("peft")
+    adapter, seen = str(tmp_path / "adapter"), []
+    peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+
+    def serve(engine: RolloutEngine, host: str, door: Any, *others: Any) -> None:
+        seen.append((list(engine.adapters), host, *others))
+        raise InvalidConfigError("enough")
+
+    monkeypatch.setattr(server, "Server", serve)
+    flags = ["--host", "localhost", "--name", "m", "--api-key", "k", "--control", "--adapter", adapter] if given else []
+    assert main(["serve", folder, "--port", "0", "--kv-cache-memory", "1MiB", *flags]) == 1
+    whole, bare = ([adapter], "localhost", "m", "k", True, adapter), ([], "127.0.0.1", folder, None, False, None)
+    assert seen == [whole if given else bare]
 
 
 def test_the_seed_decides_what_is_sampled(folder: str, files: tuple[str, str]) -> None:
@@ -212,6 +254,28 @@ def test_a_line_that_cannot_be_scored_does_not_stop_the_others(folder: str, tmp_
     assert ["error" in record for record in records] == [False, True, True, True, False]
     assert "sequence 0" not in records[1]["error"] and "99 at position 1" in records[2]["error"]
     assert records[0]["logprobs"] == pytest.approx(records[4]["logprobs"])
+
+
+def test_lines_beside_one_that_cannot_be_scored_go_together_still(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [{"token_ids": [3, 4 + i % 5]} for i in range(64)]
+    source, target, calls, score = tmp_path / "in", tmp_path / "out", [], RolloutEngine.score
+
+    def counted(engine: RolloutEngine, sequences: list[Any], **kwargs: Any) -> Any:
+        calls.append(len(sequences))
+        return score(engine, sequences, **kwargs)
+
+    monkeypatch.setattr(RolloutEngine, "score", counted)
+    assert main(["score", folder, write(source, lines), str(target)]) == 0
+    whole = read(target)
+    lines[41] = {"token_ids": [99, 3]}
+    assert main(["score", folder, write(source, lines), str(target), "--overwrite"]) == 1
+    scored = read(target)
+    assert "99 at position 0" in scored.pop(41)["error"]
+    assert whole.pop(41) and [one["token_ids"] for one in scored] == [one["token_ids"] for one in whole]
+    assert [one["logprobs"][0] for one in scored] == pytest.approx([one["logprobs"][0] for one in whole], abs=1e-5)
+    assert calls == [64, 64, 32, 32, 16, 8, 8, 4, 2, 1, 1, 2, 4, 16]
 
 
 @pytest.mark.parametrize("temperature", ["0", "1e-45", "nan"])

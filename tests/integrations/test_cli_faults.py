@@ -154,6 +154,28 @@ def test_a_link_to_an_output_that_is_not_there_yet_outlives_a_start_that_fails(t
     assert link.is_symlink() and not target.exists()
 
 
+def test_images_of_chats_of_which_one_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    import processors
+
+    model, processor, picture = processors.make_model(), processors.make_processor(), processors.picture(0, 16, 24)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(
+        "transformers.AutoProcessor.from_pretrained", lambda *_, **__: processor
+    )  # a class of the tests
+    picture.save(tmp_path / "cat.png")
+    images = [{"type": "image", "path": str(tmp_path / name)} for name in ("cat.png", "dog.png")]
+    lines = [{"messages": [{"role": "user", "content": [image, {"type": "text", "text": "abc"}]}]} for image in images]
+    source, target = write(tmp_path / "in", lines), str(tmp_path / "out")
+    flags = ["--temperature", "0", "--max-tokens", "6", "--tokens", "--kv-cache-memory", "4MiB"]
+    assert main(["generate", str(tmp_path / "model"), source, target, *flags]) == 1
+    inputs = processor(text=["<|vision_start|><|image_pad|><|vision_end|>abc"], images=[picture], return_tensors="pt")
+    expected = model.eval().generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    seen, lacking = read(target)
+    assert seen["completions"][0]["token_ids"] == expected.tolist() and "dog.png" in lacking["error"]
+
+
 def test_a_model_without_tokenizer_takes_token_ids(
     tmp_path: Path, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,16 +111,18 @@ def test_an_output_with_more_lines_than_the_input_is_not_touched(tmp_path: Path)
         ResumableWriter(path, [Line(1, {"token_ids": [3]}, [3])])
 
 
-def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_full_disk_keeps_whole_lines(tmp_path: Path, overwrite: bool) -> None:
     """A file that may not grow further: writes go in part, then fail."""
     path, lines = tmp_path / "out", [Line(i + 1, {"i": i}, [3]) for i in range(50)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with ResumableWriter(path, lines) as writer:
+    with ResumableWriter(path, lines, overwrite=overwrite) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (95, hard))
         try:
-            with pytest.raises(CommandError, match=r"cannot write .*; its 10 lines are kept.*run the same command"):
+            with pytest.raises(CommandError, match=r"cannot write .*; its 10 lines are kept.*same command") as raised:
                 for line in lines:
                     writer.write(line.fields)
+            assert ("without --overwrite" in str(raised.value)) == overwrite  # which would take these lines away
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read(path) == [line.fields for line in lines[:10]]
@@ -132,25 +134,33 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "where", "flags"), [("--help", "pipe", []), ("--help", "/dev/full", []), ("info", "/dev/full", ["-u"])]
+    ("command", "where", "flags"),
+    [
+        ("--help", "pipe", []),
+        ("--help", "/dev/full", []),
+        ("info", "/dev/full", ["-u"]),
+        ("info", "file", []),
+    ],
 )
-def test_what_is_printed_where_nothing_can_be(command: str, where: str, flags: list[str]) -> None:
+def test_what_is_printed_where_nothing_can_be(command: str, where: str, flags: list[str], tmp_path: Path) -> None:
     """Exit code 1 and no traceback, also where Python would find out at its exit."""
     if where == "pipe":  # that nobody reads
         reader, output = os.pipe()
         os.close(reader)
     else:
-        output = os.open(where, os.O_WRONLY)
+        (full := tmp_path / "out").write_bytes(b" " * 1024)
+        output = os.open(full if where == "file" else where, os.O_WRONLY | os.O_APPEND)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    code = f"import sys; from stoker.integrations.cli import main; sys.exit(main([{command!r}]))"
+    run = [sys.executable, *flags, "-P", "-m", "stoker.integrations.cli", command]
+    if where == "file":  # that may not grow, beside smaller ones that may
+        run = ["bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *run]
     try:
-        run = [sys.executable, *flags, "-c", code]
         done = subprocess.run(run, stdout=output, stderr=subprocess.PIPE, env=environment, text=True, timeout=120)
     finally:
         os.close(output)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
-    assert ("No space left" in done.stderr) == (where != "pipe")
+    assert ("make room" in done.stderr) == (where != "pipe")
 
 
 def test_a_torn_line_is_cut_off_whatever_its_length(tmp_path: Path) -> None:

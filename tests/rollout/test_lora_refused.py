@@ -150,7 +150,10 @@ def test_active_adapters_that_would_go_by_the_name_of_another() -> None:
             r"other weights of model.embed_tokens",
         ),
         (lambda t, c: t | {f"{EMBEDDING}.lora_embedding_A": torch.zeros(4, 127)}, r"A \(4, 127\).*for another base"),
-        (lambda t, c: t | {f"{Q_PROJ}.lora_B.bias": torch.zeros(3)}, r"has 3 biases of B for .*q_proj's 64 rows"),
+        (
+            lambda t, c: t | {f"{Q_PROJ}.lora_B.bias": torch.zeros(3)},
+            r"has 3 biases of B for .*q_proj's 64 rows: it is for another base",
+        ),
         (
             lambda t, c: t | {f"{Q_PROJ}.base_layer.bias": torch.zeros(3)},
             r"bias of .*q_proj, whose own has another shape",
