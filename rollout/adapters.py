@@ -91,7 +91,7 @@ class Adapters:
         live = self._binding.adapters.weights
         for name in self._known.keys() - live.keys():
             self._forget(name)
-        for name in live.keys() - self._known.keys():
+        for name in (n for n in live if n not in self._known):  # in their order, which is the same in every run
             self._known[name] = Adapter(name, next(self._serials))
         shell = self._binding.shell
         if live is not self._weights:
