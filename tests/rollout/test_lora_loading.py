@@ -201,6 +201,8 @@ def test_load_and_unload_while_requests_run() -> None:
         ({}, {}),
         ({"r": "four"}, {}),
         ({"lora_alpha": None}, {}),
+        ({"lora_alpha": float("nan")}, {}),
+        ({"alpha_pattern": {"q_proj": float("inf")}}, {}),
         ({"rank_pattern": {"(": 4}}, {}),
         ({}, {5: torch.zeros(2)}),
         ({}, {"meta": torch.zeros(2, device="meta")}),
