@@ -241,13 +241,22 @@ class AdapterSources:
     def _check(
         self, shell: ModelShell, name: str, adapter: AdapterWeights, known: Mapping[str, AdapterWeights]
     ) -> None:
-        shell.lora.check(name, adapter, _dtype_of(known))
+        shell.lora.check(name, adapter)
         shell.recurrent.check(name, adapter)
-        if self._deterministic and (outside := shell.lora.outside(adapter)):
+        if not self._deterministic:
+            return
+        if outside := shell.lora.outside(adapter):
             raise UnsupportedModelError(
                 f"adapter {name!r} changes {outside[0]}, whose matmul is the model's own, and its bits depend on the batch: "
                 "not with deterministic=True"
             )
+        mine = _dtypes_of(adapter)  # which all others would have to be cast to, or it to theirs
+        for other in known.values():
+            if len(kinds := mine | _dtypes_of(other)) > 1:
+                raise UnsupportedModelError(
+                    f"adapter {name!r} would run beside one in another dtype, {' and '.join(sorted(map(str, kinds)))}: not with "
+                    "deterministic=True, cast it"
+                )
 
     def load(self, name: str, given: Any, shell: ModelShell, source: WeightSource) -> None:
         """Know one more adapter, in place of a loaded one of that name. Raises ``UnsupportedModelError``.
@@ -311,8 +320,5 @@ class AdapterSources:
                 known.pop(name, None)
 
 
-def _dtype_of(adapters: Mapping[str, AdapterWeights]) -> torch.dtype:
-    """The dtype of the first adapter, a live one where there is any: kernels take one dtype for all."""
-    all_weights = ((*a.linears.values(), *a.experts.values()) for a in adapters.values())
-    dtypes = (w.a.dtype for weights in all_weights for w in weights)
-    return next(dtypes, torch.float32)
+def _dtypes_of(adapter: AdapterWeights) -> set[torch.dtype]:
+    return {matrix.dtype for link in adapter.links for matrix in link.matrices()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import reduce
 from itertools import count
 from typing import Any, Final
 
@@ -65,6 +66,8 @@ class Adapters:
         self._slabs: dict[int, Slab] = {}
         self._aliased: dict[str, tuple[AdapterWeights, bool]] = {}
         self._fillings: dict[str, Filling] = {}  # of those that slots read where they are
+        self._dtypes: set[torch.dtype] = set()  # of all adapters' matrices
+        self._casts: dict[torch.dtype, torch.dtype] = {}  # to what slots have instead
         # What ``give_back`` has left, until all of it is there again: slots without their adapter, and bytes of copies.
         self.emptied: set[int] = set()
         self.given_back = 0
@@ -88,10 +91,19 @@ class Adapters:
         live = self._binding.adapters.weights
         for name in self._known.keys() - live.keys():
             self._forget(name)
-        for name in live.keys() - self._known.keys():
+        for name in (n for n in live if n not in self._known):  # in their order, which is the same in every run
             self._known[name] = Adapter(name, next(self._serials))
-        self._weights = live
         shell = self._binding.shell
+        if live is not self._weights:
+            self._dtypes = {t.dtype for adapter in live.values() for link in adapter.links for t in link.matrices()}
+        if (casts := self._casts_of(self._dtypes)) != self._casts:
+            for adapter in self.slots:  # first all of them: no slot may be left in another dtype than its neighbours
+                shell.lora.put(adapter.slot, None)
+            self._placed.clear()
+            self._aliased.clear()
+            self._fillings.clear()
+            self._casts = casts
+        self._weights = live
         # Of others than these nothing is known, and nothing kept.
         self._aliased = {n: known for n, known in self._aliased.items() if known[0] is live.get(n)}
         self._fillings = {n: f for n, f in self._fillings.items() if f.is_of(shell.lora, live.get(n))}
@@ -186,7 +198,7 @@ class Adapters:
             here = before[2]
         else:
             slab = self._slabs.setdefault(slot, Slab(runtime_for(device)))
-            if packed is None or self._binding.source.wider:
+            if packed is None or self._casts:
                 packed = pack(self._as_run(weights), runtime_for(device))
             here = slab.fill(packed)
         with torch.autocast(device.type, enabled=False):  # the caller's is not for what a slot derives
@@ -239,14 +251,24 @@ class Adapters:
         known = self._aliased.get(name)
         if known is None or known[0] is not weights:
             source = self._binding.source
-            as_run = not any(t.dtype in source.wider for t in weights.tensors())
+            as_run = not any(t.dtype in self._casts for t in weights.tensors())
             known = self._aliased[name] = weights, as_run and lies_on(weights, source.device)
         return known[1]
 
+    def _casts_of(self, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, torch.dtype]:
+        """To what tensors of adapters are cast. dtypes: of their matrices.
+
+        Products are made in an adapter's dtype: it is the engine's where that is wider, and one for all, as kernels take no
+        other. The widest of several holds the numbers of all.
+        """
+        wider = dict(self._binding.source.wider)
+        as_run = {own: wider.get(own, own) for own in dtypes}
+        one = reduce(torch.promote_types, as_run.values()) if as_run else None
+        return wider | {own: one for own, run in as_run.items() if one is not None and run != one}
+
     def _as_run(self, weights: AdapterWeights) -> AdapterWeights:
-        """Cast weights to the engine's dtype where that is wider: products are made in an adapter's dtype."""
-        wider = self._binding.source.wider
-        return weights.map(lambda t: t.to(wider.get(t.dtype, t.dtype))) if wider else weights
+        casts = self._casts
+        return weights.map(lambda t: t.to(casts.get(t.dtype, t.dtype))) if casts else weights
 
     def _forget(self, name: str) -> None:
         adapter = self._known.get(name)  # until all else of it is gone: after an interrupt it is forgotten once more

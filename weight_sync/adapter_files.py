@@ -192,6 +192,8 @@ def _take(
         )
     alpha = _pattern(config.alpha_pattern, target, config.lora_alpha)
     scale = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+    if not math.isfinite(scale):  # which json takes too, and every token would be NaN
+        raise ValueError(f"lora_alpha={alpha} for {path}")
     weights = LoraWeights(part["A"], part["B"], float(scale))
     if parameter:
         adapter.experts[parameter] = by_expert(weights, found // rank) if parameters[parameter] == 3 else weights

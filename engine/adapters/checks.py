@@ -54,12 +54,10 @@ def with_tied(tokens: Mapping[str, TokenRows], modules: Mapping[str, Any]) -> di
     return found
 
 
-def check_fits(
-    name: str, link: AdapterWeights, modules: Mapping[str, Any], fused: Set[str], dtype: torch.dtype
-) -> None:
+def check_fits(name: str, link: AdapterWeights, modules: Mapping[str, Any], fused: Set[str]) -> None:
     """Raise ``UnsupportedModelError`` naming what of an adapter does not fit.
 
-    modules: the model's, by path; fused: paths of those that are not called any more; dtype: of all adapters.
+    modules: the model's, by path; fused: paths of those that are not called any more.
     """
     for path, weights in link.linears.items():
         module = _module(name, path, modules)
@@ -69,7 +67,7 @@ def check_fits(
                 "embeddings, experts and routers that are no linear layer take adapters, leave it out of target_modules, or merge the adapter"
             )
         wanted = shape_of(module)
-        _check_matrices(name, path, weights, wanted, dtype)
+        _check_matrices(name, path, weights, wanted)
         for what, tensors in (("magnitudes", link.magnitudes), ("biases of B", link.offsets)):
             if path in tensors and tensors[path].numel() != wanted[0]:
                 raise UnsupportedModelError(
@@ -85,7 +83,7 @@ def check_fits(
                 f"adapter {name!r} targets {key}, which the engine does not run as experts of its own: leave it out "
                 "of target_parameters"
             )
-        _check_matrices(name, key, as_run(module, weights), shapes[leaf], dtype)
+        _check_matrices(name, key, as_run(module, weights), shapes[leaf])
     _check_states(name, link, modules, fused)
 
 
@@ -97,13 +95,8 @@ def _module(name: str, path: str, modules: Mapping[str, Any]) -> Any:
     return modules[path]
 
 
-def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_matrices(name: str, path: str, weights: LoraWeights, wanted: tuple[int, ...]) -> None:
     """wanted: shape of the weight, with the number of experts before it where there are any."""
-    if not weights.a.dtype == weights.b.dtype == dtype:
-        raise UnsupportedModelError(
-            f"adapter {name!r} has {weights.a.dtype} and {weights.b.dtype} for {path}, and this engine's adapters "
-            f"are in {dtype}: cast it to that"
-        )
     *experts, rows, columns = wanted
     if weights.a.shape != (*experts, weights.rank, columns) or weights.b.shape != (*experts, rows, weights.rank):
         raise UnsupportedModelError(

@@ -34,6 +34,7 @@ from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 from stoker.kernels.reference.norm_rotary import Activation
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _NORM_COLUMNS = 8192  # of an embedding's 100,000 and more, which would take gigabytes in fp32
 
 
@@ -201,19 +202,20 @@ class LoraLayers:
         self.only_add = not any(link.magnitudes for adapter in adapters for link in self._links(adapter))
         self.layout += before != self.only_add
 
-    def check(self, name: str, adapter: AdapterWeights, dtype: torch.dtype) -> None:
-        """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model. dtype: of all adapters."""
+    def check(self, name: str, adapter: AdapterWeights) -> None:
+        """Raise ``UnsupportedModelError`` naming what of an adapter does not fit this model."""
         if adapter.max_rank > self.max_rank:
             raise UnsupportedModelError(
                 f"adapter {name!r} has rank {adapter.max_rank} and max_lora_rank={self.max_rank}: raise it in EngineConfig"
             )
-        if self.ops.adapter_dtypes is not None and dtype not in self.ops.adapter_dtypes:
-            known = sorted(str(each) for each in self.ops.adapter_dtypes)
-            raise UnsupportedModelError(
-                f"adapter {name!r} is in {dtype}, and this device's kernels run adapters in {', '.join(known)}: cast it"
-            )
+        known = _DTYPES if self.ops.adapter_dtypes is None else self.ops.adapter_dtypes
         for link in self._links(adapter):
-            check_fits(name, link, self._modules, self._fused, dtype)
+            for dtype in {matrix.dtype for matrix in link.matrices()} - known:
+                names = ", ".join(sorted(map(str, known)))
+                raise UnsupportedModelError(
+                    f"adapter {name!r} is in {dtype}, and this device's kernels run adapters in {names}: cast it"
+                )
+            check_fits(name, link, self._modules, self._fused)
 
     def derives(self, adapter: AdapterWeights) -> bool:
         """Whether a slot holds numbers made from the adapter's tensors, and not these tensors alone."""

@@ -87,6 +87,10 @@ class AdapterWeights:
         for part in fields(self):
             yield from _named(part.name, getattr(self, part.name))
 
+    def matrices(self) -> Iterator[Tensor]:
+        """A and B of linears and experts."""
+        return (matrix for part in (self.linears, self.experts) for w in part.values() for matrix in (w.a, w.b))
+
     @property
     def links(self) -> Iterator[AdapterWeights]:
         """This adapter, and those applied on top of it, in that order."""

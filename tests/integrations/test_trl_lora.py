@@ -130,6 +130,30 @@ def test_a_peft_model_of_the_users(make_trainer: MakeTrainer) -> None:
     assert all(p.untyped_storage().resizable() for p in trainer.model.parameters())
 
 
+def test_a_reference_in_another_dtype_than_what_is_trained(make_trainer: MakeTrainer) -> None:
+    """TRL adds it, in fp32, to a model that came with an adapter; that one it has in bf16 where the base is quantised."""
+    model = get_peft_model(make_model(), adapter(init_lora_weights=False))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    trainer = make_trainer("grpo", model=model, beta=0.1)
+    engine = attach(trainer)
+    kinds = {name.split(".")[-2]: p.dtype for name, p in trainer.model.named_parameters() if "lora_" in name}
+    assert kinds == {"default": torch.bfloat16, "ref": torch.float32}
+    trainer.train()
+    assert {*engine.adapters} == {"default", "ref"}
+    wide = get_peft_model(make_model(), adapter()).eval()  # no copy: the trainer's forward hangs on the model
+    wide.add_adapter("ref", adapter())
+    wide.load_state_dict(trainer.model.state_dict())
+    for name in ("default", "ref"):
+        wide.set_adapter(name)
+        batch = engine.generate_batch(IDS, GREEDY, adapter=name)
+        for prompt, output in zip(IDS, batch, strict=True):
+            (completion,) = output.completions
+            expected = plain_logprobs(wide, prompt, completion.token_ids)
+            torch.testing.assert_close(completion.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
 def test_an_adapter_the_engine_does_not_run_is_refused(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer("grpo", more={"peft_config": adapter(alora_invocation_tokens=[1])})
     with pytest.raises((UnsupportedModelError, InvalidConfigError), match="alora_invocation_tokens"):

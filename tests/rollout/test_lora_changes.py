@@ -53,6 +53,18 @@ def test_what_many_adapters_become_is_seen_at_once(dtype: str) -> None:
                 shake(model, seed=20)
 
 
+def test_names_come_in_the_order_of_the_model_and_then_of_loading() -> None:
+    """The same in every process, whatever the names hash to."""
+    names = [f"adapter{number}" for number in range(8)]
+    model = peft_model(target_modules=["q_proj"])
+    for name in names:
+        model.add_adapter(name, lora(target_modules=["q_proj"]))
+    with RolloutEngine(model, config=CONFIG) as engine:
+        assert engine.adapters == ("default", *names)
+        engine.load_adapter("a", model)
+        assert engine.adapters == ("default", *names, "a")
+
+
 def test_live_is_what_the_model_would_run_now() -> None:
     model = two_adapters()
     with RolloutEngine(model, config=CONFIG) as engine:

@@ -298,7 +298,7 @@ def test_a_refused_load_keeps_the_adapter_of_that_name() -> None:
         for name in ("a", "b"):
             engine.load_adapter(name, (state, config))
         with pytest.raises(UnsupportedModelError):
-            engine.load_adapter("a", ({name: tensor.half() for name, tensor in state.items()}, config))
+            engine.load_adapter("a", ({name: tensor.long() for name, tensor in state.items()}, config))
         for name in ("a", "b"):
             assert engine.generate_batch([[5, 6]], SamplingParams(max_tokens=3), adapter=name)[0].error is None
 

@@ -1,0 +1,117 @@
+"""Adapters of several dtypes beside each other: all run in the widest, which changes none of their numbers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from adapted import (
+    CONFIG,
+    GREEDY,
+    assert_kernels_find,
+    assert_like_peft,
+    lora,
+    peft_model,
+    shake,
+    state_dict,
+    tokens,
+    two_adapters,
+)
+from peft import PeftModel
+from pretend_device import STATIC
+
+from stoker.rollout import LIVE, RolloutEngine, UnsupportedModelError, binding
+
+CHOICES = ["default", None, "other", "default"]
+
+
+def in_dtype(model: PeftModel, adapter: str, dtype: torch.dtype) -> None:
+    for name, parameter in model.named_parameters():
+        if f".{adapter}." in name:
+            parameter.data = parameter.data.to(dtype)
+
+
+def as_wide(model: PeftModel) -> PeftModel:
+    return copy.deepcopy(model).float()
+
+
+def of_two_dtypes() -> PeftModel:
+    """As TRL leaves a QLoRA model that came with an adapter: what is trained is in bf16, and the reference is not."""
+    model = two_adapters()
+    in_dtype(model, "default", torch.bfloat16)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize("tell", [True, False])
+def test_both_run_and_follow_the_trainer(dtype: str, slots: int, tell: bool) -> None:
+    model = of_two_dtypes()
+    dtypes = [p.dtype for p in model.parameters()]
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype, max_loras=slots)) as engine:
+        for seed in (3, 4):
+            assert_like_peft(engine, as_wide(model), CHOICES)
+            assert engine.verify_weights().ok
+            shake(model, seed)
+            if tell:
+                engine.update_weights()
+        model.base_model.set_adapter(["default", "other"])
+        both = as_wide(model)
+        with RolloutEngine(both, config=CONFIG) as wide:
+            assert tokens(engine) == tokens(wide)
+        assert [p.dtype for p in model.parameters()] == dtypes
+
+
+@pytest.mark.parametrize("how", ["tensors", "model"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_one_that_comes_in_another_dtype(how: str, options: dict[str, Any]) -> None:
+    """In a wider or a narrower one, while others have slots, and where none of them is the live model's."""
+    model, other = peft_model(**options), peft_model(seed=2, **options)
+    in_dtype(model, "default", torch.bfloat16)
+    half = copy.deepcopy(other)
+    in_dtype(half, "default", torch.float16)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        engine.generate_batch([[7]], GREEDY)  # it has a slot, in its own dtype
+        for name, each in (("other", other), ("half", half)):
+            source = each if how == "model" else (state_dict(each), each.peft_config["default"])
+            engine.load_adapter(name, source)
+            rows = ["default", None, name, name]
+            assert_like_peft(engine, as_wide(model), rows, others={name: as_wide(each)})
+        engine.unload_adapter("half")
+        engine.unload_adapter("other")
+        shake(model, seed=3)
+        assert_like_peft(engine, as_wide(model), ["default", None, "default", None])
+        model.add_adapter("more", lora(), autocast_adapter_dtype=False)
+        in_dtype(model, "more", torch.bfloat16)
+        tokens(engine)
+        if not options:  # of one dtype all are read where they lie
+            matrices = [p for n, p in model.named_parameters() if "lora_" in n and ".default." in n]
+            assert_kernels_find(engine, engine._adapters._known["default"].slot, matrices)
+
+
+def test_a_load_that_is_refused_leaves_all_as_they_were() -> None:
+    model, other = of_two_dtypes(), peft_model("qwen3")
+    in_dtype(other, "default", torch.float64)
+    with RolloutEngine(model, config=CONFIG) as engine:
+        before = tokens(engine, adapter=CHOICES)
+        for source in (other, ({n: t.long() for n, t in state_dict(model).items()}, model.peft_config["default"])):
+            with pytest.raises(UnsupportedModelError, match=r"for another base|is in torch.int64, .*: cast it"):
+                engine.load_adapter("more", source)
+            assert tokens(engine, adapter=CHOICES) == before
+
+
+def test_deterministic_mode_refuses_a_second_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is loaded would change the bits of those that are there."""
+    monkeypatch.setattr(binding, "ops_for", lambda *_, **__: STATIC)
+    model, other = peft_model(), peft_model(seed=2)
+    in_dtype(other, "default", torch.bfloat16)
+    with RolloutEngine(model, config=replace(CONFIG, deterministic=True)) as engine:
+        before = tokens(engine, adapter=LIVE)
+        with pytest.raises(
+            UnsupportedModelError, match=r"'other' .*bfloat16 and torch.float32: not with deterministic"
+        ):
+            engine.load_adapter("other", other)
+        assert tokens(engine) == before and engine.adapters == ("default",)
