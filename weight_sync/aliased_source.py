@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
@@ -84,7 +83,8 @@ class AliasedSource:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
         A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
-        file), or shares it with other processes, is never moved, but for one that lies where this put it, beside another
+        file), or shares it with other tensors (of another model that was given the ``state_dict`` of this one, say) or
+        processes, which would not follow, is never moved, but for one that lies where this put it, beside another
         that was given memory elsewhere. Of one that is used in several places of groups, one has its rows.
         Parameters that lie side by side already are only viewed.
         """
@@ -221,17 +221,16 @@ class AliasedSource:
     def release(self) -> None:
         """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released.
 
-        But for one in whose memory the trainer has let another one lie since: they would part.
+        But for one in whose memory another tensor of the trainer's lies since: they would part.
         """
         self._bound, self._scaled, self._tree, self.bound = [], [], None, {}
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
-        lying = Counter(p.data_ptr() for p in self.module.parameters())
         while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
             parameter, address = self._rehomed[-1]
             if parameter.data_ptr() == address:
                 if (other := users.get((id(parameter), address))) is not None:
                     other._rehomed.append((parameter, address))
-                elif lying[address] < 2:
+                elif not _has_other_users(parameter):
                     parameter.data = parameter.detach().clone()
             self._rehomed.pop()
 
@@ -257,14 +256,21 @@ def _owns_storage(tensor: Tensor, owners: Mapping[int, int]) -> bool:
         and not (tensor.is_cpu and storage.is_shared())  # with a process that has it open
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
+        and not _has_other_users(tensor)
     )
+
+
+def _has_other_users(tensor: Tensor) -> bool:
+    """Whether there are other tensors in the storage. What a backward that is to come has saved may be among them."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # that of the tensor, and of ``storage``
 
 
 def _was_put(tensor: Tensor, addresses: Collection[int], owners: Mapping[int, int]) -> bool:
     """Whether a tensor is what ``_with_storage`` made, at one of the addresses. owners: as of ``_owns_storage``."""
     storage = tensor.untyped_storage()
     put = tensor.data_ptr() in addresses and not storage.resizable() and storage.nbytes() == tensor.nbytes
-    return put and owners.get(storage.data_ptr()) == 1
+    return put and owners.get(storage.data_ptr()) == 1 and not _has_other_users(tensor)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

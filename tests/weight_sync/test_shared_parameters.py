@@ -87,6 +87,31 @@ def test_shared_parameters(share: Change, early: bool) -> None:
     assert_same(model, snapshot(alone))
 
 
+@pytest.mark.parametrize("given", ["state_dict", "detached", "another model"])
+def test_tensors_in_the_memory_of_parameters_stay_there(given: str) -> None:
+    """Whoever has them reads what is trained, as without an engine; and so does one on the model that was given them."""
+    model, other = make_model("llama"), make_model("llama", seed=3)
+
+    def give() -> list[torch.Tensor]:
+        if given == "another model":
+            other.load_state_dict(model.state_dict(), assign=True)
+            return list(other.parameters())
+        return list(model.state_dict().values()) if given == "state_dict" else [p.detach() for p in model.parameters()]
+
+    held = give()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with RolloutEngine(other if given == "another model" else model, config=CONFIG) as engine:
+        train(model, optimizer)
+        assert all(map(torch.equal, held, model.parameters()))
+        assert_matches(engine, model)
+    with RolloutEngine(model, config=CONFIG):
+        held = give()
+        model.model.layers[0].self_attn.q_proj.weight.data = torch.zeros(1).expand_as(held[1]).contiguous()
+    train(model, optimizer)
+    moved = [a.data_ptr() != b.data_ptr() for a, b in zip(held, model.parameters(), strict=True)]
+    assert moved.count(True) == 1, "the one that was replaced"
+
+
 def test_layers_whose_weights_are_all_their_own_stay_fused_beside_one_that_shares() -> None:
     model = make_model("llama")
     with RolloutEngine(model, config=CONFIG) as engine:
