@@ -366,8 +366,10 @@ class ModelBinding:
 
     def release(self) -> None:
         """Give the model's parameters storages of their own again, and hold none that they had: nothing runs any more."""
-        self.wholes, self.rounded = {}, None
         self.adapters.release()
+        if self.rounded is not None:
+            self.rounded.release()
+        self.wholes, self.rounded = {}, None
         if (shell := vars(self).pop("shell", None)) is not None:
             release_layers(shell)
         self.source.release()  # last: each piece of memory now goes with the last parameter that lies in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
 from stoker.weight_sync.naming import walk
 from stoker.weight_sync.source import WeightSource
+
+_log = logging.getLogger("stoker")
 
 
 class Fused(NamedTuple):
@@ -50,7 +53,11 @@ class ShellBuilder:
             take_over_experts(shell.module, ops)
             options = self._max_loras, self._max_lora_rank, source.device, shell.beside_text
             shell.lora = LoraLayers(shell.module, ops, *options)
-            wholes = source.rehome(fusion_groups(shell))
+            groups = fusion_groups(shell)
+            wholes = source.rehome(groups)
+            if apart := [group for group in groups if group not in wholes]:
+                what = "%d of %d groups of weights, %s first, cannot be laid side by side and are multiplied one by one, which is slower"
+                _log.info(what, len(apart), len(groups), apart[0][0])
             layers, all_fused = fuse_layers(shell, ops, wholes)
         if self._deterministic and not all_fused:
             raise UnsupportedModelError(

@@ -83,8 +83,9 @@ class AliasedSource:
         """For each group of names one tensor of all their rows; groups that must not be moved are left out.
 
         A parameter that does not own its whole storage (a flat buffer of a sharding library, a tied weight, a mapped
-        file), or shares it with other processes, is never moved, but for one that lies where this put it, beside another
-        that was given memory elsewhere.
+        file), or shares it with other tensors (of another model that was given the ``state_dict`` of this one, say) or
+        processes, which would not follow, is never moved, but for one that lies where this put it, beside another
+        that was given memory elsewhere. Of one that is used in several places of groups, one has its rows.
         Parameters that lie side by side already are only viewed.
         """
         named = self.tensors()
@@ -94,11 +95,15 @@ class AliasedSource:
             owners[address] = owners.get(address, 0) + 1
         put = {address for _, address in self._rehomed}
         fused = {}
+        placed: set[int] = (
+            set()
+        )  # tensors in a whole already, which would no longer follow them once they are moved again
         for group in groups:
             parts = [named[name] for name in group]
+            ids = {id(p) for p in parts}
             whole = _view_side_by_side(parts)
-            movable = all(_owns_storage(p, owners) or _was_put(p, put) for p in parts)
-            if whole is None and movable and _alike(parts):
+            movable = all(_owns_storage(p, owners) or _was_put(p, put, owners) for p in parts)
+            if whole is None and movable and _alike(parts) and len(ids) == len(parts) and placed.isdisjoint(ids):
                 whole = torch.cat([p.detach() for p in parts])
                 _WHOLES[whole.data_ptr()] = whole
                 for part, rows in zip(parts, torch.split(whole, [p.shape[0] for p in parts]), strict=True):
@@ -107,6 +112,7 @@ class AliasedSource:
                     part.data = _with_storage(rows)
             if whole is not None:
                 fused[group] = whole
+                placed |= ids
         self._rehomed[:] = [(p, address) for p, address in self._rehomed if p.data_ptr() == address]
         return fused
 
@@ -213,7 +219,10 @@ class AliasedSource:
         return False
 
     def release(self) -> None:
-        """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released."""
+        """Give every re-homed parameter a storage of its own again; one that another engine runs on, when that is released.
+
+        But for one in whose memory another tensor of the trainer's lies since: they would part.
+        """
         self._bound, self._scaled, self._tree, self.bound = [], [], None, {}
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
         while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
@@ -221,7 +230,7 @@ class AliasedSource:
             if parameter.data_ptr() == address:
                 if (other := users.get((id(parameter), address))) is not None:
                     other._rehomed.append((parameter, address))
-                else:
+                elif not _has_other_users(parameter):
                     parameter.data = parameter.detach().clone()
             self._rehomed.pop()
 
@@ -237,7 +246,8 @@ def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
         yield from (t for t in (scales,) if isinstance(t, Tensor))
 
 
-def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
+def _owns_storage(tensor: Tensor, owners: Mapping[int, int]) -> bool:
+    """owners: how many parameters lie in the storage at an address; those that share one would part."""
     storage = tensor.untyped_storage()
     return (
         tensor.is_contiguous()
@@ -246,13 +256,28 @@ def _owns_storage(tensor: Tensor, owners: dict[int, int]) -> bool:
         and not (tensor.is_cpu and storage.is_shared())  # with a process that has it open
         and storage.nbytes() == tensor.nbytes
         and owners.get(storage.data_ptr()) == 1
+        and not _has_other_users(tensor)
     )
 
 
-def _was_put(tensor: Tensor, addresses: Collection[int]) -> bool:
-    """Whether a tensor is what ``_with_storage`` made, at one of the addresses."""
+def _users(tensor: Tensor) -> int:
+    """How many there are of the memory: tensors, and the object by which it is asked for."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _users(torch.empty(0, device="cpu"))
+
+
+def _has_other_users(tensor: Tensor) -> bool:
+    """Whether there are other tensors in the storage. What a backward that is to come has saved may be among them."""
+    return _users(tensor) > _ALONE
+
+
+def _was_put(tensor: Tensor, addresses: Collection[int], owners: Mapping[int, int]) -> bool:
+    """Whether a tensor is what ``_with_storage`` made, at one of the addresses. owners: as of ``_owns_storage``."""
     storage = tensor.untyped_storage()
-    return tensor.data_ptr() in addresses and not storage.resizable() and storage.nbytes() == tensor.nbytes
+    put = tensor.data_ptr() in addresses and not storage.resizable() and storage.nbytes() == tensor.nbytes
+    return put and owners.get(storage.data_ptr()) == 1 and not _has_other_users(tensor)
 
 
 def _alike(tensors: Sequence[Tensor]) -> bool:

@@ -24,14 +24,20 @@ def compare(
     read: gives what this rank holds. parts: as all ranks know them, also where one cannot read its own; these tell each other
     the checksums of theirs, so all of them call it together. alike: as for ``agree``.
     """
-    passing, consumer, device, dtypes = mirror.passing, mirror.consumer, mirror.device, mirror.dtypes
+    passing, consumer, device = mirror.passing, mirror.consumer, mirror.device
+    dtypes = {
+        name: tensor.dtype for name, tensor in mirror.tensors.items()
+    }  # of tied ones, too, which may be untied by now
     with ExitStack() as memory:
         with telling(parts, device):
             held = read()
-            names = [name for name in held.full if name in mirror.tensors and name not in passing]
-            theirs = checksums([held.full[n] for n in names], device, [dtypes[n] for n in names])
+            whole = {n: t for n, t in (held.full | _tied_since(held, mirror)).items() if n in mirror.tensors}
+            reshaped = [name for name, tensor in whole.items() if tensor.shape != mirror.tensors[name].shape]
+            whole = {name: tensor for name, tensor in whole.items() if name not in reshaped}
+            names = [name for name in whole if name not in passing]
+            theirs = checksums([whole[n] for n in names], device, [dtypes[n] for n in names])
             ours = checksums([mirror.tensors[name] for name in names], device)
-            wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b]
+            wrong = [n for n, a, b in zip(names, theirs, ours, strict=True) if a != b] + reshaped
             # Others came after the engine was built.
             shards = [s for s in held.shards if mirror.tensors.keys() >= {*s.names}]
             kept = by_group(part for part in (s.of(lambda n: n not in passing) for s in shards) if part.names)
@@ -45,14 +51,20 @@ def compare(
             found: set[str] = set()
             if consumer is not None and passing:
                 gathering(lambda part: found.update(consumer.mismatches(part)))
-                through = {name: tensor for name, tensor in held.full.items() if name in passing}
+                through = {name: tensor for name, tensor in whole.items() if name in passing}
                 names += through
                 for part in mirror.let_through(through):
                     wrong += consumer.mismatches(part)
             found.update(*(comparison.differing(mirror.tensors) for comparison in comparisons))
         agree(parts_of(shards), device)
-    count = len(names) + sum(len(s.names) for s in shards)
+    count = len(names) + len(reshaped) + sum(len(s.names) for s in shards)
     return count, wrong + [name for s in shards for name in s.names if name in found]
+
+
+def _tied_since(held: Held, mirror: Mirror) -> dict[str, Tensor]:
+    """The trainer's whole tensors under those other names of theirs that had tensors of their own when the mirror was made."""
+    pairs = ((other, first) for other, first in held.aliases.items() if first in held.full)
+    return {n: held.full[first] for n, first in pairs if mirror.tensors.get(n) is not mirror.tensors.get(first)}
 
 
 class Comparison:

@@ -252,6 +252,7 @@ def read(model: nn.Module) -> Held:
         elif is_shard(tensor):
             _read_zero3(held, name, tensor)
         else:
+            _check_has_data(name, tensor)
             held.add(name, tensor.shape, tensor.dtype)
             held.full[name] = tensor
     for path, module in modules:
@@ -270,6 +271,13 @@ def _read_scales(held: Held, name: str, state: Any) -> None:
         held.scales.add(scale_name)
 
 
+def _check_has_data(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise UnsupportedModelError(
+            f"parameter {name} holds no data here (meta): give it its numbers before the engine is built or its weights are updated"
+        )
+
+
 # -- DTensor ---------------------------------------------------------------------------------------------------------
 
 
@@ -279,10 +287,7 @@ def _read_dtensor(held: Held, name: str, tensor: DTensor, layouts: dict[Any, Lay
     held.add(name, tensor.shape, tensor.dtype)
     with torch.no_grad():  # what autograd would make of it takes most of the time
         local: Tensor = tensor.to_local().detach()
-    if local.is_meta:
-        raise UnsupportedModelError(
-            f"parameter {name} holds no data here (meta): give it its numbers before the engine is built"
-        )
+    _check_has_data(name, local)
     key = mesh, placements, tensor.shape
     layout = layouts.get(key)
     if layout is None:

@@ -140,9 +140,9 @@ class Staging:
         problems += unfit(((n, self.targets[n], self.targets[n].dtype) for n in stays), finite=self.check_finite)
         problems += self._missing({*self._came, *stays})
         problems += [f"{name} came in part" for name, new in self._new.items() if self._came[name] != new.numel()]
-        first: dict[int, tuple[str, Tensor]] = {}
+        first: dict[object, tuple[str, Tensor]] = {}
         for name, new in (self._new | {name: self.targets[name] for name in stays}).items():
-            other, value = first.setdefault(id(self.targets[name]), (name, new))
+            other, value = first.setdefault(self._memory_of(name), (name, new))
             if value is not new and not torch.equal(value.to(new), new):
                 problems.append(f"{other} and {name} are one tensor in the model, and came with different values")
         if problems:
@@ -154,6 +154,13 @@ class Staging:
                 "again, and call update_weights again. What arrived was not taken"
             )
         self._check_arrived()
+
+    def _memory_of(self, name: str) -> object:
+        """What is equal for names whose content is written to one place: a tied tensor's, and those of two that share memory."""
+        target = self.targets[name]
+        if name in self.passing or not target.numel():  # whose memory is that of others, too, or none
+            return id(target)
+        return target.data_ptr(), target.shape, target.dtype
 
     def _check_arrived(self) -> None:
         """Raise ``WeightTransferError`` where a content is not the one that was announced.

@@ -123,6 +123,11 @@ class Fp8Weights:
     def _always(self) -> list[str]:
         return [name for name in self.by_name if name not in self._passing]
 
+    def release(self) -> None:
+        """Let go of what was rounded. Layers, which hold themselves in circles, hold this."""
+        self.by_name.clear()
+        self._biases.clear()
+
     def plain(self, name: str) -> Tensor | None:
         """A weight as it is multiplied by, in the dtype it was rounded from, [N, D]; None of one that is not rounded."""
         if name not in self.by_name:

@@ -252,6 +252,10 @@ def test_the_names_of_a_tied_tensor_bring_the_same_values(as_pairs: bool) -> Non
     with pytest.raises(WeightsMismatchError, match=r"embed and head are one tensor .* different values\. No weight"):
         take(given(embed=torch.ones(2, 3), head=other), targets)
     assert not tied.any()
+    sharing = {"embed": tied, "head": tied.view(2, 3)}  # as after ``head.data = embed.data``
+    with pytest.raises(WeightsMismatchError, match=r"embed and head are one tensor .* different values\. No weight"):
+        take(given(embed=torch.ones(2, 3), head=other), sharing)
+    assert not tied.any()
 
 
 def test_what_is_sent_twice_is_called_that() -> None:

@@ -17,7 +17,7 @@ from interrupting import InterruptAt
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from small_training import CONFIG, PARAMS, PROMPT, assert_matches
 
-from stoker.kernels.errors import EngineStateError, WeightsMismatchError
+from stoker.kernels.errors import EngineStateError, UnsupportedModelError, WeightsMismatchError
 from stoker.rollout import RolloutEngine
 
 
@@ -107,6 +107,22 @@ def test_an_update_that_fails_half_way_is_made_good_before_the_next_rollout(
         version = 1 + (updated and (told or new is not None))
         assert set(assert_matches(engine, model)) == {version}, "taken, though nobody asked again"
         assert set(assert_matches(engine, model)) == {version} and engine.verify_weights().ok
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float64"])
+@pytest.mark.parametrize("path", ["", "model.norm"])
+def test_a_trainer_whose_weights_are_gone_is_told_which(path: str, dtype: str) -> None:
+    """As under an offloading library, which takes a module's weights from it between two steps."""
+    model: Any = small()
+    with RolloutEngine(model, config=replace(CONFIG, dtype=dtype)) as engine:
+        kept = dict(model.named_parameters())
+        model.get_submodule(path).to("meta")
+        for call in (engine.update_weights, lambda: engine.generate_batch([PROMPT], PARAMS)):
+            with pytest.raises(UnsupportedModelError, match=r"(norm|embed_tokens).weight .*holds no data here \(meta"):
+                call()
+        model.load_state_dict(kept, assign=True, strict=False)
+        model.model.rotary_emb = small().model.rotary_emb
+        assert_matches(engine, model)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64"])

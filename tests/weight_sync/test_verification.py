@@ -9,6 +9,7 @@ import torch
 from adapted import CONFIG, lora, peft_model, shake, tokens
 from families import make_model
 from mirrored import SMALL, copies, engine_on
+from torch import nn
 
 from stoker.rollout import EngineConfig, RolloutEngine, adapter_sources, adapters
 
@@ -35,6 +36,26 @@ def test_verification_names_exactly_what_differs():
         assert engine.verify_weights().ok
         model.register_buffer("more", torch.zeros(1))
         assert engine.verify_weights().missing == ("more",)
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_tensors_that_are_tied_untied_or_of_another_shape_since(quantization: Any) -> None:
+    """An update of such a mirror is refused; what it lacks is told by name."""
+    tied, plain = make_model("qwen3"), make_model("llama")
+    head, gate = "lm_head.weight", "model.layers.0.mlp.gate_proj.weight"
+    with (
+        engine_on(tied, "bfloat16", quantization=quantization) as of_tied,
+        engine_on(plain, "bfloat16", quantization=quantization) as of_plain,
+    ):
+        tied.lm_head.weight = nn.Parameter(1 + tied.lm_head.weight.detach())
+        assert of_tied.verify_weights().mismatched == (head,)
+        plain.lm_head.weight = plain.model.embed_tokens.weight
+        assert of_plain.verify_weights().mismatched == (head,)
+        first, second = (layer.mlp.gate_proj for layer in plain.model.layers[:2])
+        first.weight = second.weight
+        assert of_plain.verify_weights().mismatched == (head, gate)
+        first.weight = nn.Parameter(torch.zeros(3, 5))
+        assert of_plain.verify_weights().mismatched == (head, gate)
 
 
 def test_verification_of_borrowed_tensors_looks_at_where_they_lie():
