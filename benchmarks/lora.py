@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,8 +121,12 @@ def _speed(scenario: Scenario, times: list[float], of_base: list[float]) -> dict
 
 
 def updates(engine: RolloutEngine, model: PeftModel, scenario: Scenario, device: str) -> dict[str, Any]:
-    """Seconds and bytes until the engine samples from a changed adapter: read live, or merged and pushed to a copy."""
+    """Seconds and bytes until the engine samples from a changed adapter: read live, or merged and pushed to a copy.
+
+    And those of a token behind it: what an update leaves to the next rollout is a look at all weights and adapters.
+    """
     seconds: dict[str, list[float]] = {"live": [], "merge and push": []}
+    token: dict[str, list[float]] = {name: [] for name in seconds}
     copy = scenario.spec.build(device, model.dtype)
     config = EngineConfig(max_num_seqs=4, max_model_len=64, kv_cache_memory="64MiB")
     moved = 0
@@ -142,13 +147,21 @@ def updates(engine: RolloutEngine, model: PeftModel, scenario: Scenario, device:
 
         for repeat in range(-1, scenario.repeats):  # the first is for what is made once
             train(model)
-            for name, way in {"live": engine.update_weights, "merge and push": merge_and_push}.items():
-                took = ceilings.timed(way, device)
+            for name, updated in {"live": engine, "merge and push": other}.items():
+                took = ceilings.timed(engine.update_weights if updated is engine else merge_and_push, device)
+                token_of = partial(updated.generate_batch, [[1]], SamplingParams(max_tokens=1))
+                behind = ceilings.timed(token_of, device)
                 if repeat >= 0:
                     seconds[name].append(took)
+                    token[name].append(behind)
     live_bytes = engine.stats().last_update_bytes
     return {
-        name: {"seconds": times, "median_s": statistics.median(times), "bytes": nbytes}
+        name: {
+            "seconds": times,
+            "median_s": statistics.median(times),
+            "bytes": nbytes,
+            "token_s": statistics.median(token[name]),
+        }
         for (name, times), nbytes in zip(seconds.items(), (live_bytes, moved), strict=True)
     }
 
@@ -211,9 +224,10 @@ def table(run: dict[str, Any]) -> list[str]:
     ]
     for name, r in run["rollouts"].items():
         lines.append(f"  {name:16}{r['median_s']:9.3f}{r['tokens_per_s']:9.0f}{r['of_base_speed']:15.1%}")
-    lines.append(f"  {'update or swap':16}{'ms':>9}{'bytes':>14}")
+    lines.append(f"  {'update or swap':16}{'ms':>9}{'bytes':>14}{'a token, ms':>15}")
     for name, u in run["updates"].items():
-        lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}")
+        token = f"{1e3 * u['token_s']:15.2f}" if "token_s" in u else ""
+        lines.append(f"  {name:16}{1e3 * u['median_s']:9.2f}{u['bytes']:14,}{token}")
     return lines
 
 

@@ -42,18 +42,17 @@ class PrefixCache:
         root: bytes,
         tokens: Sequence[int],
         upto: int,
-        salt: tuple[int, bytes] | None = None,
+        salts: Sequence[tuple[int, bytes]] = (),
     ) -> None:
         """Append the keys of the full blocks of ``tokens[:upto]`` that ``keys`` does not have yet.
 
-        salt: the first token whose KV depends on more than tokens, and what else that depends on.
+        salts: tokens in their order, from each of which on KV depends on more than tokens, and on what else in all.
         """
         size = self.block_size
         for end in range((len(keys) + 1) * size, upto + 1, size):
             parent = keys[-1] if keys else root
             own = array("q", tokens[end - size : end]).tobytes()
-            if salt is not None and salt[0] < end:
-                own += salt[1]
+            own += next((what for first, what in reversed(salts) if first < end), b"")
             keys.append(blake2b(parent + own, digest_size=16).digest())
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:

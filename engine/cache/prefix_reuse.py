@@ -96,8 +96,8 @@ class PrefixReuse:
     def extend_keys(self, request: Request, upto: int) -> None:
         """Give a request the keys of the full blocks of its first ``upto`` tokens."""
         root = self.cache.root(self.weight_version, request.adapter.key if request.adapter else None)
-        salt = None if request.images is None else request.images.salt
-        self.cache.extend(request.block_keys, root, request.tokens, upto, salt)
+        salts = () if request.images is None else request.images.salts
+        self.cache.extend(request.block_keys, root, request.tokens, upto, salts)
 
 
 def _still_to_score(request: Request) -> Scoring | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from stoker.engine.step_context import ImageRows
 
+Salt = tuple[int, bytes]  # the first token whose KV depends on more than tokens, and what else that depends on
+
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
@@ -29,6 +31,8 @@ class ImageFeatures:
     shift: int  # the same of tokens after the prompt
     spans: tuple[tuple[int, int], ...] = ()  # tokens, from and to, in order, that each see all up to the last of them
     local_spans: bool = False  # so they do in layers with a window alone
+    known: tuple[Salt, ...] = ()  # of the shorter prompt that this one goes on from, if it does
+    since: int = 0  # and the first token whose KV depends on more than on that one and on tokens
 
     def rope_deltas_of(self, start: int, count: int) -> NDArray[np.int64]:
         """The relative rotary positions of ``count`` tokens from ``start`` on, int64 [3, count]."""
@@ -38,8 +42,21 @@ class ImageFeatures:
             found[:, : known.shape[1]] = known
         return found
 
-    def followed_by(self, rest: ImageFeatures, start: int) -> ImageFeatures:
-        """The features of a longer prompt: these, and ``rest``, those of its tokens from ``start`` on."""
+    @property
+    def first(self) -> int:
+        """The first token whose KV depends on more than the tokens before it, and than what is ``known``."""
+        if self.known:
+            return self.since
+        first = int(self.places[0])
+        if self.rope_deltas is not None:
+            first = min(first, int(self.rope_deltas.any(axis=0).argmax()))
+        return min(first, self.spans[0][0]) if self.spans else first
+
+    def followed_by(self, rest: ImageFeatures, start: int, known: tuple[Salt, ...]) -> ImageFeatures:
+        """The features of a longer prompt: these, and ``rest``, those of its tokens from ``start`` on.
+
+        known: the salts of the prompt that these are of.
+        """
         assert len(self.deep) == len(rest.deep)
         shift, rope_deltas = self.shift + rest.shift, None
         if self.rope_deltas is not None or rest.rope_deltas is not None:
@@ -55,6 +72,8 @@ class ImageFeatures:
             shift,
             (*self.spans, *((start + begin, start + end) for begin, end in rest.spans)),
             self.local_spans or rest.local_spans,
+            known,
+            start + rest.first,
         )
 
 
@@ -71,7 +90,7 @@ class ImageInputs:
     digest: bytes
     features: ImageFeatures | None = None
     made_under: object = None  # weights and adapter that the features are of
-    _salt: tuple[ImageFeatures, tuple[int, bytes]] | None = field(default=None, init=False, repr=False)
+    _salts: tuple[ImageFeatures, tuple[Salt, ...]] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, tokens: list[int], inputs: Mapping[str, Tensor]) -> ImageInputs:
@@ -127,21 +146,18 @@ class ImageInputs:
         return (begin, ImageInputs(self.tokens[end:], rest, b"")) if alike else None
 
     @property
-    def salt(self) -> tuple[int, bytes]:
-        """The first token whose KV depends on more than the tokens before it, and what else that depends on."""
+    def salts(self) -> tuple[Salt, ...]:
+        """What KV depends on besides tokens: first the images that a shorter prompt has, too, which is to share it."""
         assert self.features is not None
-        if self._salt is None or self._salt[0] is not self.features:  # asked for at every block
-            self._salt = self.features, self._salt_of(self.features)
-        return self._salt[1]
+        if self._salts is None or self._salts[0] is not self.features:  # asked for at every block
+            self._salts = self.features, self._salts_of(self.features)
+        return self._salts[1]
 
-    def _salt_of(self, features: ImageFeatures) -> tuple[int, bytes]:
-        first, rope_deltas, spans = int(features.places[0]), features.rope_deltas, features.spans
-        if rope_deltas is not None:
-            first = min(first, int(rope_deltas.any(axis=0).argmax()))
-        if not spans:
-            return first, self.digest
-        seen = array("q", self.tokens[: spans[-1][1]]).tobytes()
-        return min(first, spans[0][0]), self.digest + blake2b(seen, digest_size=16).digest()
+    def _salts_of(self, features: ImageFeatures) -> tuple[Salt, ...]:
+        own = self.digest
+        if features.spans:
+            own += blake2b(array("q", self.tokens[: features.spans[-1][1]]).tobytes(), digest_size=16).digest()
+        return *features.known, (features.first, own)
 
     def around(self, place: int) -> tuple[int, int]:
         """The span that a sequence would be cut in at a place; from there to there where there is none."""

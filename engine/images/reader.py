@@ -127,7 +127,7 @@ class _Part:
         if self.known is None:
             return read
         assert self.known.features is not None
-        return self.known.features.followed_by(read, self.known.end)
+        return self.known.features.followed_by(read, self.known.end, self.known.salts)
 
 
 def _bytes_of(images: ImageInputs) -> int:

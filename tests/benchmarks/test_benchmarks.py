@@ -133,6 +133,13 @@ def test_updates_of_weights_need_no_peft_but_for_adapters(monkeypatch: pytest.Mo
     assert "peft is not installed" in weights.table(run | {"ways": found | {"gathered": gathered}})[2]
 
 
+def test_a_token_behind_a_new_adapter_is_timed_on_the_engine_that_got_it(tmp_path: Path) -> None:
+    """An update leaves to the next rollout to look at all weights, which is a part of what it takes."""
+    pytest.importorskip("peft", reason="PEFT is not installed")
+    found, _ = run(tmp_path, "lora")["lora"]
+    assert all(found["updates"][way]["token_s"] > 0 for way in ("live", "merge and push"))
+
+
 def test_partial_rounds_against_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = run(tmp_path, "partial")["partial"]
     whole, partial = found["ways"]["wait for all"], found["ways"]["partial"]

@@ -28,6 +28,7 @@ from vision import (
     IMAGE,
     KINDS,
     VIDEO,
+    Prompt,
     extended,
     greedy,
     logprobs,
@@ -307,6 +308,37 @@ def test_a_next_turn_begins_with_what_the_last_one_computed(kind: str) -> None:
         more = make_prompt(kind, (*layout, (2, 2), 5))
         third = engine.generate_batch([more], GREEDY)
         check(model, [more], third)
+
+
+@pytest.mark.parametrize("kind", [*SOME, "llava", "gemma3", "gemma4"])
+def test_turns_with_images_of_their_own_begin_with_what_the_last_one_computed(kind: str) -> None:
+    """As an agent's that is shown the screen at every step; and what another image follows is shared as far as that."""
+    model = model_of(kind)
+    params = SamplingParams(temperature=0, max_tokens=6, suppress_token_ids=range(vision.TEXT.stop, vision.VOCAB))
+    first = make_prompt(kind, (5, (2, 3), 4))
+    with engine_of(model, max_num_batched_tokens=128, max_model_len=224) as engine:
+        turn, had = first, 0
+        for seed in range(4):
+            batch = engine.generate_batch([turn, turn], params)
+            check(model, [turn, turn], batch)
+            assert batch[0].cached_tokens >= had
+            had = (len(token_ids(turn)) - 1) // BLOCK * BLOCK
+            turn = joined(extended(turn, tokens(batch)[0]), make_prompt(kind, (5, (2, 3), 4), seed + 1))
+        others = [joined(first, make_prompt(kind, (5, (2, 3), 4), seed)) for seed in (8, 9)]
+        scores = engine.score([extended(other, [7]) for other in others], start=[len(token_ids(o)) for o in others])
+        for other, score in zip(others, scores, strict=True):
+            torch.testing.assert_close(score.logprobs.double(), logprobs(model, other, [7]), **EXACT)
+        batch = engine.generate_batch(others, params)
+        check(model, others, batch)
+        assert all(had >= (len(token_ids(first)) - 1) // BLOCK * BLOCK for had in (o.cached_tokens for o in batch))
+
+
+def joined(first: Prompt, second: Prompt) -> Prompt:
+    """One prompt after another, as a processor makes it of images of one size."""
+    return {
+        name: torch.cat([tensor, second[name]], dim=int(tensor.shape == first["input_ids"].shape))
+        for name, tensor in first.items()
+    }
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])

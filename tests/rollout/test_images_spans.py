@@ -316,14 +316,14 @@ def test_looking_at_masks_takes_memory_for_some_rows_of_them(dtype: torch.dtype)
 
 def test_what_keys_depend_on_is_found_once_for_all_blocks() -> None:
     images = make_images([1, 2, 3, 4, 5, 6, 7], b"a", ((1, 3), (4, 6)))
-    known = images.salt
-    assert images.salt is known
+    known = images.salts
+    assert images.salts is known
     images.features = make_images(images.tokens, b"a", ((2, 3), (4, 5))).features
-    assert images.salt != known and images.salt[0] == 2
+    assert images.salts != known and [first for first, _ in images.salts] == [2]
 
 
 def test_keys_of_a_prefix_have_all_in_them_that_its_tokens_see() -> None:
     """The tokens up to the end of the last span, and not those after it."""
     first, other, longer = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7], [1, 2, 3, 4, 5, 6, 8, 9]
-    salts = [make_images(prompt, b"", ((1, 3), (4, 6))).salt for prompt in (first, other, longer)]
-    assert salts[0] == salts[2] != salts[1] and {salt[0] for salt in salts} == {1}
+    salts = [make_images(prompt, b"", ((1, 3), (4, 6))).salts for prompt in (first, other, longer)]
+    assert salts[0] == salts[2] != salts[1] and {first for ((first, _),) in salts} == {1}
