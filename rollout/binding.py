@@ -83,6 +83,7 @@ class ModelBinding:
         self._kinds: dict[str, type] = kinds(self.source.module)
         self._refill = False  # the memory of weights that was given back
         self._changed = False  # while it was; nobody was told so far
+        self.held_elsewhere = True  # whether somebody else has the model, to train it without a word
         self._stream: Any = None  # under which something was last done with the weights
 
     def build(self, max_model_len: int) -> None:
@@ -244,7 +245,9 @@ class ModelBinding:
             self.rebind()
         self._look_at_adapters(announced=False, same=same)
         self._remember()
-        changed = self.source.catch_up() or self._changed
+        changed = self._changed
+        if self.held_elsewhere or not isinstance(self.source, AliasedSource):
+            changed |= self.source.catch_up()
         self._changed = False
         return self.adapters.take_changed() or moved or changed
 

@@ -94,7 +94,11 @@ class RolloutEngine:
         """
         config = config or EngineConfig()
         model, tokenizer = load_model(path, config, tokenizer)
-        return cls(model, config=config, tokenizer=tokenizer)
+        engine = cls(model, config=config, tokenizer=tokenizer)
+        engine._binding.held_elsewhere = (
+            False  # or each request that finds the engine idle would read all weights first
+        )
+        return engine
 
     # -- generation ----------------------------------------------------------------------------------------------
 

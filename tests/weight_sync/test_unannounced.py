@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import adapted
@@ -13,6 +14,7 @@ from families import make_model
 from mirrored import step
 
 from stoker.rollout import EngineConfig, RolloutEngine
+from stoker.weight_sync.aliased_source import AliasedSource
 
 PROMPTS = adapted.PROMPTS[2:3]
 MIRROR = replace(adapted.CONFIG, dtype="float64")  # whose own weights do not change with the adapter's
@@ -112,3 +114,24 @@ def test_after_weights_from_elsewhere_and_the_models_own_again() -> None:
         check_noticed(engine, model, version=2)
         step(model)
         check_noticed(engine, model, version=3)
+
+
+def test_nobody_else_has_a_model_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights change when the engine is given others, and are not all read before each request."""
+    looks, checksums = [], AliasedSource.checksums
+    monkeypatch.setattr(AliasedSource, "checksums", lambda source: (looks.append(source), checksums(source))[1])
+    model, other = make_model("llama").eval(), make_model("llama", seed=5).eval()
+    model.save_pretrained(tmp_path)
+    with RolloutEngine.from_pretrained(tmp_path, tokenizer=None, config=adapted.CONFIG) as engine:
+        for expected, version in ((model, 0), (other, 1)):
+            check_noticed(engine, expected, version)
+            engine.submit(PROMPTS[0], adapted.GREEDY).result()
+            assert engine.generate_batch(PROMPTS, adapted.GREEDY)[0].cached_tokens
+            if version == 0:
+                engine.sleep()
+                engine.wake_up()
+                engine.update_weights(other.state_dict())
+    assert not looks
+    with RolloutEngine(model, config=adapted.CONFIG) as engine:
+        engine.submit(PROMPTS[0], adapted.GREEDY).result()
+    assert looks
