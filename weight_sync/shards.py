@@ -252,7 +252,8 @@ def read(model: nn.Module) -> Held:
         elif is_shard(tensor):
             _read_zero3(held, name, tensor)
         else:
-            _check_has_data(name, tensor)
+            if isinstance(tensor, nn.Parameter):
+                _check_has_data(name, tensor)
             held.add(name, tensor.shape, tensor.dtype)
             held.full[name] = tensor
     for path, module in modules:

@@ -185,8 +185,8 @@ def test_an_input_that_was_just_written(ops: str) -> None:
     table, slots = make_table([24], 64, {1: 4, 2: 7}, torch.float32), torch.tensor([1, 0, 2, 2], device=DEVICE)
     rows = AdapterRows(slots)
     for _ in range(3):
-        x, out = randn(4, 64), randn(4, 24)
         norm = randn(64), 1e-6
+        x, out = randn(4, 64), randn(4, 24)
         normed = OPS[ops].rms_norm(x, *norm)
         expected = dense(normed, out, table, slots)
         normed = OPS[ops].rms_norm(x, *norm)

@@ -41,13 +41,14 @@ Same = Callable[[Tensor], Tensor]
 
 
 def norms_and_activations(same: Same) -> list[Tensor]:
-    x = same(torch.randn(4, 64))
-    return [TRITON.rms_norm(x, torch.ones(64), 1e-6, residual=x), TRITON.act_mul(x, "silu")]
+    weight, x = torch.ones(64), same(torch.randn(4, 64))
+    return [TRITON.rms_norm(x, weight, 1e-6, residual=x), TRITON.act_mul(x, "silu")]
 
 
 def gates(same: Same) -> list[Tensor]:
+    weight, ones = torch.ones(32), torch.ones(2)
     x, a = same(torch.randn(4, 2, 32)), same(torch.randn(4, 2))
-    return [TRITON.gated_rms_norm(x, x, torch.ones(32), 1e-6), *TRITON.delta_gates(a, a, torch.ones(2), torch.ones(2))]
+    return [TRITON.gated_rms_norm(x, x, weight, 1e-6), *TRITON.delta_gates(a, a, ones, ones)]
 
 
 def weights(same: Same) -> list[Tensor]:
