@@ -48,6 +48,7 @@ _COMMAND = (sys.executable, "-P", "-m", "stoker.benchmarks.rollout")
 PEERS: dict[str, type[Peer]] = {
     p.name: p for p in (Generate, GenerateBatchAsCalled, GenerateBatchTuned, Vllm, LMDeploy)
 }
+PARTS = ("rollouts", "sweep", "profiles", "start_up", "sweep_fp8", "growth")
 
 
 @contextmanager
@@ -341,6 +342,7 @@ def answers(device: str) -> bool:
 def main() -> int:
     parser = command.flags(__doc__, "small workloads")
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="all, less those that take minutes on CUDA")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, about; what comes late is left out")
     parser.add_argument(
         "--resume", type=Path, help="go on with the run of this file, whose process has lost the device"
@@ -355,7 +357,7 @@ def main() -> int:
         peer_names = [name for name in PEERS if name not in slow]
 
     start = time.perf_counter()
-    written = command.Results("rollout", args, peers=peer_names, budget_s=str(args.budget))
+    written = command.Results("rollout", args, peers=peer_names, parts=args.parts or "all", budget_s=str(args.budget))
     written.found.update(rollouts=[], part_s=[], left_out=[], begun=0, seconds=0.0)
     if args.resume is not None:
         try:
@@ -370,6 +372,7 @@ def main() -> int:
         written.write()
 
     planned = parts(args.device, args.quick, args.only, peer_names, args.budget < math.inf, note)
+    planned = [part for part in planned if args.parts is None or part.key in args.parts]
     if {part.key for part in planned} <= {"growth"}:  # which is of no model of ``--only``
         return command.no_model(args)
     failed = args.resume is not None

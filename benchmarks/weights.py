@@ -30,7 +30,7 @@ from stoker.benchmarks import ceilings, command, weight_ranks
 from stoker.benchmarks.footprint import Peak, clear
 from stoker.benchmarks.gate import GateError
 from stoker.benchmarks.weight_ranks import CONFIG, WAIT_S, sums, train
-from stoker.benchmarks.workloads import LLAMA_1B, MEDIUM, QWEN_7B, SMALL, TOY, ModelSpec, dtype_of
+from stoker.benchmarks.workloads import LLAMA_1B, LLAMA_8B, MEDIUM, SMALL, TOY, ModelSpec, dtype_of
 from stoker.rollout import RolloutEngine
 from stoker.weight_sync import gather
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer
@@ -49,7 +49,7 @@ class Scenario:
 SCENARIOS = {
     ("cpu", False): [Scenario(spec=s, repeats=3, gather_memory=16 * 2**20) for s in (TOY, SMALL, MEDIUM)],
     ("cpu", True): [Scenario(spec=s, repeats=1, gather_memory=2**20) for s in (TOY, SMALL)],
-    ("cuda", False): [Scenario(spec=s, repeats=5) for s in (LLAMA_1B, QWEN_7B)],
+    ("cuda", False): [Scenario(spec=s, repeats=5) for s in (LLAMA_1B, LLAMA_8B)],
     ("cuda", True): [Scenario(spec=LLAMA_1B, repeats=3)],
 }
 
@@ -153,24 +153,16 @@ def sender(scenario: Scenario, device: str, dtype: torch.dtype, store: str, *, f
         connection.send("done")
 
 
-def of_one_dtype(
-    scenario: Scenario, device: str, bandwidth: float, folder: Path, found: dict[str, Any]
-) -> dict[str, Any]:
-    """Ways into the model's own tensors, which is what an engine of the model's dtype runs on.
-
-    found: has them before the other processes are told to end, which may go wrong where a way has failed.
-    """
-    dtype = dtype_of(device)
-    model = scenario.spec.build(device, dtype)
+def of_one_dtype(scenario: Scenario, device: str, bandwidth: float) -> dict[str, Any]:
+    """Ways into the model's own tensors, which is what an engine of the model's dtype runs on."""
+    model = scenario.spec.build(device, dtype_of(device))
     new = {name: -p for name, p in model.named_parameters()}
-    start = {
-        name: p.to("cpu", copy=True) for name, p in model.named_parameters()
-    }  # there are copies enough on the device
     size = sum(t.nbytes for t in new.values())
     train(model)
     expected = sums(model)  # and those of ``new``
-    file = folder / "new.safetensors"
-    save_file({name: t.contiguous() for name, t in new.items()}, file)
+
+    def change() -> None:
+        train(model)
 
     def arrived() -> bool:
         return sums(model) == expected
@@ -178,6 +170,36 @@ def of_one_dtype(
     def loaded() -> int:
         model.load_state_dict(new, strict=False)  # a tied head has no entry of its own
         return size
+
+    with RolloutEngine(model, config=CONFIG) as engine:
+        ways = {
+            "aliased": Way(prepare=change, update=lambda: pushed(engine), check=lambda: engine.verify_weights().ok),
+            "named tensors": Way(prepare=change, update=lambda: pushed(engine, new), check=arrived, traffic=2 * size),
+            "load_state_dict": Way(prepare=change, update=loaded, check=arrived, traffic=2 * size),
+        }
+        return race(ways, device, scenario.repeats, bandwidth)
+
+
+def of_elsewhere(
+    scenario: Scenario, device: str, bandwidth: float, folder: Path, found: dict[str, Any]
+) -> dict[str, Any]:
+    """As ``of_one_dtype``, from files and from other processes.
+
+    found: has them before the other processes are told to end, which may go wrong where a way has failed.
+    """
+    dtype = dtype_of(device)
+    model = scenario.spec.build(device, dtype)
+    start = {  # there are copies enough on the device
+        name: p.to("cpu", copy=True) for name, p in model.named_parameters()
+    }
+    size = sum(t.nbytes for t in start.values())
+    file = folder / "new.safetensors"
+    save_file({name: t.contiguous() for name, t in start.items()}, file)
+    expected = sums(model)
+
+    def change() -> None:
+        model.load_state_dict(start, strict=False)
+        train(model)
 
     with ExitStack() as stack:
         engine = stack.enter_context(RolloutEngine(model, config=CONFIG))
@@ -201,16 +223,15 @@ def of_one_dtype(
                 traffic=2 * size + (2 * sum(p.nbytes for p in lacking) if few else 0),
             )
 
-        def change() -> None:
-            train(model)
-
         ways = {
-            "aliased": Way(prepare=change, update=lambda: pushed(engine), check=lambda: engine.verify_weights().ok),
-            "named tensors": Way(prepare=change, update=lambda: pushed(engine, new), check=arrived, traffic=2 * size),
-            "file": Way(prepare=change, update=lambda: pushed(engine, file), check=arrived, traffic=2 * size),
+            "file": Way(
+                prepare=change,
+                update=lambda: pushed(engine, file),
+                check=lambda: sums(model) == expected,
+                traffic=2 * size,
+            ),
             "shared memory": from_process(""),
             "shared memory, one layer": from_process("", few=True),
-            "load_state_dict": Way(prepare=change, update=loaded, check=arrived, traffic=2 * size),
         }
         if device == "cpu":
             ways["broadcast"] = from_process(str(folder / "store"))
@@ -319,9 +340,10 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "of masters": lambda: of_masters(scenario, device, bandwidth),
             "of an adapter": lambda: of_adapter(scenario, device),
-            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth, Path(folder), ways),
+            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth),
             "rounded": lambda: of_rounded(scenario, device, bandwidth),
-            "of shards": lambda: of_shards(scenario, device, Path(folder)),  # last: each rank is a process to start
+            "of elsewhere": lambda: of_elsewhere(scenario, device, bandwidth, Path(folder), ways),
+            "of shards": lambda: of_shards(scenario, device, Path(folder)),  # each rank is a process to start, as above
         }
         broken: dict[str, str] = {}
         for name, part in parts.items():

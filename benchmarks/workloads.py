@@ -230,6 +230,24 @@ LLAMA_1B = ModelSpec(
         eos_token_id=None,
     ),
 )
+LLAMA_8B = ModelSpec(
+    name="llama-3.1-8b",
+    model_class=LlamaForCausalLM,
+    config=LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-5,
+        rope_parameters=LLAMA_1B.config.rope_parameters | {"factor": 8.0},
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+)
 HYBRID_2B = ModelSpec(
     name="qwen3.5-2b",
     model_class=Qwen3_5ForCausalLM,

@@ -172,16 +172,16 @@ def test_updates_from_where_they_can_be_had_are_timed_though_one_cannot(monkeypa
         raise RuntimeError("invalid device pointer")
 
     monkeypatch.setattr(weights, "of_one_dtype", fail)
-    for name in ("of_masters", "of_rounded", "of_shards"):
+    for name in ("of_masters", "of_rounded", "of_elsewhere", "of_shards"):
         way = weights.entry([1e-3], 0)
         monkeypatch.setattr(weights, name, lambda *_, name=name, way=way: {name: way})
     # One that its race has left out is no less a failure; one that cannot be had there is none.
     raced = {"live": {"skipped": "ValueError: gone", "failed": True}, "other": {"skipped": "peft is not installed"}}
     monkeypatch.setattr(weights, "of_adapter", lambda *_: raced)
     *_, found = weights.measure(weights.SCENARIOS["cpu", True][0], "cpu")
-    assert set(found["ways"]) == {"of_masters", "of_rounded", "of_shards", *raced}
+    assert set(found["ways"]) == {"of_masters", "of_rounded", "of_elsewhere", "of_shards", *raced}
     assert found["failed"] == ["live: ValueError: gone", "of one dtype: RuntimeError: invalid device pointer"]
-    assert weights.headline(found)["of_masters_ms"] == 1.0 and len(weights.table(found)) == 8
+    assert weights.headline(found)["of_masters_ms"] == 1.0 and len(weights.table(found)) == 9
 
 
 def test_a_way_that_fails_is_left_out_of_the_race() -> None:
