@@ -196,7 +196,7 @@ def _single_kernel(
     fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
     first = tl.program_id(0) * BLOCK_N if GATED is None else tl.program_id(0) * (BLOCK_N // 2)
     fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if NORM:
+    if NORM and tl.program_id(0) == 0:  # of all, or thousands of programs would ask for the same few lines
         fetch_part_ahead(norm_ptr, 0, depth, 2 * BLOCK_K, DEPENDENT)
     await_turn(DEPENDENT)
     if RESIDUAL:
@@ -274,7 +274,7 @@ def _skinny_kernel(
     fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
     first = tl.program_id(0) * BLOCK_N if GATED is None else tl.program_id(0) * (BLOCK_N // 2)
     fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if NORM:
+    if NORM and tl.program_id(0) == 0:  # of all, or thousands of programs would ask for the same few lines
         fetch_part_ahead(norm_ptr, 0, depth, 4 * BLOCK_K, DEPENDENT)
     await_turn(DEPENDENT)
     rows = tl.arange(0, 16)
