@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, streamed
-from stoker.kernels.lora import SHRINK_SHARED, lora
+from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, has_room_inside, streamed
+from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
+from stoker.kernels.lora_inside import columns_inside
 from stoker.kernels.norm_rotary import rms_norm
 from stoker.kernels.reference.fp8 import FP8
 from stoker.kernels.reference.lora import AdapterRows, LoraTable
@@ -37,10 +38,10 @@ _ERROR = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative to the largest 
 
 
 class _Found(NamedTuple):
-    """way: the fastest. cut: the fastest of a streamed weight, if there is one."""
+    """way: the fastest. cuts: of a streamed weight, the fastest first."""
 
     way: Callable[..., Tensor]
-    cut: Cut | None = None
+    cuts: Sequence[Cut] = ()
 
 
 class MeasuredLinear:
@@ -50,7 +51,7 @@ class MeasuredLinear:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], _Found] = {}
-        self._beside: dict[tuple[Any, ...], Cut | None] = {}  # a shrink of adapters, that is
+        self._with_adapters: dict[tuple[Any, ...], Callable[..., Tensor] | None] = {}
         self._arrived: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -84,22 +85,66 @@ class MeasuredLinear:
         table: LoraTable,
         rows: AdapterRows,
         *,
+        gated: Activation | None = None,
         residual: Tensor | None = None,
         in_place: bool = False,
         row_scales: Tensor | None = None,
     ) -> Tensor:
-        """The same where ``lora`` comes next, by what is the fastest with that: it may begin beside a streamed weight."""
-        options: dict[str, Any] = {"norm": None, "gated": None, "residual": residual, "scale": 1.0}
-        options["row_scales"] = row_scales
-        cut = None
+        """``lora`` of the projection, by what is the fastest: after it, begun beside a streamed weight, or inside the product of one."""
+        options: dict[str, Any] = {"residual": residual, "row_scales": row_scales}
+        way: Callable[..., Tensor] = partial(self._after, in_place=in_place)
         if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
-            cut = self._cut_beside(x, weight, bias, table, rows, options)
-        if cut is None:
-            return self(x, weight, bias, in_place=in_place, **options)
-        return self._leaving_room(cut, x, weight, bias, **options)
+            way = self._fastest_with_adapters(x, weight, bias, table, rows, gated, options) or way
+        return way(x, weight, bias, table, rows, gated, **options)
 
-    def _leaving_room(self, cut: Cut, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device), beside=SHRINK_SHARED, **options)
+    def _after(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: LoraTable,
+        rows: AdapterRows,
+        gated: Activation | None,
+        **options: Any,
+    ) -> Tensor:
+        return lora(x, self(x, weight, bias, **options), table, rows, gated, settled=True)
+
+    def _beside(
+        self,
+        cut: Cut,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: LoraTable,
+        rows: AdapterRows,
+        gated: Activation | None,
+        **options: Any,
+    ) -> Tensor:
+        out = self._streamed(cut, x, weight, bias, gated=None, **options)
+        return lora(x, out, table, rows, gated, settled=True)
+
+    def _inside(
+        self,
+        cut: Cut,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        table: LoraTable,
+        rows: AdapterRows,
+        gated: Activation | None,
+        **options: Any,
+    ) -> Tensor:
+        if not describable(x):
+            x = x.clone(memory_format=torch.contiguous_format)
+        adapters = inside(x, table, rows, cut.rows, self._arrived_on(x.device)[1])
+        if adapters is None:
+            raise ValueError("these adapters do not go inside a product")
+        return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
+
+    def _streamed(self, cut: Cut, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """With room for a shrink."""
+        settings: dict[str, Any] = {"norm": None, "scale": 1.0, "beside": SHRINK_SHARED}
+        return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -118,7 +163,7 @@ class MeasuredLinear:
         step = _STEP if x.shape[0] <= MOST_ROWS else MOST_ROWS
         rows = -(-x.shape[0] // step) * step
         given = {"bias": bias, **options}
-        what = [name for name in ("bias", "norm", "gated", "residual", "row_scales") if given[name] is not None]
+        what = [n for n in ("bias", "norm", "gated", "residual", "row_scales") if given.get(n) is not None]
         name = ", ".join([f"{rows} x {weight.shape[0]} x {weight.shape[1]}", *what])
         return (rows, weight.shape, *what, x.dtype, describable(weight)), name
 
@@ -132,7 +177,7 @@ class MeasuredLinear:
 
     def _measured(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> tuple[str, _Found]:
         ways: dict[str, Callable[..., Tensor]] = {"torch": by_torch}
-        cut = None
+        in_order: list[Cut] = []
         try:
             cuts = self._cuts(x, weight, options["gated"] is not None)
             ways |= self._others(x, cuts)
@@ -141,50 +186,54 @@ class MeasuredLinear:
             if options["residual"] is not None:  # in whose place it mostly puts the sum, which saves it a copy
                 calls["torch"] = partial(calls["torch"], residual=options["residual"].clone(), in_place=True)
             order, found = by_time(calls, "torch", expected, weight)
-            best, cut = order[0], next((cuts[name] for name in order if name in cuts), None)
+            best, in_order = order[0], [cuts[name] for name in order if name in cuts]
         except Exception as error:  # whatever the compiler, the driver or the allocator says
             size = list(weight.shape)
             _log.warning("torch multiplies %s rows by %s, as nothing could be measured: %s", x.shape[0], size, error)
             best = found = "torch"
-        return found, _Found(ways[best], cut)
+        return found, _Found(ways[best], in_order)
 
-    def _cut_beside(
+    def _fastest_with_adapters(
         self,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         table: LoraTable,
         rows: AdapterRows,
+        gated: Activation | None,
         options: dict[str, Any],
-    ) -> Cut | None:
-        """How to stream the weight where that and the shrink beside it take less time than the fastest product and the shrink after
-        it: of those adapters that there are, each in as many rows."""
-        key, name = self._what(x, weight, bias, options)
+    ) -> Callable[..., Tensor] | None:
+        """A streamed product with the shrink beside it, or with all of them inside, where that takes less time than the fastest
+        product and they after it: of those adapters that there are, each in as many rows. None: they come after."""
+        key, name = self._what(x, weight, bias, options | {"gated": gated})
         key = *key, *table.widths, table.traits
-        if key in self._beside:
-            return self._beside[key]
+        if key in self._with_adapters:
+            return self._with_adapters[key]
         if is_capturing(x.device) or table.empty:
             return None
         slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
         of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
-
-        def adapted(multiply: Callable[..., Tensor], **others: Any) -> Tensor:
-            return lora(x, multiply(x, weight, bias, **options | others), table, of_all, settled=True)
-
-        cut, order = None, [""]
+        ways: dict[str, Callable[..., Tensor]] = {"after": self._after}
+        order = ["after"]
         try:
-            expected = adapted(self)
-            calls = {"after": partial(adapted, self)}
+            cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
+            if cuts:
+                ways["beside"] = partial(self._beside, cuts[0])
+            if gated is not None:
+                cuts = list(self._cuts(x, weight, True).values())
+            fits = [cut for cut in cuts if has_room_inside(x.shape[0], cut, gated is not None)]
+            if fits and columns_inside(table, padded_rank(table), fits[0].rows, x.dtype):
+                ways["inside"] = partial(self._inside, fits[0])
+            calls = {way: partial(ways[way], x, weight, bias, table, of_all, gated, **options) for way in ways}
+            expected = calls["after"]()
             if (residual := options["residual"]) is not None:  # as in ``_measured``
-                calls["after"] = partial(adapted, self, residual=residual.clone(), in_place=True)
-            if (cut := self._fastest(x, weight, bias, options).cut) is not None:
-                calls["beside"] = partial(adapted, partial(self._leaving_room, cut))
+                calls["after"] = partial(calls["after"], residual=residual.clone(), in_place=True)
             order, self.chosen[f"{name}, adapters"] = by_time(calls, "after", expected, weight)
         except Exception as error:
             size = list(weight.shape)
             _log.warning("%s rows of %s are not measured with adapters: %s", x.shape[0], size, error)
-        self._beside[key] = cut if order[0] == "beside" else None
-        return self._beside[key]
+        self._with_adapters[key] = None if order[0] == "after" else ways[order[0]]
+        return self._with_adapters[key]
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):
@@ -198,7 +247,7 @@ class MeasuredLinear:
         """The ways to multiply other than torch's, by name."""
         if x.shape[0] > MOST_ROWS:
             return {"in tiles": in_tiles}
-        arrived = self._arrived_on(x.device)
+        arrived, _ = self._arrived_on(x.device)
         others: dict[str, Callable[..., Tensor]] = {
             name: partial(streamed, cut=cut, arrived=arrived) for name, cut in cuts.items()
         }
@@ -206,11 +255,15 @@ class MeasuredLinear:
             others["skinny"] = skinny
         return others
 
-    def _arrived_on(self, device: torch.device) -> Tensor:
-        if device not in self._arrived:  # of fewer tiles, where there are several splits
+    def _arrived_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Zeros to count splits by: of a product, of whose tiles there are fewer where there are several splits; and of a shrink."""
+        if device not in self._arrived:
             processors = launch.multiprocessors(device)
-            self._arrived[device] = torch.zeros(processors, dtype=torch.int32, device=device)
-        return self._arrived[device]
+            self._arrived[device] = torch.zeros(processors + MOST_ARRIVALS, dtype=torch.int32, device=device)
+        of_products, of_shrinks = self._arrived[device].split(
+            [len(self._arrived[device]) - MOST_ARRIVALS, MOST_ARRIVALS]
+        )
+        return of_products, of_shrinks
 
 
 def by_time(

@@ -6,6 +6,9 @@ All programs run at once where they can, and where less than half of the multipr
 among several: a split costs the others' waiting for the slowest, and the reading of all their sums, so there are no more than
 that takes. Each leaves its sum in memory (L2, in truth), and the last to come adds them up in order, so that the result does
 not depend on who that was (split-K; the order is that of Osama et al., "Stream-K", 2023).
+
+With adapters inside (``lora_inside``) the kernel before is their shrink of x, beside which the weight is read: x was there
+before that, and the product waits for its turn where it wants what the shrink gives, before it writes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -23,7 +26,16 @@ from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.linear import fetch_scales_and_bias, store_rows, with_scales_and_bias
+from stoker.kernels.lora_inside import (
+    Inside,
+    b_in_columns,
+    linear_of_tile,
+    plus_adapters,
+    plus_product,
+    settings_inside,
+)
 from stoker.kernels.norm_rotary import act_times, rms_norm
+from stoker.kernels.reference.lora import POINTER_FIELDS
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
@@ -47,14 +59,6 @@ class Cut(NamedTuple):
     rooms: int
 
 
-@triton.jit
-def _plus_product(total, x, weight, LEFT: tl.constexpr):
-    """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
-    weight = as_dtype(weight, x.dtype)
-    left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
-    return tl.dot(left, right, total, input_precision="ieee")
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _streamed_kernel(
     x,
@@ -66,6 +70,11 @@ def _streamed_kernel(
     row_scales_ptr,
     partial_ptr,
     arrived_ptr,
+    hidden,
+    hidden_ptr,
+    slots_ptr,
+    pointers_ptr,
+    columns_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -73,6 +82,7 @@ def _streamed_kernel(
     width,
     depth,
     split_depth,
+    entries,
     scale,
     COPIED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -86,6 +96,12 @@ def _streamed_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    LINEARS: tl.constexpr,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     """One split of ``BLOCK_N`` columns of the outputs, for all tokens. x, weight: [T, D] and [N, D], with COPIED descriptors
     of these, by which the chip copies tiles; else threads ask for them, 16 bytes at a time.
@@ -93,6 +109,7 @@ def _streamed_kernel(
     AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
+    hidden, slots, pointers, columns: of ``Inside`` and its table, if a split adds ADDED columns of that.
     """
     full_width = width if GATED is None else 2 * width
     if not COPIED:
@@ -104,19 +121,43 @@ def _streamed_kernel(
     total = tl.zeros((BLOCK_N, BLOCK_M) if LEFT else (BLOCK_M, BLOCK_N), tl.float32)
     up = total
     its_rows = first + tl.arange(0, BLOCK_N)
-    fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
-    if GATED is not None:
-        fetch_ahead(weight_ptr + begin, width + its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
-    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    await_turn(DEPENDENT)
     rows = tl.arange(0, BLOCK_M)
+    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
+    if not ADDED:
+        fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
+        if GATED is not None:
+            fetch_ahead(
+                weight_ptr + begin, width + its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT
+            )
+        await_turn(DEPENDENT)
     if RESIDUAL:  # which is wanted last, and which the weights of some kernels have driven from cache
         fetch_ahead(residual_ptr + first, rows, residual_stride, tokens, width - first, BLOCK_N, DEPENDENT)
     for at in range(begin, min(begin + split_depth, depth), BLOCK_K):
         some = x.load([0, at])
-        total = _plus_product(total, some, weight.load([first, at]), LEFT)
+        total = plus_product(total, some, as_dtype(weight.load([first, at]), some.dtype), LEFT)
         if GATED is not None:
-            up = _plus_product(up, some, weight.load([width + first, at]), LEFT)
+            up = plus_product(up, some, as_dtype(weight.load([width + first, at]), some.dtype), LEFT)
+    if ADDED:
+        if not COPIED:
+            hidden = tl.make_tensor_descriptor(hidden_ptr, [LINEARS * tokens, COLUMNS], [COLUMNS, 1], [BLOCK_M, ADDED])
+        linear, first_tile = linear_of_tile(tile, columns_ptr, LINEARS if GATED is None else 1)
+        its_columns = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+        table_ptr = pointers_ptr + linear * entries * FIELDS
+        column = split * ADDED
+        b = b_in_columns(column, its_columns, table_ptr, entries, FIELDS, DTYPE, RANK, ADDED)
+        if GATED is not None:
+            up_table_ptr = table_ptr + entries * FIELDS
+            up_b = b_in_columns(column, its_columns, up_table_ptr, entries, FIELDS, DTYPE, RANK, ADDED)
+        await_turn(DEPENDENT)
+        total = plus_adapters(
+            total, b, hidden.load([linear * tokens, column]), rows, linear, column, its_columns, tokens, table_ptr, entries,
+            slots_ptr, hidden_ptr, FIELDS, DTYPE, RANK, COLUMNS, ADDED, LEFT,
+        )  # fmt: skip
+        if GATED is not None:
+            up = plus_adapters(
+                up, up_b, hidden.load([tokens, column]), rows, 1, column, its_columns, tokens, up_table_ptr, entries,
+                slots_ptr, hidden_ptr, FIELDS, DTYPE, RANK, COLUMNS, ADDED, LEFT,
+            )  # fmt: skip
     if LEFT:
         total = tl.trans(total)
         up = tl.trans(up)
@@ -210,6 +251,11 @@ def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
     return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
 
 
+def has_room_inside(tokens: int, cut: Cut, gated: bool) -> bool:
+    """Whether a program has registers for what it adds of adapters: B of a gate and of its up beside the sums of both."""
+    return cut.rows <= 64 and not (gated and cut.rows * _block_m(tokens) > 2**12)
+
+
 def streamed(
     x: Tensor,
     weight: Tensor,
@@ -223,12 +269,15 @@ def streamed(
     arrived: Tensor,
     row_scales: Tensor | None = None,
     beside: int = 0,
+    inside: Inside | None = None,
 ) -> Tensor:
     """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
     cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
-    beside: bytes of a multiprocessor's shared memory that are left to the kernel after this one.
+    beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
+    inside: what adapters add, of the same x: the last launch was their shrink.
     """
+    assert inside is None or (norm is None and describable(x)), "x was made by the last launch"
     if norm is not None:  # for every tile again it would be more work than the product
         x = rms_norm(x, *norm)
     if not describable(x):
@@ -247,6 +296,8 @@ def streamed(
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
     copied = launch.copies_tiles(x.device)
+    of_adapters = settings_inside(inside, splits)
+    slots, hidden = (x, x) if inside is None else (inside.slots, inside.hidden.flatten(0, 1))
     _streamed_kernel[splits, tiles](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
@@ -257,6 +308,11 @@ def streamed(
         x if row_scales is None else row_scales,
         partial,
         arrived,
+        TensorDescriptor.from_tensor(hidden, [block_m, of_adapters["ADDED"] or block_k]) if copied else hidden,
+        hidden,
+        slots,
+        x if inside is None else inside.table.pointers,
+        x if inside is None else inside.table.columns(cut.rows),
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
@@ -264,6 +320,7 @@ def streamed(
         width,
         depth,
         split_depth,
+        0 if inside is None else inside.table.entries,
         scale,
         COPIED=copied,
         BIAS=bias is not None,
@@ -276,6 +333,8 @@ def streamed(
         BLOCK_N=cut.rows,
         BLOCK_K=block_k,
         AHEAD=fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth),
+        FIELDS=POINTER_FIELDS,
+        **of_adapters,
         num_warps=4,
         num_stages=stages,
         **launch.options(x.device),

@@ -21,6 +21,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
 from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
+from stoker.kernels.lora_inside import Inside, columns_inside, shrink_into_columns_kernel, splits_inside
 from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel, tiles_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -29,6 +30,7 @@ from stoker.kernels.reference.norm_rotary import Activation
 # Bytes of shared memory that a program of the shrink of few tokens takes, with what CUDA takes of each: so many are to be left where
 # it is to begin beside another kernel. Of ranks above 32 it takes 62 KiB, and begins where none of the other's programs is.
 SHRINK_SHARED = 36 * 1024
+MOST_ARRIVALS = 1024
 _FEW = 1024  # tokens, which are low tiles; more are tall ones
 _FEW_PAIRS = 256  # of a token and an expert
 _MOST_SPLITS = 256  # of one rank
@@ -112,6 +114,52 @@ def lora(
     return out if gated is None else act_mul(out, gated)
 
 
+def inside(x: Tensor, table: LoraTable, rows: AdapterRows, block_n: int, arrived: Tensor) -> Inside | None:
+    """The shrink of x, for a product by tiles of ``block_n`` columns that adds the rest itself; None where that cannot be.
+
+    x: [T, D], some dozens of rows. arrived: int32 zeros, ``MOST_ARRIVALS`` of them, of nobody else while this runs.
+    """
+    tokens, depth = x.shape
+    rank, linears = padded_rank(table), len(table.widths)
+    columns = columns_inside(table, rank, block_n, x.dtype)
+    if not columns:
+        return None
+    table.columns(block_n)  # as in ``lora``
+    behind, tiles = table.is_behind, Tiles.of(rows, table, False)
+    splits, programs = splits_inside(depth), len(tiles.slots)
+    if programs * linears > MOST_ARRIVALS:
+        return None
+    block_k, warps, stages = _blocks_of_shrink(table, tiles, rank, triton.cdiv(depth, splits), deterministic=False)
+    hidden = torch.empty(linears, tokens, columns, dtype=x.dtype, device=x.device)
+    sums = programs * linears * splits * tiles.height * rank if splits > 1 else 0
+    shrink_into_columns_kernel[(programs, linears, splits)](
+        x,
+        tiles.rows,
+        tiles.slots,
+        table.pointers,
+        torch.empty(sums, dtype=torch.float32, device=x.device),
+        arrived,
+        hidden,
+        x.stride(0),
+        tokens,
+        depth,
+        triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k,
+        table.entries,
+        FIELDS=POINTER_FIELDS,
+        DTYPE=launch.TYPES[table.dtype],
+        SPLITS=splits,
+        COLUMNS=columns,
+        RANK=rank,
+        BLOCK_T=tiles.height,
+        BLOCK_K=block_k,
+        WARPS=warps,
+        num_warps=4,
+        num_stages=stages,
+        **launch.options(x.device, early=not (tiles.fresh or behind)),
+    )
+    return Inside(table, rows.slots, hidden, rank)
+
+
 def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, deterministic: bool) -> Tensor:
     """fp32 [splits, linears, T, padded rank], of which nothing above a token's rank is written. x: [T, D]."""
     tokens, depth = x.shape
@@ -119,9 +167,9 @@ def _shrink(x: Tensor, table: LoraTable, tiles: Tiles, *, settled: bool, determi
     splits, behind = _splits(tokens, depth, rank, deterministic), table.is_behind
     wide = table.dtype == torch.float32  # with strides, 64 ranks of it are more than there are registers
     block_r = min(rank, 32 if wide and table.strided else 64)
-    block_k, warps, stages = 64 if wide else 128, 1, 4
-    if not (wide or deterministic) and tiles.height == 16 and block_r <= 32:
-        block_k, warps, stages = _block_at_once(triton.cdiv(depth, splits), block_r), 4, 2
+    block_k, warps, stages = _blocks_of_shrink(
+        table, tiles, block_r, triton.cdiv(depth, splits), deterministic=deterministic
+    )
     span = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
     hidden = torch.empty(splits, linears, tokens, rank, dtype=torch.float32, device=x.device)
     shrink_kernel[(tiles.programs, linears * (rank // block_r), splits)](
@@ -182,6 +230,16 @@ def _splits(tokens: int, depth: int, rank: int, deterministic: bool) -> int:
     while splits < most and depth >= 2 * splits * _LEAST_SPAN:
         splits *= 2
     return splits
+
+
+def _blocks_of_shrink(
+    table: LoraTable, tiles: Tiles, ranks: int, span: int, *, deterministic: bool
+) -> tuple[int, int, int]:
+    """How much of a span a program reads at once, by how many warps of which each multiplies a part, and in how many stages."""
+    wide = table.dtype == torch.float32
+    if wide or deterministic or tiles.height != 16 or ranks > 32:
+        return 64 if wide else 128, 1, 4
+    return _block_at_once(span, ranks), 4, 2
 
 
 def _block_at_once(span: int, ranks: int) -> int:

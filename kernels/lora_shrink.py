@@ -68,7 +68,7 @@ def matrix_of(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _shrunk(
+def shrunk(
     x_ptr,
     x_stride,
     rows,
@@ -176,7 +176,7 @@ def shrink_kernel(
         if not SETTLED:
             await_turn(DEPENDENT)
         if used:
-            total = _shrunk(
+            total = shrunk(
                 x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth, DTYPE, PRECISION, STRIDED,
                 BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
             )  # fmt: skip
@@ -195,7 +195,7 @@ def shrink_kernel(
             rank, a_ptr = rank_of(entry, ALIGNED), matrix_of(entry, DTYPE, ALIGNED)
             if first_rank < rank:
                 mine = slots == slot
-                total = _shrunk(
+                total = shrunk(
                     x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, last, depth, DTYPE, PRECISION, STRIDED,
                     BLOCK_T, BLOCK_R, BLOCK_K, WARPS,
                 )  # fmt: skip

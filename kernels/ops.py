@@ -107,7 +107,7 @@ class Ops:
     recurrent_workspace: Callable[..., int] | None = None
     # The dtypes in which ``lora`` takes an adapter's matrices; None: any.
     adapter_dtypes: frozenset[torch.dtype] | None = None
-    # ``linear`` where ``lora`` comes next, of (x, weight, bias, table, rows) and what else it takes: as fast as both can be.
+    # ``lora`` of ``linear``, of (x, weight, bias, table, rows) and what else both take, as fast as they can be together.
     adapted_linear: Callable[..., Tensor] | None = None
     # What was measured so far: by rows, weight and what else the operation does, the ways to multiply and their times, the
     # one that is taken first.

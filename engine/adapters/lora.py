@@ -74,12 +74,20 @@ class Adapted:
         self._active = [table for table in self.tables if not table.empty]
         return tuple(t.traits for t in self.tables)
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: AdapterRows, **options: Any) -> Tensor:
-        """``Ops.linear`` of these linears, which ``apply`` is to change."""
+    def project(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: AdapterRows,
+        gated: Activation | None,
+        **options: Any,
+    ) -> Tensor:
+        """``apply`` to ``Ops.linear`` of these linears."""
         ops = self.layers.ops
-        if ops.adapted_linear is None:
-            return ops.linear(x, weight, bias, **options)
-        return ops.adapted_linear(x, weight, bias, self._active[0], rows, **options)
+        if ops.adapted_linear is not None and len(self._active) == 1:
+            return ops.adapted_linear(x, weight, bias, self._active[0], rows, gated=gated, **options)
+        return self.apply(x, ops.linear(x, weight, bias, **options), rows, gated, settled=True)
 
     def apply(
         self, x: Tensor, out: Tensor, rows: AdapterRows, gated: Activation | None = None, *, settled: bool = False

@@ -61,14 +61,14 @@ class Linears:
         if self.weight is not None:
             assert rows is not None
             options = {"residual": onto, "in_place": onto is not None, "row_scales": self.row_scales}
-            out = self.lora.multiply(x, self.weight, self.bias, rows, **options)
+            out = self.lora.project(x, self.weight, self.bias, rows, gated, **options)
         else:
             onto = None
             out = torch.cat([self.ops.linear(x, matrix_of(m), m.bias) for m in self.linears], dim=-1)
-        if rows is not None:
-            out = self.lora.apply(x, out, rows, gated, settled=True)
-        elif gated is not None:
-            out = self.ops.act_mul(out, gated)
+            if rows is not None:
+                out = self.lora.apply(x, out, rows, gated, settled=True)
+            elif gated is not None:
+                out = self.ops.act_mul(out, gated)
         if residual is None or onto is not None:
             return out
         if scale != 1.0:  # and rounded, as by the operation: a row's bits are to be those without adapters

@@ -268,6 +268,7 @@ class LoraTable:
     max_rank: int = 0
     strided: bool = False  # whether any matrix does not lie row after row
     aligned: bool = True  # whether 16 bytes at a time can be read of all matrices that do
+    only_matrices: bool = True  # whether no slot ever had a gain or a shift
     _columns: dict[int, tuple[list[int], Tensor]] = field(default_factory=dict)  # with the addresses of biases
 
     def __post_init__(self) -> None:
@@ -306,6 +307,7 @@ class LoraTable:
             self.max_rank = max(self.max_rank, rank)
             self.strided |= strided
             self.aligned &= aligned
+            self.only_matrices &= weights.gain is None and weights.shift is None
         start = linear * self.entries * _ROW.size + (slot - 1) * nbytes + _ROW.size
         place = self.rows_on_host[start : start + nbytes]
         if place != packed:
@@ -342,7 +344,7 @@ class LoraTable:
     @property
     def traits(self) -> tuple[object, ...]:
         """What a captured step knows of the table. All but the last can only change once, or grow."""
-        return self.max_rank, self.strided, self.aligned, self.dtype, self.empty
+        return self.max_rank, self.strided, self.aligned, self.only_matrices, self.dtype, self.empty
 
     @property
     def empty(self) -> bool:

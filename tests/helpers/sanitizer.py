@@ -45,7 +45,15 @@ SLOTS = {
 }
 
 # Kernels that are given addresses of tensors.
-BY_ADDRESS = {"_checksums_kernel", "look_up_kernel", "shrink_kernel", "expand_kernel", "expand_gated_kernel"}
+BY_ADDRESS = {
+    "_checksums_kernel",
+    "look_up_kernel",
+    "shrink_kernel",
+    "expand_kernel",
+    "expand_gated_kernel",
+    "shrink_into_columns_kernel",
+    "_streamed_kernel",  # with adapters inside
+}
 
 
 class Launch:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from linears import make_linear, pretend_times
 from lora_oracle import NUM_SLOTS, dense, make_table
 from torch import Tensor
@@ -21,23 +22,25 @@ from triton_oracle import (
     unwritten_is_nan,  # noqa: F401
 )
 
-from stoker.kernels import linear_measured
+from stoker.kernels import launch, linear_measured
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import Cut, streamed
 from stoker.kernels.lora import SHRINK_SHARED, lora
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
-from stoker.kernels.reference.norm_rotary import Norm
+from stoker.kernels.reference.norm_rotary import Activation, Norm
 from stoker.kernels.triton_ops import TRITON, measured
 
 RANKS = {1: 4, 2: 16, 4: 33}
+FIT = {1: 8, 2: 16, 4: 32}  # inside of products
 
 
-def expected(arguments: dict[str, Any], table: LoraTable, slots: Tensor) -> Tensor:
+def expected(arguments: dict[str, Any], table: LoraTable, slots: Tensor, gated: Activation | None = None) -> Tensor:
     """In fp64: the adapters come after the projection, and here after the residual."""
     x, bias, residual = (None if t is None else t.double() for t in (arguments[n] for n in ("x", "bias", "residual")))
     assert x is not None
     out = F.linear(x, arguments["weight"].double(), bias)
-    return dense(x, out if residual is None else out + residual, table, slots)
+    out = dense(x, out if residual is None else out + residual, table, slots)
+    return out if gated is None else F.silu(out[:, : out.shape[1] // 2]) * out[:, out.shape[1] // 2 :]
 
 
 @pytest.fixture
@@ -49,46 +52,63 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return times
 
 
-@pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What each streamed product that runs leaves of shared memory."""
-    rooms: list[int] = []
+class Streamed(NamedTuple):
+    room: int  # of shared memory that it leaves
+    inside: bool  # with adapters
 
-    def counted(*arguments: Any, beside: int = 0, **options: Any) -> Tensor:
-        rooms.append(beside)
-        return streamed(*arguments, beside=beside, **options)
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[Streamed]:
+    """The streamed products that run."""
+    products: list[Streamed] = []
+
+    def counted(*arguments: Any, beside: int = 0, inside: Any = None, **options: Any) -> Tensor:
+        products.append(Streamed(beside, inside is not None))
+        return streamed(*arguments, beside=beside, inside=inside, **options)
 
     monkeypatch.setattr(linear_measured, "streamed", counted)
-    return rooms
+    return products
 
 
-def both(linear: MeasuredLinear, arguments: dict[str, Any], table: LoraTable, slots: Tensor) -> Tensor:
+def adapted(
+    linear: MeasuredLinear,
+    arguments: dict[str, Any],
+    table: LoraTable,
+    slots: Tensor,
+    gated: Activation | None = None,
+) -> Tensor:
     """The projection, and what adapters do to it."""
-    x, weight, bias = (arguments[name] for name in ("x", "weight", "bias"))
-    rows = AdapterRows(slots)
-    return lora(
-        x, linear.adapted(x, weight, bias, table, rows, residual=arguments["residual"]), table, rows, settled=True
-    )
+    x, weight, bias, residual = (arguments[name] for name in ("x", "weight", "bias", "residual"))
+    return linear.adapted(x, weight, bias, table, AdapterRows(slots), gated=gated, residual=residual)
 
 
 def run(
-    linear: MeasuredLinear, table: LoraTable, tokens: int = 20, options: str = "r", dtype: torch.dtype = torch.float32
+    linear: MeasuredLinear,
+    table: LoraTable,
+    tokens: int = 20,
+    options: str = "r",
+    dtype: torch.dtype = torch.float32,
+    depth: int = 304,
+    gated: Activation | None = None,
 ) -> None:
     """The projections of a table's linears, with adapters of it, which are right."""
-    arguments = make_linear(tokens, sum(table.widths), 304, options, dtype)
+    arguments = make_linear(tokens, sum(table.widths), depth, options, dtype)
     slots = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1)
-    assert_close(both(linear, arguments, table, slots), expected(arguments, table, slots), dtype)
+    assert_close(adapted(linear, arguments, table, slots, gated), expected(arguments, table, slots, gated), dtype)
 
 
 def table_of(*widths: int, **options: Any) -> LoraTable:
-    return make_table(widths or (64,), 304, RANKS, options.pop("dtype", torch.float32), **options)
+    ranks, depth = options.pop("ranks", RANKS), options.pop("depth", 304)
+    return make_table(widths or (64,), depth, ranks, options.pop("dtype", torch.float32), **options)
 
 
-def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], rooms: list[int]) -> None:
+def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], products: list[Streamed]) -> None:
+    times["beside"] = 3.0
     half: dict[str, Any] = {"dtype": torch.float16}
     for table, given in (
         (table_of(), {}),
         (table_of(64, 40), {"options": "b"}),
+        (table_of(64, 64), {"options": "", "gated": "silu"}),
         (table_of(64, 128), {"tokens": 128}),
         (table_of(gains=(1,), shifts=(2,), biased=True), {}),
         (table_of(columns=True), {}),
@@ -96,86 +116,181 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], rooms:
         (table_of(), half),
     ):
         run(MeasuredLinear(), table, **given)
-        assert rooms[-1] == SHRINK_SHARED
-    rooms.clear()
+        assert products[-1] == (SHRINK_SHARED, False)
+    products.clear()
     run(MeasuredLinear(), table_of(), tokens=4)
     run(MeasuredLinear(), table_of(), tokens=129)
     run(MeasuredLinear(), LoraTable((64,), [None], NUM_SLOTS, DEVICE))
-    assert SHRINK_SHARED not in rooms
+    assert not any(product.room for product in products)
 
 
-def test_it_does_where_both_take_less_time_so(
-    times: dict[str, float], rooms: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("copied", [True, False])
+def test_adapters_inside_a_product(
+    copied: bool, times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the shrink's depth has several splits, or the product's, which share the columns; of few rows; of one slot; and
+    on a chip whose threads ask for tiles."""
+    if not copied:
+        monkeypatch.setattr(launch, "copies_tiles", lambda device: False)
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=DEVICE))
+    times["inside"] = 1.0
+    half: dict[str, Any] = {"dtype": torch.float16}
+    tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
+        (table_of(ranks=FIT), {}),
+        (table_of(64, 128, ranks=FIT), {"options": "b"}),
+        (table_of(64, 64, 32, ranks=FIT, depth=2600), {"options": "", "tokens": 50, "depth": 2600}),
+        (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
+        (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
+        (table_of(64, ranks=FIT, depth=4200), {"tokens": 100, "depth": 4200}),
+        (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
+        (table_of(ranks=FIT, **half), half),
+    )
+    for table, given in tables[:: 1 if copied else 3]:
+        linear = MeasuredLinear()
+        run(linear, table, **given)
+        run(linear, table, **given)
+        wanted = table.num_slots * table.max_rank <= 256
+        assert products[-1].inside == wanted and not linear._arrived[torch.device(DEVICE)].any()
+
+
+def test_what_does_not_go_inside(times: dict[str, float], products: list[Streamed]) -> None:
+    """Gains and shifts, matrices that lie in columns, or of another dtype, too many ranks, tiles that are of two linears."""
+    times["inside"] = 1.0
+    for table, given in (
+        (table_of(ranks=FIT, gains=(1,)), {}),
+        (table_of(ranks=FIT, shifts=(2,)), {}),
+        (table_of(ranks=FIT, columns=True), {}),
+        (table_of(ranks=FIT), {"dtype": torch.float16}),
+        (table_of(ranks={1: 12}), {}),
+        (table_of(ranks={1: 128}), {}),
+        (table_of(ranks={1: 8, 17: 16}), {}),
+        (table_of(40, 72, ranks=FIT), {"options": ""}),
+    ):
+        run(MeasuredLinear(), table, **given)
+    assert products and not any(product.inside for product in products)
+
+
+def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dict[str, float]) -> None:
+    times["inside"] = 1.0
+    for value in (float("nan"), float("inf")):
+        for matrix in ("a", "b"):
+            for tokens, widths, gated in ((20, (64,), None), (70, (64,), None), (40, (32, 32), "silu")):
+                table, linear = table_of(*widths, ranks=FIT), MeasuredLinear()
+                arguments = make_linear(tokens, sum(widths), 304, "", torch.float32)
+                slots = torch.arange(tokens, device=DEVICE) % (NUM_SLOTS + 1)
+                before = adapted(linear, arguments, table, slots, gated)
+                weights = table.entry(0, 2)
+                assert weights is not None
+                getattr(weights, matrix)[3, 5] = value
+                found = adapted(linear, arguments, table, slots, gated)
+                own = slots == 2
+                assert not found[own].isfinite().all(1).any()
+                assert torch.equal(found[~own], before[~own]) or (found - before)[~own].abs().max() < 1e-4
+
+
+def test_what_is_measured_with_adapters(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the cut that is the fastest without adapters. Measured once, and again for adapters of a higher rank."""
     cuts = [Cut(32, 1, 1), Cut(64, 1, 1)]  # on any device
     monkeypatch.setattr(linear_measured, "cuts_to_try", lambda *_, **__: cuts)
     few, many = ("streamed, 32 rows in 1 splits", "streamed, 64 rows in 1 splits")
-    for after, beside, of_few, of_many, wanted in ((5, 6, 1, 2, None), (5, 4, 8, 9, 32), (5, 4, 3, 2, 64)):
-        times.update({"after": after, few: of_few, many: of_many, "streamed": 20.0, "beside": beside})
-        linear, arguments, table = MeasuredLinear(), make_linear(40, 128, 304, "", torch.float32), table_of(128)
+    for taken, of_few, of_many, wanted in (
+        ({"after": 5, "beside": 6, "inside": 7}, 1, 2, None),
+        ({"after": 5, "beside": 4, "inside": 6}, 8, 9, 32),
+        ({"after": 5, "beside": 4, "inside": 6}, 3, 2, 64),
+        ({"after": 5, "beside": 4, "inside": 3}, 3, 2, 64),
+    ):
+        times.update({few: of_few, many: of_many, "streamed": 20.0, **taken})
+        linear, arguments = MeasuredLinear(), make_linear(40, 128, 304, "", torch.float32)
+        table = table_of(128, ranks=FIT)
         slots = torch.zeros(40, dtype=torch.long, device=DEVICE)  # as a step is captured with
-        call = partial(linear.adapted, arguments["x"], arguments["weight"], None, table, AdapterRows(slots))
+        call = partial(adapted, linear, arguments, table, slots)
         call()
-        assert [cut and cut.rows for cut in linear._beside.values()] == [wanted]
-        both = [f"beside {beside:.1f} us", f"after {after:.1f} us"]
-        assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(both if wanted else both[::-1])
-        del rooms[:]
-        times["beside"] = 0.0 if wanted is None else 99.0
+        (way,) = linear._with_adapters.values()
+        assert (way and way.args[0].rows) == wanted  # type: ignore[attr-defined]
+        order = sorted(taken, key=lambda name: taken[name])
+        assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
+        products.clear()
+        times["beside"] = times["inside"] = 0.0 if wanted is None else 99.0
         call()
-        assert rooms == [SHRINK_SHARED if wanted else 0], "as was measured"
+        as_measured = [Streamed(SHRINK_SHARED if wanted else 0, order[0] == "inside")]
+        assert products == as_measured
         table.put(0, 5, LoraWeights(randn(40, 304), randn(128, 40), 1.0))
         call()
-        assert len(linear._beside) == 2
-        del rooms[:]
+        assert len(linear._with_adapters) == 2
+        products.clear()
         call()
-        assert (SHRINK_SHARED in rooms) == (wanted is None)
+        assert any(product.room for product in products) == (wanted is None)
+
+
+def test_an_adapter_with_a_gain_is_another_kind_of_table() -> None:
+    """Which steps are captured for: what went inside goes so no more."""
+    table = table_of(ranks=FIT)
+    before = table.traits
+    table.put(0, 1, LoraWeights(randn(8, 304), randn(64, 8), 1.0, shift=randn(64)))
+    assert table.traits != before
+    after = table.traits
+    table.put(0, 1, None)
+    assert table.traits == after
 
 
 @pytest.mark.parametrize("fault", ["wrong", "fails"])
+@pytest.mark.parametrize("way", ["beside", "inside"])
 def test_one_that_is_wrong_then_is_not_used(
-    fault: str, times: dict[str, float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    way: str,
+    fault: str,
+    times: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*arguments: Any, beside: int = 0, **options: Any) -> Tensor:
-        if beside and fault == "fails":
+    def broken(*arguments: Any, beside: int = 0, inside: Any = None, **options: Any) -> Tensor:
+        is_it = beside > 0 and (inside is not None) == (way == "inside")
+        if is_it and fault == "fails":
             raise torch.OutOfMemoryError("no memory left")
-        return streamed(*arguments, **options) + 1.0 * bool(beside)
+        return streamed(*arguments, inside=inside, **options) + 1.0 * is_it
 
     monkeypatch.setattr(linear_measured, "streamed", broken)
-    linear = MeasuredLinear()
-    run(linear, table_of())
-    run(linear, table_of())
-    says = "beside is wrong for 20 rows of [64, 304], and not used" if fault == "wrong" else "no memory left"
+    times[way] = 1.0
+    linear, table = MeasuredLinear(), table_of(ranks=FIT)
+    run(linear, table)
+    run(linear, table)
+    says = f"{way} is wrong for 20 rows of [64, 304], and not used" if fault == "wrong" else "no memory left"
     assert caplog.text.count(says) == 1
 
 
 def test_nothing_is_measured_while_a_step_is_captured(
-    times: dict[str, float], rooms: list[int], monkeypatch: pytest.MonkeyPatch
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_measured, "is_capturing", lambda device: True)
     linear = MeasuredLinear()
     run(linear, table_of())
-    assert not (rooms or linear.chosen)
+    assert not (products or linear.chosen)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends to be a device")
+@pytest.mark.parametrize("way", ["beside", "inside"])
 def test_an_engine_whose_products_leave_room_has_the_log_probabilities_of_peft(
-    times: dict[str, float], rooms: list[int]
+    way: str, times: dict[str, float], products: list[Streamed]
 ) -> None:
     """Rows with either adapter and with none, in steps that are captured and replayed."""
     pytest.importorskip("peft")
-    from adapted import running, two_adapters
+    from adapted import lora as lora_config
+    from adapted import peft_model, running, shake
     from pretend_device import build
 
     from stoker.rollout import SamplingParams
 
-    model = two_adapters()
+    times[way] = 1.0
+    model = peft_model(r=8)
+    model.add_adapter("other", lora_config(r=16, lora_alpha=2, target_modules=["k_proj", "up_proj", "down_proj"]))
+    shake(model, seed=2)
     names = ["default", "other", None, "default", None, "other"]
     prompts = [[5 + i, 6, 7] for i in range(len(names))]
     with build(model, ops=replace(measured(), shared_from=None), decode_window=1, num_layers=1) as engine:
         settings = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
         batch = engine.generate_batch(prompts, settings, adapter=names)
-        assert rooms.count(SHRINK_SHARED) > 4 and engine.core.runner.has_graphs
+        assert products.count(Streamed(SHRINK_SHARED, way == "inside")) > 4 and engine.core.runner.has_graphs
     for output, name in zip(batch, names, strict=True):
         (c,) = output.completions
         with running(model, name):
@@ -247,6 +362,32 @@ def test_a_shrink_that_begins_beside_the_product_sees_all_that_was_written(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 40, 128])
+def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads x before the shrink has ended, which came after what wrote x."""
+    dtype = torch.bfloat16
+    norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
+    first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((6144, 1024), (1024, 3072)))
+    ranks = dict.fromkeys(range(1, 17), 16)
+    gate_up, down = (make_table(w, d, ranks, dtype) for w, d in (([3072, 3072], 1024), ([1024], 3072)))
+    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(17, (tokens,), device=DEVICE)
+    linear = MeasuredLinear()
+
+    def chain() -> Tensor:
+        x, rows = start, AdapterRows(slots)
+        for _ in range(30):
+            normed = TRITON.rms_norm(x, *norm)
+            wide = linear._inside(Cut(32, 1, 1), normed, first, None, gate_up, rows, "silu", residual=None)
+            x = linear._inside(Cut(32, 4, 1), wide, second, None, down, rows, None, residual=x)
+            x = TRITON.rms_norm(x, *norm)
+        return x
+
+    assert_early_starts_change_nothing(chain, monkeypatch)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_on_a_device_it_is_as_dense_products(dtype: torch.dtype) -> None:
     """Of the sizes of a model of a billion parameters; captured, for other tokens and other adapters."""
@@ -255,11 +396,12 @@ def test_on_a_device_it_is_as_dense_products(dtype: torch.dtype) -> None:
     for widths, depth, options in (([2048, 512, 512], 2048, ""), ([8192, 8192], 2048, ""), ([2048], 8192, "r")):
         arguments = make_linear(64, sum(widths), depth, options, torch.bfloat16)
         table = make_table(widths, depth, ranks, dtype)
-        both(linear, arguments, table, slots)
-        assert any(name.endswith("adapters") for name in linear.chosen)
+        adapted(linear, arguments, table, slots)
+        chosen = next(found for name, found in linear.chosen.items() if name.endswith("adapters"))
+        assert ("inside" in chosen) == (dtype == torch.bfloat16)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = both(linear, arguments, table, slots)
+            found = adapted(linear, arguments, table, slots)
         for _ in range(3):
             slots.copy_(torch.randint(len(ranks) + 1, (64,)))
             arguments["x"].normal_()

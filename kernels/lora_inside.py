@@ -1,0 +1,219 @@
+"""Adapters that a streamed product adds itself: their shrink runs beside it, and is one more tile of its input.
+
+A token's numbers stand in the columns of its own slot, beside zeros, so all slots are one product, with no turn for each. What that
+takes of B is on its way to registers when the weight's last tiles are.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels import launch
+from stoker.kernels.launch import await_turn
+from stoker.kernels.lora_shrink import matrix_of, rank_of, shrunk
+from stoker.kernels.reference.lora import LoraTable
+
+_MOST_RANK = 64
+_MOST_COLUMNS = 256
+_SPAN = 2048  # of the input's depth, for a program of the shrink
+
+
+class Inside(NamedTuple):
+    """What a product needs of adapters."""
+
+    table: LoraTable
+    slots: Tensor  # int64 [T]
+    hidden: Tensor  # [linears, T, columns]: what the shrink gave, times the scale, in the columns of the token's slot; else 0
+    rank: int  # columns of a slot
+
+
+def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype) -> int:
+    """Columns of all slots, a power of two; 0 where they do not go so. rank: padded; block_n: columns of the product's tiles."""
+    columns = int(triton.next_power_of_2(table.num_slots)) * rank
+    plain = table.experts == 1 and table.only_matrices and table.aligned and not table.strided and table.dtype == dtype
+    even = all(width % block_n == 0 for width in table.widths)
+    return columns if plain and even and rank <= _MOST_RANK and columns <= _MOST_COLUMNS else 0
+
+
+def splits_inside(depth: int) -> int:
+    return int(triton.next_power_of_2(triton.cdiv(depth, _SPAN)))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def shrink_into_columns_kernel(
+    x_ptr,
+    rows_ptr,
+    slots_ptr,
+    pointers_ptr,
+    partial_ptr,
+    arrived_ptr,
+    hidden_ptr,
+    x_stride,
+    tokens,
+    depth,
+    span,
+    entries,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """``Inside.hidden`` of a tile of one slot and one linear; of several splits of the depth, the last to come adds up all.
+
+    partial: fp32 [tile, linear, split, BLOCK_T * RANK]; arrived: int32 [tile, linear], 0 before and after.
+    """
+    tile, linear, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    linears = tl.num_programs(1)
+    ranks = tl.arange(0, RANK)
+    rows = tl.load(rows_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    slot = tl.load(slots_ptr + tile)
+    mine = rows >= 0
+    entry = pointers_ptr + (linear * entries + tl.maximum(slot, 0)) * FIELDS
+    rank, a_ptr = rank_of(entry, True), matrix_of(entry, DTYPE, True)  # both 0 of slot 0
+    scale = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
+    total = tl.zeros((BLOCK_T, RANK), tl.float32)
+    first = split * span
+    await_turn(DEPENDENT)
+    if rank > 0:
+        total = shrunk(
+            x_ptr, x_stride, rows, mine, entry, a_ptr, ranks, rank, first, tl.minimum(first + span, depth), depth, DTYPE,
+            "ieee", False, BLOCK_T, RANK, BLOCK_K, WARPS,
+        )  # fmt: skip
+    last = True
+    if SPLITS > 1:
+        number = tile * linears + linear
+        place = partial_ptr + number * (SPLITS * BLOCK_T * RANK)
+        place += tl.arange(0, BLOCK_T)[:, None] * RANK + ranks[None, :]
+        tl.store(place + split * (BLOCK_T * RANK), total)
+        tl.debug_barrier()  # of all threads, before one of them says so to other programs
+        last = tl.atomic_add(arrived_ptr + number, 1, sem="acq_rel") == SPLITS - 1
+    if last:
+        if SPLITS > 1:
+            tl.debug_barrier()
+            total = tl.zeros((BLOCK_T, RANK), tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(place + other * (BLOCK_T * RANK), cache_modifier=".cg")
+            tl.store(arrived_ptr + number, 0)
+        slots = tl.arange(0, COLUMNS // RANK)
+        columns = slots[None, :, None] * RANK + ranks[None, None, :]
+        own = (slots + 1 == slot)[None, :, None] & (ranks < rank)[None, None, :]
+        filled = tl.where(own, (total * scale)[:, None, :], 0.0)
+        target = hidden_ptr + (linear * tokens + rows)[:, None, None] * COLUMNS + columns
+        tl.store(target, filled.to(DTYPE), mask=mine[:, None, None])
+
+
+@triton.jit
+def linear_of_tile(tile, columns_ptr, LINEARS: tl.constexpr):
+    """Which of several linears side by side a tile is of, and the number of its first tile. columns: ``LoraTable.columns``."""
+    linear = 0
+    first_tile = 0
+    for other in tl.static_range(1, LINEARS):
+        its_first = tl.load(columns_ptr + other * 4).to(tl.int32)
+        linear += (tile >= its_first).to(tl.int32)
+        first_tile = tl.where(tile >= its_first, its_first, first_tile)
+    return linear, first_tile
+
+
+@triton.jit
+def b_in_columns(
+    first,
+    its_columns,
+    table_ptr,
+    entries,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    ADDED: tl.constexpr,
+):
+    """B of all slots in ADDED columns of ``Inside.hidden`` from ``first`` on, [N, ADDED]. its_columns: of the linear, [N], all of
+    which there are. table: of the linear."""
+    slots = first // RANK + 1 + tl.arange(0, ADDED // RANK)
+    entry = table_ptr + tl.minimum(slots, entries - 1) * FIELDS
+    rank = tl.where(slots < entries, rank_of(entry, True), 0)
+    b_ptr = matrix_of(entry + 1, DTYPE, True)
+    ranks = tl.arange(0, RANK)[None, None, :]
+    places = b_ptr[None, :, None] + its_columns[:, None, None] * tl.multiple_of(rank, 8)[None, :, None] + ranks
+    b = tl.load(places, mask=ranks < rank[None, :, None], other=0.0)
+    return tl.reshape(b, (its_columns.shape[0], ADDED))
+
+
+@triton.jit
+def plus_product(total, x, weight, LEFT: tl.constexpr):
+    """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
+    left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def plus_adapters(
+    total,
+    b,
+    hidden,
+    rows,
+    linear,
+    first,
+    its_columns,
+    tokens,
+    table_ptr,
+    entries,
+    slots_ptr,
+    hidden_ptr,
+    FIELDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ADDED: tl.constexpr,
+    LEFT: tl.constexpr,
+):
+    """``total`` [M, N], with LEFT [N, M], with what ADDED columns from ``first`` on give. b, hidden: of these, [N, ADDED], [M, ADDED].
+
+    An adapter with a number that is not finite is every token's, by a factor of 0. Where a sum says so, it is added slot by
+    slot: only its own tokens are to know.
+    """
+    added = plus_product(total, hidden, b, LEFT)
+    known = rows[None, :] if LEFT else rows[:, None]
+    odd = tl.where((added != added) & (known < tokens), 1, 0)
+    if tl.max(tl.max(odd, axis=1), axis=0) > 0:
+        added = total
+        ranks = tl.arange(0, RANK)
+        own_slots = tl.load(slots_ptr + rows, mask=rows < tokens, other=0)
+        for slot in range(first // RANK + 1, tl.minimum(entries, (first + ADDED) // RANK + 1)):
+            rank = rank_of(table_ptr + slot * FIELDS, True)
+            b_ptr = matrix_of(table_ptr + slot * FIELDS + 1, DTYPE, True)
+            its_b = tl.load(
+                b_ptr + its_columns[:, None] * rank + ranks[None, :], mask=(ranks < rank)[None, :], other=0.0
+            )
+            wide = tl.abs(its_b.to(tl.float32))
+            finite = (wide == wide) & (wide != float("inf"))
+            broken = tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
+            place = hidden_ptr + (linear * tokens + rows) * COLUMNS + (slot - 1) * RANK
+            its_hidden = tl.load(place[:, None] + ranks[None, :], mask=(rows < tokens)[:, None], other=0.0)
+            its_hidden = tl.where((broken > 0) & (own_slots == slot)[:, None], float("nan"), its_hidden)
+            added = plus_product(added, its_hidden, tl.where(finite, its_b, 0.0).to(DTYPE), LEFT)
+    return added
+
+
+def settings_inside(inside: Inside | None, splits: int) -> dict[str, Any]:
+    """What a product is compiled for. splits: of the product, which share the columns."""
+    if inside is None:
+        return {"DTYPE": tl.float32, "LINEARS": 0, "RANK": 0, "COLUMNS": 0, "ADDED": 0}
+    linears, _, columns = inside.hidden.shape
+    added = max(int(triton.next_power_of_2(triton.cdiv(columns, splits))), inside.rank)
+    return {
+        "DTYPE": launch.TYPES[inside.hidden.dtype],
+        "LINEARS": linears,
+        "RANK": inside.rank,
+        "COLUMNS": columns,
+        "ADDED": added,
+    }
