@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stoker.kernels.errors import WeightsMismatchError, WeightsMovedError
 from stoker.weight_sync.bitsandbytes_state import is_packed, scales_of
-from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.checksum import checksums, prepare, unfit
 from stoker.weight_sync.mirror import Consumer
 from stoker.weight_sync.module_tree import Tree
 from stoker.weight_sync.naming import main_dtype, named_tensors, unwrap
@@ -24,6 +24,14 @@ _Place = tuple[str, Tensor, tuple[Any, ...]]
 # What parameters were laid side by side in, by its address; each is there as long as a parameter lies in it.
 _WHOLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 _BOUND: WeakSet[AliasedSource] = WeakSet()  # several may run on one model
+
+
+class _Look(NamedTuple):
+    """How to make the checksums of tensors, for as long as these lie there."""
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+    checksums: Callable[[], list[int]]
 
 
 class AliasedSource:
@@ -45,6 +53,7 @@ class AliasedSource:
         self._check_finite = check_finite
         self._rehomed: list[tuple[nn.Parameter, int]] = []  # with the address it was given
         self._bound: list[_Place] = []
+        self._look: _Look | None = None
         self._tree: Tree | None = None  # as of ``bind``
         self.bound: Mapping[str, Tensor] = {}
         self.optional: Collection[str] = ()
@@ -121,7 +130,7 @@ class AliasedSource:
         self._tree, named = Tree(self.module), list(named_tensors(self.module))
         self.bound = {name: tensor for name, tensor, _ in named}
         self.optional = {name for name, _, in_checkpoints in named if not in_checkpoints}
-        self._bound = list(self._places())
+        self._bound, self._look = list(self._places()), None
         pairs = ((m, weight) for m in self.module.modules() for weight in m._parameters.values())
         self._scaled = [(m, weight) for m, weight in pairs if any(True for _ in _scales_of(m, weight))]
         _BOUND.add(self)
@@ -187,9 +196,13 @@ class AliasedSource:
         Autograd's version counters would cost nothing, and miss fused optimizers and whatever writes through
         ``.data`` or a flat buffer. This reads the weights once, as one decode step does, and at the same speed.
         """
-        scales = (t for m, weight in self._scaled for t in _scales_of(m, weight))  # of now: no registry has them
-        tensors = {id(t): t for t in chain((t for _, t, _ in self._bound), scales) if t.numel()}
-        return checksums(tensors.values(), self.device)
+        if self._scaled:
+            scales = (t for m, weight in self._scaled for t in _scales_of(m, weight))  # of now: no registry has them
+            return checksums(_once(chain((t for _, t, _ in self._bound), scales)), self.device)
+        if self._look is None or list(map(Tensor.data_ptr, self._look.tensors)) != self._look.addresses:
+            tensors = _once(t for _, t, _ in self._bound)
+            self._look = _Look(tensors, [t.data_ptr() for t in tensors], prepare(tensors, self.device))
+        return self._look.checksums()
 
     def check(self) -> None:
         """Raise ``WeightsMovedError`` where a bound parameter changed its dtype or device."""
@@ -223,7 +236,7 @@ class AliasedSource:
 
         But for one in whose memory another tensor of the trainer's lies since: they would part.
         """
-        self._bound, self._scaled, self._tree, self.bound = [], [], None, {}
+        self._bound, self._scaled, self._look, self._tree, self.bound = [], [], None, None, {}
         users = {(id(t), layout[0]): source for source in list(_BOUND) for _, t, layout in source._bound}
         while self._rehomed:  # each until it is done: where memory is short, or Ctrl-C comes, another call goes on
             parameter, address = self._rehomed[-1]
@@ -233,6 +246,11 @@ class AliasedSource:
                 elif not _has_other_users(parameter):
                     parameter.data = parameter.detach().clone()
             self._rehomed.pop()
+
+
+def _once(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each of them that is not empty, tied ones once."""
+    return list({id(t): t for t in tensors if t.numel()}.values())
 
 
 def _scales_of(module: Any, weight: Any) -> Iterator[Tensor]:
