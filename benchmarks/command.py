@@ -11,6 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +25,16 @@ from stoker.benchmarks.gate import GateError
 FOLDER = Path("outputs/benchmarks")  # where results go if no other folder is named
 
 
-def flags(description: str | None, quick: str) -> argparse.ArgumentParser:
-    """What every benchmark takes. quick: what ``--quick`` makes small."""
+def flags(description: str | None, quick: str, parts: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """What every benchmark takes. quick: what ``--quick`` makes small. parts: of those that have some."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, default=FOLDER)
     parser.add_argument("--quick", action="store_true", help=f"{quick}, to see that everything runs")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, help="only these")
     return parser
 
 
@@ -106,6 +109,7 @@ def run(
     figure: Callable[[Any, list[dict[str, Any]]], Any] | None = None,
     *,
     quick: str = "small workloads",
+    parts: Sequence[str] = (),
 ) -> int:
     """Measure scenarios one after the other; returns the exit code.
 
@@ -113,16 +117,18 @@ def run(
     again and again what is known of it so far, which is written at once. table, headline: of one scenario, for a terminal
     and for the last line. figure: of all of them, given pyplot. A scenario that fails, or whose results are wrong, leaves what
     it had found, and why under ``failed``; the others go on. So does a part of one that says so in its own ``failed``.
+    parts: what a scenario's ``parts`` may be, all where no flag says which.
     """
-    args = parse(flags(description, quick))
-    results = Results(name, args)
+    args = parse(flags(description, quick, parts))
+    chosen = {"parts": args.parts or parts} if parts else {}
+    results = Results(name, args, **chosen)
     runs = results.found[name] = []
     whole, failed = list[dict[str, Any]](), list[str]()
     for scenario in scenarios[args.device, args.quick]:
         if args.only not in scenario.spec.name:
             continue
         try:
-            made = measure(scenario, args.device)
+            made = measure(replace(scenario, **chosen) if chosen else scenario, args.device)
             for number, found in enumerate([made] if isinstance(made, dict) else made):
                 runs[len(runs) - (number > 0) :] = [found]
                 results.write()

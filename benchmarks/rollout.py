@@ -340,9 +340,8 @@ def answers(device: str) -> bool:
 
 
 def main() -> int:
-    parser = command.flags(__doc__, "small workloads")
+    parser = command.flags(__doc__, "small workloads", PARTS)
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS), help="all, less those that take minutes on CUDA")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds, about; what comes late is left out")
     parser.add_argument(
         "--resume", type=Path, help="go on with the run of this file, whose process has lost the device"
@@ -357,7 +356,7 @@ def main() -> int:
         peer_names = [name for name in PEERS if name not in slow]
 
     start = time.perf_counter()
-    written = command.Results("rollout", args, peers=peer_names, parts=args.parts or "all", budget_s=str(args.budget))
+    written = command.Results("rollout", args, peers=peer_names, parts=args.parts or PARTS, budget_s=str(args.budget))
     written.found.update(rollouts=[], part_s=[], left_out=[], begun=0, seconds=0.0)
     if args.resume is not None:
         try:

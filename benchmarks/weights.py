@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -39,11 +39,15 @@ from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer
 WARM_UP = 2
 
 
+PARTS = ("masters", "adapter", "one dtype", "rounded", "elsewhere", "shards")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     spec: ModelSpec
     repeats: int
     gather_memory: int = gather.MEMORY_BYTES
+    parts: Sequence[str] = PARTS
 
 
 SCENARIOS = {
@@ -338,17 +342,17 @@ def measure(scenario: Scenario, device: str) -> Iterator[dict[str, Any]]:
     }
     with tempfile.TemporaryDirectory() as folder:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
-            "of masters": lambda: of_masters(scenario, device, bandwidth),
-            "of an adapter": lambda: of_adapter(scenario, device),
-            "of one dtype": lambda: of_one_dtype(scenario, device, bandwidth),
+            "masters": lambda: of_masters(scenario, device, bandwidth),
+            "adapter": lambda: of_adapter(scenario, device),
+            "one dtype": lambda: of_one_dtype(scenario, device, bandwidth),
             "rounded": lambda: of_rounded(scenario, device, bandwidth),
-            "of elsewhere": lambda: of_elsewhere(scenario, device, bandwidth, Path(folder), ways),
-            "of shards": lambda: of_shards(scenario, device, Path(folder)),  # each rank is a process to start, as above
+            "elsewhere": lambda: of_elsewhere(scenario, device, bandwidth, Path(folder), ways),
+            "shards": lambda: of_shards(scenario, device, Path(folder)),  # each rank is a process to start, as above
         }
         broken: dict[str, str] = {}
-        for name, part in parts.items():
+        for name in scenario.parts:
             try:
-                ways |= part()
+                ways |= parts[name]()
             except Exception as error:  # of another process, say, or of its way to this one: the others go on
                 traceback.print_exc()
                 broken[name] = command.reason(error)
@@ -383,7 +387,8 @@ def table(run: dict[str, Any]) -> list[str]:
             f"{gathered['promised_extra_bytes'] / 1e6:.1f} MB besides, and one layer's weights where they are rounded"
         )
     held = ", ".join(f"{n} {w['held_bytes'] / 1e6:.1f} MB" for n, w in run["ways"].items() if "held_bytes" in w)
-    lines.append(f"  held by the engine: {held}")
+    if held:
+        lines.append(f"  held by the engine: {held}")
     return lines
 
 
@@ -408,7 +413,7 @@ def headline(run: dict[str, Any]) -> dict[str, float]:
 
 def main() -> int:
     quick = "few repeats of small models"
-    return command.run("weights", __doc__, SCENARIOS, measure, table, headline, figure, quick=quick)
+    return command.run("weights", __doc__, SCENARIOS, measure, table, headline, figure, quick=quick, parts=PARTS)
 
 
 if __name__ == "__main__":

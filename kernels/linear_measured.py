@@ -20,7 +20,15 @@ from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import MOST_ROWS, Cut, cuts_to_try, describable, has_room_inside, streamed
+from stoker.kernels.linear_streamed import (
+    MOST_ROWS,
+    MOST_ROWS_INSIDE,
+    Cut,
+    cuts_to_try,
+    describable,
+    has_room_inside,
+    streamed,
+)
 from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
 from stoker.kernels.lora_inside import columns_inside
 from stoker.kernels.norm_rotary import rms_norm
@@ -93,7 +101,7 @@ class MeasuredLinear:
         """``lora`` of the projection, by what is the fastest: after it, begun beside a streamed weight, or inside the product of one."""
         options: dict[str, Any] = {"residual": residual, "row_scales": row_scales}
         way: Callable[..., Tensor] = partial(self._after, in_place=in_place)
-        if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
+        if self._has_ways(x, weight, residual, most=MOST_ROWS_INSIDE):
             way = self._fastest_with_adapters(x, weight, bias, table, rows, gated, options) or way
         return way(x, weight, bias, table, rows, gated, **options)
 
@@ -147,11 +155,12 @@ class MeasuredLinear:
         return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
 
     @staticmethod
-    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
-        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first."""
+    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None, most: int = 0) -> bool:
+        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first; most: rows,
+        where they are some others."""
         narrow = weight.dtype == FP8
         return (
-            FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
+            FEWEST_FOR_TORCH <= x.shape[0] <= (most or (_MOST_OF_FP8 if narrow else MOST_ROWS))
             and x.dtype in _ERROR
             and (narrow or (weight.dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
@@ -216,14 +225,17 @@ class MeasuredLinear:
         ways: dict[str, Callable[..., Tensor]] = {"after": self._after}
         order = ["after"]
         try:
-            cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts
+            cuts: Sequence[Cut] = ()
+            if x.shape[0] <= MOST_ROWS:
+                cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
             if cuts:
                 ways["beside"] = partial(self._beside, cuts[0])
-            if gated is not None:
-                cuts = list(self._cuts(x, weight, True).values())
-            fits = [cut for cut in cuts if has_room_inside(x.shape[0], cut, gated is not None)]
-            if fits and columns_inside(table, padded_rank(table), fits[0].rows, x.dtype):
-                ways["inside"] = partial(self._inside, fits[0])
+            if gated is not None or x.shape[0] > MOST_ROWS:  # of which no cut is known to be the fastest
+                cuts = list(self._cuts(x, weight, gated is not None, MOST_ROWS_INSIDE).values())
+            for cut in cuts:
+                fits = has_room_inside(x.shape[0], cut, gated is not None)
+                if fits and columns_inside(table, padded_rank(table), cut.rows, x.dtype):
+                    ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut)
             calls = {way: partial(ways[way], x, weight, bias, table, of_all, gated, **options) for way in ways}
             expected = calls["after"]()
             if (residual := options["residual"]) is not None:  # as in ``_measured``
@@ -235,8 +247,8 @@ class MeasuredLinear:
         self._with_adapters[key] = None if order[0] == "after" else ways[order[0]]
         return self._with_adapters[key]
 
-    def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
-        if x.shape[0] > MOST_ROWS or not describable(weight):
+    def _cuts(self, x: Tensor, weight: Tensor, gated: bool, most: int = MOST_ROWS) -> dict[str, Cut]:
+        if x.shape[0] > most or not describable(weight):
             return {}
         size, processors = (weight.shape[0], weight.shape[1]), launch.multiprocessors(x.device)
         narrow = weight.dtype == FP8

@@ -39,10 +39,12 @@ from stoker.kernels.reference.lora import POINTER_FIELDS
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
+MOST_ROWS_INSIDE = 256  # with adapters, which cost more behind the vendor's product than the product here
 _FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer than 64 rows
 _LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
 _MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
+_MOST_HELD = 128  # sums of a thread, with adapters inside
 _STEPS = 4  # of a split, at the least
 _AHEAD = 2**16  # bytes of the weight a multiprocessor: what memory gives while the small kernel before runs
 _ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
@@ -251,9 +253,14 @@ def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
     return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
 
 
+def _warps(block_m: int) -> int:
+    return 4 if block_m <= MOST_ROWS else 8
+
+
 def has_room_inside(tokens: int, cut: Cut, gated: bool) -> bool:
-    """Whether a program has registers for what it adds of adapters: B of a gate and of its up beside the sums of both."""
-    return cut.rows <= 64 and not (gated and cut.rows * _block_m(tokens) > 2**12)
+    """Whether a program has registers for what it adds of adapters: B beside its sums, of a gate and of its up."""
+    block_m = _block_m(tokens)
+    return cut.rows <= 64 and (1 + gated) * cut.rows * block_m <= _MOST_HELD * 32 * _warps(block_m)
 
 
 def streamed(
@@ -271,7 +278,7 @@ def streamed(
     beside: int = 0,
     inside: Inside | None = None,
 ) -> Tensor:
-    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
+    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``, or ``_INSIDE``; weight: [N, D], ``describable``.
 
     cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
     beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
@@ -283,7 +290,8 @@ def streamed(
     if not describable(x):
         x = x.clone(memory_format=torch.contiguous_format)
     tokens, depth = x.shape
-    assert tokens <= MOST_ROWS and describable(x) and describable(weight) and (gated is None or cut.splits == 1)
+    assert tokens <= (MOST_ROWS if inside is None else MOST_ROWS_INSIDE)
+    assert describable(x) and describable(weight) and (gated is None or cut.splits == 1)
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
     block_m = _block_m(tokens)
     weight_rows = cut.rows if gated is None else 2 * cut.rows
@@ -335,7 +343,7 @@ def streamed(
         AHEAD=fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth),
         FIELDS=POINTER_FIELDS,
         **of_adapters,
-        num_warps=4,
+        num_warps=_warps(block_m),
         num_stages=stages,
         **launch.options(x.device),
     )

@@ -180,7 +180,7 @@ def test_updates_from_where_they_can_be_had_are_timed_though_one_cannot(monkeypa
     monkeypatch.setattr(weights, "of_adapter", lambda *_: raced)
     *_, found = weights.measure(weights.SCENARIOS["cpu", True][0], "cpu")
     assert set(found["ways"]) == {"of_masters", "of_rounded", "of_elsewhere", "of_shards", *raced}
-    assert found["failed"] == ["live: ValueError: gone", "of one dtype: RuntimeError: invalid device pointer"]
+    assert found["failed"] == ["live: ValueError: gone", "one dtype: RuntimeError: invalid device pointer"]
     assert weights.headline(found)["of_masters_ms"] == 1.0 and len(weights.table(found)) == 9
 
 

@@ -120,6 +120,7 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
     products.clear()
     run(MeasuredLinear(), table_of(), tokens=4)
     run(MeasuredLinear(), table_of(), tokens=129)
+    run(MeasuredLinear(), table_of(ranks=FIT), tokens=257)
     run(MeasuredLinear(), LoraTable((64,), [None], NUM_SLOTS, DEVICE))
     assert not any(product.room for product in products)
 
@@ -142,6 +143,8 @@ def test_adapters_inside_a_product(
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
         (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
         (table_of(64, ranks=FIT, depth=4200), {"tokens": 100, "depth": 4200}),
+        (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 140, "gated": "silu"}),
+        (table_of(64, 128, ranks=FIT), {"options": "r", "tokens": 250}),
         (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
         (table_of(ranks=FIT, **half), half),
     )
@@ -210,7 +213,9 @@ def test_what_is_measured_with_adapters(
         (way,) = linear._with_adapters.values()
         assert (way and way.args[0].rows) == wanted  # type: ignore[attr-defined]
         order = sorted(taken, key=lambda name: taken[name])
-        assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(f"{name} {taken[name]:.1f} us" for name in order)
+        names = {"inside": f"inside, {32 if of_few < of_many else 64} rows"}
+        said = [f"{names.get(name, name)} {taken[name]:.1f} us" for name in order]
+        assert linear.chosen["48 x 128 x 304, adapters"] == " < ".join(said)
         products.clear()
         times["beside"] = times["inside"] = 0.0 if wanted is None else 99.0
         call()
@@ -255,7 +260,8 @@ def test_one_that_is_wrong_then_is_not_used(
     linear, table = MeasuredLinear(), table_of(ranks=FIT)
     run(linear, table)
     run(linear, table)
-    says = f"{way} is wrong for 20 rows of [64, 304], and not used" if fault == "wrong" else "no memory left"
+    name = "inside, 64 rows" if way == "inside" else way
+    says = f"{name} is wrong for 20 rows of [64, 304], and not used" if fault == "wrong" else "no memory left"
     assert caplog.text.count(says) == 1
 
 
@@ -362,7 +368,7 @@ def test_a_shrink_that_begins_beside_the_product_sees_all_that_was_written(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 40, 128])
+@pytest.mark.parametrize("tokens", [16, 40, 128, 200])
 def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
