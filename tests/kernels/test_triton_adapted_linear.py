@@ -139,10 +139,10 @@ def test_adapters_inside_a_product(
     tables: tuple[tuple[LoraTable, dict[str, Any]], ...] = (
         (table_of(ranks=FIT), {}),
         (table_of(64, 128, ranks=FIT), {"options": "b"}),
-        (table_of(64, 64, 32, ranks=FIT, depth=2600), {"options": "", "tokens": 50, "depth": 2600}),
+        (table_of(64, 64, 32, ranks=FIT, depth=2112), {"options": "", "tokens": 40, "depth": 2112}),
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
         (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
-        (table_of(64, ranks=FIT, depth=4200), {"tokens": 100, "depth": 4200}),
+        (table_of(64, ranks=FIT, depth=4200), {"tokens": 8, "depth": 4200}),
         (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 140, "gated": "silu"}),
         (table_of(64, 128, ranks=FIT), {"options": "r", "tokens": 250}),
         (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
@@ -150,7 +150,6 @@ def test_adapters_inside_a_product(
     )
     for table, given in tables[:: 1 if copied else 3]:
         linear = MeasuredLinear()
-        run(linear, table, **given)
         run(linear, table, **given)
         wanted = table.num_slots * table.max_rank <= 256
         assert products[-1].inside == wanted and not linear._arrived[torch.device(DEVICE)].any()
