@@ -44,7 +44,6 @@ _FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer
 _LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
 _MOST_SUMS = 3 * 2**13  # of all splits of a tile, in the registers of one program
-_MOST_HELD = 128  # sums of a thread, with adapters inside
 _STEPS = 4  # of a split, at the least
 _AHEAD = 2**16  # bytes of the weight a multiprocessor: what memory gives while the small kernel before runs
 _ROOMS = 3  # programs a multiprocessor has at most at a time, with stages enough each
@@ -253,14 +252,14 @@ def fetched_ahead(column_bytes: int, rooms: int, depth: int) -> int:
     return min(1 << (columns.bit_length() - 1), int(triton.next_power_of_2(depth)))
 
 
-def _warps(block_m: int) -> int:
-    return 4 if block_m <= MOST_ROWS else 8
+def _warps(block_m: int, weight_rows: int, inside: bool) -> int:
+    """Twice as many where adapters are inside and each thread would have more than 64 sums: beside these it has some of B."""
+    return 8 if inside and block_m * weight_rows > 64 * 128 else 4
 
 
 def has_room_inside(tokens: int, cut: Cut, gated: bool) -> bool:
-    """Whether a program has registers for what it adds of adapters: B beside its sums, of a gate and of its up."""
-    block_m = _block_m(tokens)
-    return cut.rows <= 64 and (1 + gated) * cut.rows * block_m <= _MOST_HELD * 32 * _warps(block_m)
+    """Whether a program has registers for adapters: of a gate and of its up, in more than some dozens of rows, it has not."""
+    return cut.rows <= 64 and (1 + gated) * cut.rows * _block_m(tokens) <= 64 * 256
 
 
 def streamed(
@@ -343,7 +342,7 @@ def streamed(
         AHEAD=fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth),
         FIELDS=POINTER_FIELDS,
         **of_adapters,
-        num_warps=_warps(block_m),
+        num_warps=_warps(block_m, weight_rows, inside is not None),
         num_stages=stages,
         **launch.options(x.device),
     )
