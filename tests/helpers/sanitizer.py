@@ -45,7 +45,14 @@ SLOTS = {
 }
 
 # Kernels that are given addresses of tensors.
-BY_ADDRESS = {"_checksums_kernel", "look_up_kernel", "shrink_kernel", "expand_kernel", "expand_gated_kernel"}
+BY_ADDRESS = {
+    "_checksums_kernel",
+    "_copies_kernel",
+    "look_up_kernel",
+    "shrink_kernel",
+    "expand_kernel",
+    "expand_gated_kernel",
+}
 
 
 class Launch:
