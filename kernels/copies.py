@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import and_, attrgetter
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from stoker.kernels.reference import copies
 
 # A program copies so many elements, a part at a time: 64 or 128 bytes are on their way for each thread.
 _PART, _PARTS, _WARPS = 4096, 8, 4
+_kind = attrgetter("dtype", "device", "shape")
 
 
 @triton.jit
@@ -51,38 +53,40 @@ def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tup
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """As the reference; in one kernel where both are in 16 or 32 bits, contiguous, and begin at multiples of 16 bytes."""
+    """As the reference; in one kernel where both are in 16 or 32 bits, contiguous, and begin at multiples of 16 bytes.
+
+    targets: all on one device.
+    """
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     others: list[int] = []
-    places: list[tuple[int, int, int]] = []
-    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        place = source.data_ptr(), target.data_ptr(), target.numel()
-        places.append(place)
-        aligned = not (place[0] % 16 or place[1] % 16)
-        kind = source.dtype, target.dtype
-        together = source.device == target.device == targets[0].device and source.shape == target.shape
+    places = list(
+        zip(map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets), strict=True)
+    )
+    plain = map(and_, map(Tensor.is_contiguous, sources), map(Tensor.is_contiguous, targets))
+    alike = zip(map(_kind, sources), map(_kind, targets), places, plain, strict=True)
+    for i, ((came, *there), (to, *here), place, is_plain) in enumerate(alike):
         if (
-            aligned
-            and together
-            and launch.TYPES.keys() >= {*kind}
-            and source.is_contiguous()
-            and target.is_contiguous()
+            is_plain
+            and there == here
+            and not (place[0] % 16 or place[1] % 16)
+            and came in launch.TYPES
+            and to in launch.TYPES
         ):
-            kinds.setdefault(kind, []).append(i)
+            kinds.setdefault((came, to), []).append(i)
         else:
             others.append(i)
     if others:
         copies.copy_each([targets[i] for i in others], [sources[i] for i in others])
-    for (source_dtype, target_dtype), chosen in kinds.items():
-        device = targets[0].device
+    for (came, to), chosen in kinds.items():
+        device = targets[chosen[0]].device
         owners, table = _plan(tuple(places[i] for i in chosen), device)
         if len(owners):
             with torch.accelerator.device_index(device.index):
                 _copies_kernel[(len(owners),)](
                     owners,
                     table,
-                    SOURCE=launch.TYPES[source_dtype],
-                    TARGET=launch.TYPES[target_dtype],
+                    SOURCE=launch.TYPES[came],
+                    TARGET=launch.TYPES[to],
                     PART=_PART,
                     PARTS=_PARTS,
                     num_warps=_WARPS,
