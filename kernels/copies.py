@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import and_, attrgetter
 
@@ -18,7 +19,7 @@ from stoker.kernels.reference import copies
 
 # A program copies so many elements, a part at a time: 64 or 128 bytes are on their way for each thread.
 _PART, _PARTS, _WARPS = 4096, 8, 4
-_kind = attrgetter("dtype", "device", "shape")
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
 
 
 @triton.jit
@@ -41,15 +42,46 @@ def _copies_kernel(
     tl.store(target + at, tl.load(source + at, mask=at < end, other=0.0).to(TARGET), mask=at < end)
 
 
-@lru_cache(maxsize=8)
-def _plan(places: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensor each program works on, int32 [programs]; and of each tensor where it is read and written, elements, and
-    first program, int64 [n, 4]."""
-    table = torch.tensor(places, device="cpu")
-    counts = -(-table[:, 2] // (_PART * _PARTS))
-    firsts = counts.cumsum(0) - counts
-    owners = torch.repeat_interleave(torch.arange(len(places), dtype=torch.int32, device="cpu"), counts)
-    return to_device(owners, device), to_device(torch.cat([table, firsts[:, None]], 1), device)
+@dataclass(frozen=True)
+class _Plan:
+    """What copies are made of, by their numbers.
+
+    by_kernel: of each kind (dtypes of the source and of the target) these; which of them each program works on, int32
+    [programs]; and where each is read and written, its elements and its first program, int64 [n, 4]. others: left to torch.
+    """
+
+    by_kernel: list[tuple[torch.dtype, torch.dtype, list[int], Tensor, Tensor]]
+    others: list[int]
+
+
+# Where a tensor is read and written; its elements; the dtypes; where the source is; whether both are contiguous.
+_Copy = tuple[int, int, int, torch.dtype, torch.dtype, torch.device, bool]
+
+
+@lru_cache(maxsize=8)  # weights seldom move
+def _plan(each: tuple[_Copy, ...], device: torch.device) -> _Plan:
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    others: list[int] = []
+    for i, (source, target, _, came, to, place, plain) in enumerate(each):
+        by_kernel = plain and place == device and not (source % 16 or target % 16) and launch.TYPES.keys() >= {came, to}
+        (kinds.setdefault((came, to), []) if by_kernel else others).append(i)
+    return _Plan(
+        [(*kind, chosen, *_programs([each[i][:3] for i in chosen], device)) for kind, chosen in kinds.items()], others
+    )
+
+
+def _programs(places: list[tuple[int, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    owners, firsts = _owners(tuple(count for *_, count in places), device)
+    table = torch.tensor([(*place, first) for place, first in zip(places, firsts, strict=True)], device="cpu")
+    return owners, to_device(table, device)
+
+
+@lru_cache(maxsize=8)  # tensors that lie elsewhere each time have the same sizes
+def _owners(elements: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Which tensor each program works on, and of each tensor the first program."""
+    counts = -(-torch.tensor(elements, device="cpu") // (_PART * _PARTS))
+    owners = torch.repeat_interleave(torch.arange(len(elements), dtype=torch.int32, device="cpu"), counts)
+    return to_device(owners, device), (counts.cumsum(0) - counts).tolist()
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -57,29 +89,16 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     targets: all on one device.
     """
-    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-    others: list[int] = []
-    places = list(
-        zip(map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets), strict=True)
-    )
+    if not targets:
+        return
+    device = targets[0].device
     plain = map(and_, map(Tensor.is_contiguous, sources), map(Tensor.is_contiguous, targets))
-    alike = zip(map(_kind, sources), map(_kind, targets), places, plain, strict=True)
-    for i, ((came, *there), (to, *here), place, is_plain) in enumerate(alike):
-        if (
-            is_plain
-            and there == here
-            and not (place[0] % 16 or place[1] % 16)
-            and came in launch.TYPES
-            and to in launch.TYPES
-        ):
-            kinds.setdefault((came, to), []).append(i)
-        else:
-            others.append(i)
-    if others:
-        copies.copy_each([targets[i] for i in others], [sources[i] for i in others])
-    for (came, to), chosen in kinds.items():
-        device = targets[chosen[0]].device
-        owners, table = _plan(tuple(places[i] for i in chosen), device)
+    places = map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets)
+    each = zip(*places, map(_dtype, sources), map(_dtype, targets), map(_device, sources), plain, strict=True)
+    plan = _plan(tuple(each), device)
+    if plan.others:
+        copies.copy_each([targets[i] for i in plan.others], [sources[i] for i in plan.others])
+    for came, to, chosen, owners, table in plan.by_kernel:
         if len(owners):
             with torch.accelerator.device_index(device.index):
                 _copies_kernel[(len(owners),)](
