@@ -110,13 +110,13 @@ def _checksums_kernel(
     if job == 0:
         begin = (sets * SET + odd) * APART
         place = tl.where(count > FEW_WORDS, (sets + 1) * APART, 0)  # of the first, among all that is weighted
-        at = tl.arange(0, 4 * COLUMNS).to(tl.int64)
-        alone = tl.zeros([4 * COLUMNS], tl.int64)
-        for _ in range(0, count - begin, 4 * COLUMNS):
+        at = tl.arange(0, 2 * COLUMNS).to(tl.int64)
+        alone = tl.zeros([2 * COLUMNS], tl.int64)
+        for _ in range(0, count - begin, 2 * COLUMNS):
             words = tl.load(start + begin + at, mask=begin + at < count, other=0)
             _write(target, begin + at, words, begin + at < count, SOURCE, TARGET)
             alone += _mixed(words) * (2 * (place + at) + 1)
-            at += 4 * COLUMNS
+            at += 2 * COLUMNS
         rest = tl.arange(0, 8)
         data = tl.load((start + count).to(tl.pointer_type(tl.uint8)) + rest, mask=count * 8 + rest < length, other=0)
         total = tl.sum(alone, 0) + tl.sum(data.to(tl.int64) * (2 * rest + 1), 0)

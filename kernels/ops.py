@@ -9,7 +9,7 @@
   ``lora_shrink``, ``lora_expand``, ``lora_inside``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.
-- ``checksum`` of weights; ``launch``, how kernels are launched.
+- ``checksum`` of weights, and ``copies``; ``launch``, how kernels are launched.
 
 ``errors``, ``host_memory`` and ``interrupts`` are here because all rooms may import them.
 """
@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from stoker.kernels.reference import (
     attention_plan,
     checksum,
     constraints,
+    copies,
     decode_window,
     fp8,
     gates,
@@ -89,6 +90,7 @@ class Ops:
     # Weights.
     checksums: Callable[..., Tensor]
     prepare_checksums: Callable[..., Callable[[], Tensor]]
+    copy_each: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
     quantise_rows: Callable[[Tensor, Tensor, Tensor], None]
 
     # -- what an implementation tells of itself ---------------------------------------------------------------------
@@ -143,6 +145,7 @@ REFERENCE = Ops(
     advance=decode_window.advance,
     checksums=checksum.checksums,
     prepare_checksums=checksum.prepare_checksums,
+    copy_each=copies.copy_each,
 )
 
 CPU = replace(

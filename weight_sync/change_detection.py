@@ -14,13 +14,13 @@ from stoker.weight_sync.shards import Held
 
 @dataclass(frozen=True)
 class Changes:
-    """What a look found. now: checksums. changed: names, since the last look. written: names taken already. refusal: why not to
-    take the rest."""
+    """What a look found. now: checksums. changed: names, since the last look. written: bytes of those taken already, by name.
+    refusal: why not to take the rest."""
 
     held: Held
     now: dict[tuple[str, ...], int]
     changed: set[tuple[str, ...]]
-    written: set[str]
+    written: Mapping[str, int]
     refusal: Exception | None
 
 
@@ -40,7 +40,7 @@ class Look:
         written: list[str] = []
         if not (held.shards or mirror.passing):  # or others may refuse, or read it layer by layer
             written = [name for name, t in full.items() if (name,) in expected and t.device == mirror.device]
-        self._written = set(written)
+        self._written = {name: mirror.tensors[name].nbytes for name in written}
         looked_at: dict[tuple[str, ...], Tensor] = {(name,): full.pop(name) for name in written}
         looked_at.update(((name,), tensor) for name, tensor in full.items())
         looked_at.update((s.names, s.local) for s in held.shards)

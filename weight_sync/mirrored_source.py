@@ -304,9 +304,13 @@ class MirroredSource:
         """Write what has changed, on all ranks together; returns the bytes written. Where one of them fails, all do."""
         mirror, held, changed, written = self.mirror, found.held, found.changed, 0
         assert mirror is not None
+        there = sum(nbytes for name, nbytes in found.written.items() if (name,) in changed)
+        new = {name: tensor for name, tensor in held.full.items() if name not in found.written and (name,) in changed}
+        if not (new or self._parts):
+            self._give_states(mirror)
+            return there
         # Group by group: what a group agreed on then decides its buckets, whatever lies between and changed elsewhere only.
         shards = [s for of_group in by_group(held.shards).values() for s in of_group if s.names in changed]
-        new = {name: tensor for name, tensor in held.full.items() if name not in found.written and (name,) in changed}
 
         def refresh(names: Collection[str]) -> None:
             nonlocal written
@@ -333,8 +337,7 @@ class MirroredSource:
                     "succeeds"
                 ) from error
         moved = (name for s in shards for name in s.names if name not in mirror.passing)
-        there = (name for name in found.written if (name,) in changed)
-        return written + sum(mirror.tensors[name].nbytes for name in (*moved, *there))
+        return there + written + sum(mirror.tensors[name].nbytes for name in moved)
 
     def _refusal(self, known: _Known) -> Exception | None:
         if known.in_doubt is None:

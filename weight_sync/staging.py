@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
+from stoker.kernels.ops import ops_for
 from stoker.weight_sync.checksum import checksums, unfit
 from stoker.weight_sync.manifest import TensorSpec
 
 _UNCHANGED = "No weight was changed: the engine keeps its version"
 # By name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
 Casts = dict[str, tuple[TensorSpec, torch.dtype, int]]
+_nbytes = attrgetter("nbytes")
 _PLAIN = {Tensor, torch.nn.Parameter}  # and no class that does more than hold numbers
 
 
@@ -81,11 +84,11 @@ class Staging:
         target = self.targets.get(spec.name)
         if target is None:
             return f"unknown {spec.name}"
-        if tuple(target.shape) != tuple(spec.shape):
+        if target.shape != spec.shape:
             transposed = len(spec.shape) > 1 and tuple(target.shape) == tuple(reversed(spec.shape))
             hint = " (transposed?)" if transposed else ""
             return f"{spec.name} has shape {tuple(spec.shape)}, not {tuple(target.shape)}{hint}"
-        if target.dtype.is_floating_point != spec.dtype.is_floating_point:
+        if target.dtype != spec.dtype and target.dtype.is_floating_point != spec.dtype.is_floating_point:
             return f"{spec.name} is {spec.dtype}, not {target.dtype}"
         return None
 
@@ -141,7 +144,9 @@ class Staging:
         problems += self._missing({*self._came, *stays})
         problems += [f"{name} came in part" for name, new in self._new.items() if self._came[name] != new.numel()]
         first: dict[object, tuple[str, Tensor]] = {}
-        for name, new in (self._new | {name: self.targets[name] for name in stays}).items():
+        there = self._new | {name: self.targets[name] for name in stays}
+        addresses = {self.targets[name].data_ptr() for name in there}
+        for name, new in there.items() if len(addresses) < len(there) else ():
             other, value = first.setdefault(self._memory_of(name), (name, new))
             if value is not new and not torch.equal(value.to(new), new):
                 problems.append(f"{other} and {name} are one tensor in the model, and came with different values")
@@ -183,19 +188,12 @@ class Staging:
         return write(new)
 
 
-def copy_each(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> int:
-    """Cast-copies of like kind together, each of them one kernel on a device. Returns the bytes that were written."""
-    kinds: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    written = 0
-    for target, source in zip(targets, sources, strict=True):
-        to, came = kinds.setdefault((target.dtype, source.dtype, source.device), ([], []))
-        to.append(target if type(target) in _PLAIN else target.detach())
-        came.append(source if type(source) in _PLAIN else source.detach())
-        written += target.nbytes
-    with torch.no_grad():
-        for to, came in kinds.values():
-            torch._foreach_copy_(to, came)
-    return written
+def copy_each(targets: Sequence[Tensor], sources: Iterable[Tensor]) -> int:
+    """Cast-copies, on a device one kernel for all of like kind. Returns the bytes that were written."""
+    if targets:
+        to, came = ([t if type(t) in _PLAIN else t.detach() for t in tensors] for tensors in (targets, sources))
+        ops_for(to[0].device).copy_each(to, came)
+    return sum(map(_nbytes, targets))
 
 
 def same_place(a: Tensor | None, b: Tensor) -> bool:

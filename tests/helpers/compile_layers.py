@@ -19,6 +19,7 @@ from stoker.kernels import (
     causal_conv,
     checksum,
     constraints,
+    copies,
     decode_window,
     fp8,
     gates,
@@ -87,6 +88,7 @@ def launch(dim: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> N
     for source, target in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
         weights = zeros(dim, hidden).to(source)
         checksum.checksums([weights], [weights.to(target)])
+        copies.copy_each([weights.to(target)], [weights])
     ids, weights = torch.zeros(8, 2, dtype=torch.long), zeros(8, 2)
     experts = zeros(4, 512, dim), zeros(4, dim, 256)
     moe.experts(zeros(8, dim), ids, weights, *experts, gate=Gate())
@@ -314,6 +316,7 @@ if __name__ == "__main__":
         linear_streamed,
         decode_window,
         checksum,
+        copies,
         sampling,
         truncation,
         constraints,

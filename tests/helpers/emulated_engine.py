@@ -19,7 +19,7 @@ from stoker.engine.layers import fp8_weights
 from stoker.kernels.ops import Ops
 from stoker.kernels.reference.lora import AdapterRows
 from stoker.rollout import RolloutEngine, binding
-from stoker.weight_sync import checksum
+from stoker.weight_sync import checksum, staging
 
 # Operations of the table that look at numbers on the host, where a device has a few kernels.
 _AS_ONE = ("lora", "lora_embedding", "experts", "route", "causal_conv", "gated_delta_rule", "selective_scan")
@@ -68,7 +68,8 @@ def on_cuda(
     """An engine as ``build`` makes it, with CUDA's runtime. stable: memory comes back at the same addresses."""
     model = make_model(model) if isinstance(model, str) else model
     with emulated_cuda() as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksum, "ops_for", lambda *_, **__: STATIC)
+        for module in (checksum, staging):
+            patch.setattr(module, "ops_for", lambda *_, **__: STATIC)
         for module in (device_module, fp8_weights, binding) if stable else ():
             patch.setattr(module, "virtual_buffer", _virtual_buffer)
         with build(device.adopt(model), ops=ops, runtime=device_module.runtime_for, **fields) as engine:

@@ -47,6 +47,7 @@ SLOTS = {
 # Kernels that are given addresses of tensors.
 BY_ADDRESS = {
     "_checksums_kernel",
+    "_copies_kernel",
     "look_up_kernel",
     "shrink_kernel",
     "expand_kernel",

@@ -11,7 +11,7 @@ from families import make_model
 from mirrored import PARAMS, PROMPT, assert_matches, copies, engine_on, step
 
 from stoker.rollout import RolloutEngine, WeightsMismatchError
-from stoker.weight_sync import change_detection
+from stoker.weight_sync import change_detection, mirrored_source
 from stoker.weight_sync.mirror import Mirror
 from stoker.weight_sync.shards import Held, Shards
 
@@ -51,6 +51,21 @@ def test_what_changed_the_last_time_is_read_once(taken: list[int]) -> None:
         step(model)
         assert engine.update_weights() == 6 and engine.stats().last_update_bytes == nbytes
         assert len(taken) == 4 and assert_matches(engine, model) == {6} and engine.verify_weights().ok
+
+
+def test_where_all_was_written_on_the_way_nothing_is_gathered_or_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    with engine_on(model) as engine:
+        for _ in range(2):
+            step(model)
+            engine.update_weights()
+        step(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(mirrored_source, "prepare", None)
+            patch.setattr(Mirror, "write", None)
+            assert engine.update_weights() == 3
+        assert engine.stats().last_update_bytes == 8 * sum(p.numel() for p in model.parameters())
+        assert assert_matches(engine, model) == {3} and engine.verify_weights().ok
 
 
 def engine_that_guesses(model: torch.nn.Module, dtype: str = "float64") -> RolloutEngine:

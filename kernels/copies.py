@@ -1,0 +1,115 @@
+"""Copies of many tensors in one kernel: torch launches one for some 84 MB, after each of which the chip runs empty."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import and_, attrgetter
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.kernels import launch
+from stoker.kernels.host_memory import to_device
+from stoker.kernels.reference import copies
+
+# A program copies so many elements, a part at a time: 64 or 128 bytes are on their way for each thread.
+_PART, _PARTS, _WARPS = 4096, 8, 4
+_dtype, _device = attrgetter("dtype"), attrgetter("device")
+
+
+@triton.jit
+def _copies_kernel(
+    owners, table, SOURCE: tl.constexpr, TARGET: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    owner = tl.load(owners + tl.program_id(0))
+    source, target = tl.load(table + 4 * owner), tl.load(table + 4 * owner + 1)
+    count, first = tl.load(table + 4 * owner + 2), tl.load(table + 4 * owner + 3)
+    source = tl.multiple_of(source.to(tl.pointer_type(SOURCE)), 16)
+    target = tl.multiple_of(target.to(tl.pointer_type(TARGET)), 16)
+    begin = (tl.program_id(0) - first) * (PARTS * PART)
+    source, target = source + begin, target + begin
+    end = tl.minimum(count - begin, PARTS * PART).to(tl.int32)
+    wide = end // 8 * 8  # up to there 16 bytes are read or written at a time
+    for part in range(0, wide, PART):
+        at = part + tl.arange(0, PART)
+        tl.store(target + at, tl.load(source + at, mask=at < wide, other=0.0).to(TARGET), mask=at < wide)
+    at = wide + tl.arange(0, 8)
+    tl.store(target + at, tl.load(source + at, mask=at < end, other=0.0).to(TARGET), mask=at < end)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What copies are made of, by their numbers.
+
+    by_kernel: of each kind (dtypes of the source and of the target) these; which of them each program works on, int32
+    [programs]; and where each is read and written, its elements and its first program, int64 [n, 4]. others: left to torch.
+    """
+
+    by_kernel: list[tuple[torch.dtype, torch.dtype, list[int], Tensor, Tensor]]
+    others: list[int]
+
+
+# Where a tensor is read and written; its elements; the dtypes; where the source is; whether both are contiguous.
+_Copy = tuple[int, int, int, torch.dtype, torch.dtype, torch.device, bool]
+
+
+@lru_cache(maxsize=8)  # weights seldom move
+def _plan(each: tuple[_Copy, ...], device: torch.device) -> _Plan:
+    kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+    others: list[int] = []
+    for i, (source, target, _, came, to, place, plain) in enumerate(each):
+        by_kernel = plain and place == device and not (source % 16 or target % 16) and launch.TYPES.keys() >= {came, to}
+        (kinds.setdefault((came, to), []) if by_kernel else others).append(i)
+    return _Plan(
+        [(*kind, chosen, *_programs([each[i][:3] for i in chosen], device)) for kind, chosen in kinds.items()], others
+    )
+
+
+def _programs(places: list[tuple[int, int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    owners, firsts = _owners(tuple(count for *_, count in places), device)
+    table = torch.tensor([(*place, first) for place, first in zip(places, firsts, strict=True)], device="cpu")
+    return owners, to_device(table, device)
+
+
+@lru_cache(maxsize=8)  # tensors that lie elsewhere each time have the same sizes
+def _owners(elements: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int]]:
+    """Which tensor each program works on, and of each tensor the first program."""
+    counts = -(-torch.tensor(elements, device="cpu") // (_PART * _PARTS))
+    owners = torch.repeat_interleave(torch.arange(len(elements), dtype=torch.int32, device="cpu"), counts)
+    return to_device(owners, device), (counts.cumsum(0) - counts).tolist()
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """As the reference; in one kernel where both are in 16 or 32 bits, contiguous, and begin at multiples of 16 bytes.
+
+    targets: all on one device.
+    """
+    if not targets:
+        return
+    device = targets[0].device
+    plain = map(and_, map(Tensor.is_contiguous, sources), map(Tensor.is_contiguous, targets))
+    places = map(Tensor.data_ptr, sources), map(Tensor.data_ptr, targets), map(Tensor.numel, targets)
+    each = zip(*places, map(_dtype, sources), map(_dtype, targets), map(_device, sources), plain, strict=True)
+    plan = _plan(tuple(each), device)
+    if plan.others:
+        copies.copy_each([targets[i] for i in plan.others], [sources[i] for i in plan.others])
+    for came, to, chosen, owners, table in plan.by_kernel:
+        if len(owners):
+            with torch.accelerator.device_index(device.index):
+                _copies_kernel[(len(owners),)](
+                    owners,
+                    table,
+                    SOURCE=launch.TYPES[came],
+                    TARGET=launch.TYPES[to],
+                    PART=_PART,
+                    PARTS=_PARTS,
+                    num_warps=_WARPS,
+                    **launch.options(device, waits=False),
+                )
+            counted = [targets[i] for i in chosen if not targets[i].is_inference()]
+            torch.autograd.graph.increment_version(counted)
