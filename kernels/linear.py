@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype, dequantise_rows
-from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.norm_rotary import act_mul, act_times, norm_factor, rms_norm
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
@@ -39,27 +39,6 @@ def with_scales_and_bias(total, weight_at, inside, bias_ptr, row_scales_ptr, BIA
     if BIAS:
         total += tl.load(bias_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)[None, :]
     return total
-
-
-@triton.jit
-def fetch_scales_and_bias(
-    first,
-    width,
-    bias_ptr,
-    row_scales_ptr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Those of some columns of the outputs, [width], are on their way to L2, to be there when the sums are."""
-    for part in tl.static_range(1 if GATED is None else 2):
-        size = (part + 1) * width
-        if BIAS:
-            fetch_part_ahead(bias_ptr, part * width + first, size, COLUMNS, DEPENDENT)
-        if SCALED:
-            fetch_part_ahead(row_scales_ptr, part * width + first, size, COLUMNS, DEPENDENT)
 
 
 @triton.jit
@@ -194,13 +173,7 @@ def _single_kernel(
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
     fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 2 * BLOCK_K, DEPENDENT)
-    first = tl.program_id(0) * BLOCK_N if GATED is None else tl.program_id(0) * (BLOCK_N // 2)
-    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if NORM and tl.program_id(0) == 0:  # of all, or thousands of programs would ask for the same few lines
-        fetch_part_ahead(norm_ptr, 0, depth, 2 * BLOCK_K, DEPENDENT)
     await_turn(DEPENDENT)
-    if RESIDUAL:
-        fetch_ahead(residual_ptr + first, tl.arange(0, 1), residual_stride, tokens, width - first, BLOCK_N, DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[:, None] * weight_stride
     inside = (columns < full_width)[:, None]
     products = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -272,14 +245,8 @@ def _skinny_kernel(
     full_width = 2 * width if GATED is not None else width
     weight_at = weight_rows(columns, width, GATED)
     fetch_ahead(weight_ptr, weight_at, weight_stride, full_width, depth, 4 * BLOCK_K, DEPENDENT)
-    first = tl.program_id(0) * BLOCK_N if GATED is None else tl.program_id(0) * (BLOCK_N // 2)
-    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if NORM and tl.program_id(0) == 0:  # of all, or thousands of programs would ask for the same few lines
-        fetch_part_ahead(norm_ptr, 0, depth, 4 * BLOCK_K, DEPENDENT)
     await_turn(DEPENDENT)
     rows = tl.arange(0, 16)
-    if RESIDUAL:
-        fetch_ahead(residual_ptr + first, rows, residual_stride, tokens, width - first, BLOCK_N, DEPENDENT)
     weight_tile = weight_ptr + weight_at.to(tl.int64)[None, :] * weight_stride
     inside = (columns < full_width)[None, :]
     real = (rows < tokens)[:, None]

@@ -22,11 +22,11 @@ from stoker.kernels.linear import linear as by_torch
 from stoker.kernels.linear_invariant import linear as in_tiles
 from stoker.kernels.linear_streamed import (
     MOST_ROWS,
-    MOST_ROWS_INSIDE,
     Cut,
     cuts_to_try,
     describable,
     has_room_inside,
+    read_ahead,
     streamed,
 )
 from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
@@ -101,7 +101,7 @@ class MeasuredLinear:
         """``lora`` of the projection, by what is the fastest: after it, begun beside a streamed weight, or inside the product of one."""
         options: dict[str, Any] = {"residual": residual, "row_scales": row_scales}
         way: Callable[..., Tensor] = partial(self._after, in_place=in_place)
-        if self._has_ways(x, weight, residual, most=MOST_ROWS_INSIDE):
+        if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
             way = self._fastest_with_adapters(x, weight, bias, table, rows, gated, options) or way
         return way(x, weight, bias, table, rows, gated, **options)
 
@@ -144,7 +144,8 @@ class MeasuredLinear:
     ) -> Tensor:
         if not describable(x):
             x = x.clone(memory_format=torch.contiguous_format)
-        adapters = inside(x, table, rows, cut.rows, self._arrived_on(x.device)[1])
+        ahead = read_ahead(x, weight, gated is not None, cut, SHRINK_SHARED)
+        adapters = inside(x, table, rows, cut.rows, ahead, self._arrived_on(x.device)[1])
         if adapters is None:
             raise ValueError("these adapters do not go inside a product")
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
@@ -155,12 +156,11 @@ class MeasuredLinear:
         return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
 
     @staticmethod
-    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None, most: int = 0) -> bool:
-        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first; most: rows,
-        where they are some others."""
+    def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+        """Whether there is a choice. With a weight in fp8 there is one for more rows, as torch needs a copy of it first."""
         narrow = weight.dtype == FP8
         return (
-            FEWEST_FOR_TORCH <= x.shape[0] <= (most or (_MOST_OF_FP8 if narrow else MOST_ROWS))
+            FEWEST_FOR_TORCH <= x.shape[0] <= (_MOST_OF_FP8 if narrow else MOST_ROWS)
             and x.dtype in _ERROR
             and (narrow or (weight.dtype == x.dtype and weight.nbytes >= _LEAST_BYTES))
             and all(t is None or t.stride(1) == 1 for t in (x, weight, residual))
@@ -225,16 +225,15 @@ class MeasuredLinear:
         ways: dict[str, Callable[..., Tensor]] = {"after": self._after}
         order = ["after"]
         try:
-            cuts: Sequence[Cut] = ()
-            if x.shape[0] <= MOST_ROWS:
-                cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
+            cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
             if cuts:
                 ways["beside"] = partial(self._beside, cuts[0])
-            if gated is not None or x.shape[0] > MOST_ROWS:  # of which no cut is known to be the fastest
-                cuts = list(self._cuts(x, weight, gated is not None, MOST_ROWS_INSIDE).values())
+            if gated is not None:  # of which no cut is known to be the fastest
+                cuts = list(self._cuts(x, weight, True).values())
+            shared = launch.shared_memory(x.device)
             for cut in cuts:
-                fits = has_room_inside(x.shape[0], cut, gated is not None)
-                if fits and columns_inside(table, padded_rank(table), cut.rows, x.dtype):
+                columns = columns_inside(table, padded_rank(table), cut.rows, x.dtype)
+                if columns and has_room_inside(x.shape[0], cut, gated is not None, columns, x.itemsize, shared):
                     ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut)
             calls = {way: partial(ways[way], x, weight, bias, table, of_all, gated, **options) for way in ways}
             expected = calls["after"]()
@@ -247,8 +246,8 @@ class MeasuredLinear:
         self._with_adapters[key] = None if order[0] == "after" else ways[order[0]]
         return self._with_adapters[key]
 
-    def _cuts(self, x: Tensor, weight: Tensor, gated: bool, most: int = MOST_ROWS) -> dict[str, Cut]:
-        if x.shape[0] > most or not describable(weight):
+    def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
+        if x.shape[0] > MOST_ROWS or not describable(weight):
             return {}
         size, processors = (weight.shape[0], weight.shape[1]), launch.multiprocessors(x.device)
         narrow = weight.dtype == FP8

@@ -24,22 +24,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
-from stoker.kernels.launch import await_turn, fetch_ahead
-from stoker.kernels.linear import fetch_scales_and_bias, store_rows, with_scales_and_bias
+from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
+from stoker.kernels.linear import store_rows, with_scales_and_bias
 from stoker.kernels.lora_inside import (
+    Ahead,
     Inside,
     b_in_columns,
+    first_tiles,
     linear_of_tile,
     plus_adapters,
     plus_product,
     settings_inside,
+    slots_in_columns,
 )
 from stoker.kernels.norm_rotary import act_times, rms_norm
 from stoker.kernels.reference.lora import POINTER_FIELDS
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 
 MOST_ROWS = 128
-MOST_ROWS_INSIDE = 256  # with adapters, which cost more behind the vendor's product than the product here
 _FEW = 32  # tokens, which a tensor core takes as columns, since it has no fewer than 64 rows
 _LEAST_SHARED = 76 * 1024  # bytes for a program to have stages enough
 _MOST_STAGES = 8
@@ -60,7 +62,28 @@ class Cut(NamedTuple):
     rooms: int
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _fetch_scales_and_bias(
+    first,
+    width,
+    bias_ptr,
+    row_scales_ptr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Those of some columns of the outputs, [width], are on their way to L2, to be there when the sums are."""
+    for part in tl.static_range(1 if GATED is None else 2):
+        size = (part + 1) * width
+        if BIAS:
+            fetch_part_ahead(bias_ptr, part * width + first, size, COLUMNS, DEPENDENT)
+        if SCALED:
+            fetch_part_ahead(row_scales_ptr, part * width + first, size, COLUMNS, DEPENDENT)
+
+
+@triton.jit(do_not_specialize=["tokens", "second", "third", "fourth"])
 def _streamed_kernel(
     x,
     weight,
@@ -75,7 +98,6 @@ def _streamed_kernel(
     hidden_ptr,
     slots_ptr,
     pointers_ptr,
-    columns_ptr,
     x_stride,
     weight_stride,
     residual_stride,
@@ -84,6 +106,9 @@ def _streamed_kernel(
     depth,
     split_depth,
     entries,
+    second,
+    third,
+    fourth,
     scale,
     COPIED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -110,7 +135,8 @@ def _streamed_kernel(
     AHEAD: how much of the split's depth is on its way to L2 before the kernel's turn comes.
     partial: fp32 [tile, split, M * N], where each of several splits leaves its sums.
     arrived: int32, how many splits of a tile are there; 0 before and after.
-    hidden, slots, pointers, columns: of ``Inside`` and its table, if a split adds ADDED columns of that.
+    hidden, slots, pointers: of ``Inside`` and its table, if a split adds ADDED columns of that; second, third, fourth: the
+    first tiles of linears after the first.
     """
     full_width = width if GATED is None else 2 * width
     if not COPIED:
@@ -123,8 +149,16 @@ def _streamed_kernel(
     up = total
     its_rows = first + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_M)
-    fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
-    if not ADDED:
+    _fetch_scales_and_bias(first, width, bias_ptr, row_scales_ptr, BIAS, SCALED, GATED, BLOCK_N, DEPENDENT)
+    if ADDED:
+        column = split * ADDED
+        linear, its_columns = linear_of_tile(tile, second, third, fourth, BLOCK_N)
+        table_ptr = pointers_ptr + linear * entries * FIELDS
+        ranks, addresses = slots_in_columns(column, table_ptr, entries, FIELDS, RANK, ADDED)
+        if GATED is not None:
+            up_table_ptr = table_ptr + entries * FIELDS
+            up_ranks, up_addresses = slots_in_columns(column, up_table_ptr, entries, FIELDS, RANK, ADDED)
+    else:
         fetch_ahead(weight_ptr + begin, its_rows, weight_stride, full_width, depth - begin, AHEAD, DEPENDENT)
         if GATED is not None:
             fetch_ahead(
@@ -141,14 +175,9 @@ def _streamed_kernel(
     if ADDED:
         if not COPIED:
             hidden = tl.make_tensor_descriptor(hidden_ptr, [LINEARS * tokens, COLUMNS], [COLUMNS, 1], [BLOCK_M, ADDED])
-        linear, first_tile = linear_of_tile(tile, columns_ptr, LINEARS if GATED is None else 1)
-        its_columns = (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        table_ptr = pointers_ptr + linear * entries * FIELDS
-        column = split * ADDED
-        b = b_in_columns(column, its_columns, table_ptr, entries, FIELDS, DTYPE, RANK, ADDED)
+        b = b_in_columns(column, its_columns, ranks, addresses, entries, DTYPE, RANK, ADDED)
         if GATED is not None:
-            up_table_ptr = table_ptr + entries * FIELDS
-            up_b = b_in_columns(column, its_columns, up_table_ptr, entries, FIELDS, DTYPE, RANK, ADDED)
+            up_b = b_in_columns(column, its_columns, up_ranks, up_addresses, entries, DTYPE, RANK, ADDED)
         await_turn(DEPENDENT)
         total = plus_adapters(
             total, b, hidden.load([linear * tokens, column]), rows, linear, column, its_columns, tokens, table_ptr, entries,
@@ -257,9 +286,39 @@ def _warps(block_m: int, weight_rows: int, inside: bool) -> int:
     return 8 if inside and block_m * weight_rows > 64 * 128 else 4
 
 
-def has_room_inside(tokens: int, cut: Cut, gated: bool) -> bool:
-    """Whether a program has registers for adapters: of a gate and of its up, in more than some dozens of rows, it has not."""
-    return cut.rows <= 64 and (1 + gated) * cut.rows * _block_m(tokens) <= 64 * 256
+def has_room_inside(tokens: int, cut: Cut, gated: bool, columns: int, itemsize: int, shared: int) -> bool:
+    """Whether what a program adds of adapters, in so many columns, fits in the shared memory of a multiprocessor."""
+    added = triton.next_power_of_2(triton.cdiv(columns, cut.splits))
+    return bool((_block_m(tokens) + (1 + gated) * cut.rows) * added * itemsize <= shared - 2048)
+
+
+class _Launch(NamedTuple):
+    """What a product is launched with."""
+
+    block_m: int
+    block_k: int
+    stages: int
+    tiles: int
+    splits: int
+    split_depth: int
+    ahead: int
+
+
+def _launch_of(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> _Launch:
+    (tokens, depth), width = x.shape, weight.shape[0] // (1 + gated)
+    block_m, weight_rows = _block_m(tokens), (1 + gated) * cut.rows
+    shared = launch.shared_memory(x.device)
+    block_k, stages = pipeline(block_m, weight_rows, cut, (x.itemsize, weight.itemsize), shared, beside)
+    split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
+    splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
+    ahead = fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth)
+    return _Launch(block_m, block_k, stages, tiles, splits, split_depth, ahead)
+
+
+def read_ahead(x: Tensor, weight: Tensor, gated: bool, cut: Cut, beside: int) -> Ahead:
+    """What of the weight the shrink may have on its way to L2 for the product that it comes before."""
+    made = _launch_of(x, weight, gated, cut, beside)
+    return Ahead(weight, made.ahead, made.split_depth, made.splits)
 
 
 def streamed(
@@ -277,7 +336,7 @@ def streamed(
     beside: int = 0,
     inside: Inside | None = None,
 ) -> Tensor:
-    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``, or ``_INSIDE``; weight: [N, D], ``describable``.
+    """As the reference's ``linear``. x: [T, D], T up to ``MOST_ROWS``; weight: [N, D], ``describable``.
 
     cut: if gated, of one split. arrived: int32 zeros, one a tile of several splits, of nobody else while this runs.
     beside: bytes of a multiprocessor's shared memory that are left to the shrink after this one, or before.
@@ -289,16 +348,10 @@ def streamed(
     if not describable(x):
         x = x.clone(memory_format=torch.contiguous_format)
     tokens, depth = x.shape
-    assert tokens <= (MOST_ROWS if inside is None else MOST_ROWS_INSIDE)
-    assert describable(x) and describable(weight) and (gated is None or cut.splits == 1)
+    assert tokens <= MOST_ROWS and describable(x) and describable(weight) and (gated is None or cut.splits == 1)
     width = weight.shape[0] if gated is None else weight.shape[0] // 2
-    block_m = _block_m(tokens)
     weight_rows = cut.rows if gated is None else 2 * cut.rows
-    itemsizes = x.dtype.itemsize, weight.dtype.itemsize
-    shared = launch.shared_memory(x.device)
-    block_k, stages = pipeline(block_m, weight_rows, cut, itemsizes, shared, beside)
-    split_depth = triton.cdiv(triton.cdiv(depth, cut.splits), block_k) * block_k
-    splits, tiles = triton.cdiv(depth, split_depth), triton.cdiv(width, cut.rows)
+    block_m, block_k, stages, tiles, splits, split_depth, ahead = _launch_of(x, weight, gated is not None, cut, beside)
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     sums = tiles * splits * block_m * cut.rows
     partial = torch.empty(sums, dtype=torch.float32, device=x.device) if splits > 1 else out
@@ -319,7 +372,6 @@ def streamed(
         hidden,
         slots,
         x if inside is None else inside.table.pointers,
-        x if inside is None else inside.table.columns(cut.rows),
         x.stride(0),
         weight.stride(0),
         0 if residual is None else residual.stride(0),
@@ -328,6 +380,7 @@ def streamed(
         depth,
         split_depth,
         0 if inside is None else inside.table.entries,
+        *first_tiles(inside, cut.rows),
         scale,
         COPIED=copied,
         BIAS=bias is not None,
@@ -339,7 +392,7 @@ def streamed(
         BLOCK_M=block_m,
         BLOCK_N=cut.rows,
         BLOCK_K=block_k,
-        AHEAD=fetched_ahead(weight_rows * weight.itemsize, cut.rooms, split_depth),
+        AHEAD=ahead,
         FIELDS=POINTER_FIELDS,
         **of_adapters,
         num_warps=_warps(block_m, weight_rows, inside is not None),

@@ -7,6 +7,7 @@ takes of B is on its way to registers when the weight's last tiles are.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from stoker.kernels import launch
-from stoker.kernels.launch import await_turn
+from stoker.kernels.launch import await_turn, fetch_ahead
 from stoker.kernels.lora_shrink import matrix_of, rank_of, shrunk
 from stoker.kernels.reference.lora import LoraTable
 
 _MOST_RANK = 64
+_MOST_BLOCK_N = 64  # a program has no registers for more of B beside its sums
 _MOST_COLUMNS = 256
+_MOST_LINEARS = 4
 _SPAN = 2048  # of the input's depth, for a program of the shrink
 
 
@@ -33,12 +36,29 @@ class Inside(NamedTuple):
     rank: int  # columns of a slot
 
 
+class Ahead(NamedTuple):
+    """What of a product's weight [N, D] its programs read first: so many columns from the beginning of each split on."""
+
+    weight: Tensor
+    columns: int
+    split_depth: int
+    splits: int
+
+
 def columns_inside(table: LoraTable, rank: int, block_n: int, dtype: torch.dtype) -> int:
     """Columns of all slots, a power of two; 0 where they do not go so. rank: padded; block_n: columns of the product's tiles."""
     columns = int(triton.next_power_of_2(table.num_slots)) * rank
     plain = table.experts == 1 and table.only_matrices and table.aligned and not table.strided and table.dtype == dtype
-    even = all(width % block_n == 0 for width in table.widths)
-    return columns if plain and even and rank <= _MOST_RANK and columns <= _MOST_COLUMNS else 0
+    even = len(table.widths) <= _MOST_LINEARS and all(width % block_n == 0 for width in table.widths)
+    small = block_n <= _MOST_BLOCK_N and rank <= _MOST_RANK and columns <= _MOST_COLUMNS
+    return columns if plain and even and small else 0
+
+
+def first_tiles(inside: Inside | None, block_n: int) -> list[int]:
+    """The first tiles of the second linear to the fourth; of those that there are not, beyond all tiles."""
+    widths = [] if inside is None else inside.table.widths[:-1]
+    found = [ends // block_n for ends in accumulate(widths)]
+    return found + [2**30] * (_MOST_LINEARS - 1 - len(found))
 
 
 def splits_inside(depth: int) -> int:
@@ -54,13 +74,20 @@ def shrink_into_columns_kernel(
     partial_ptr,
     arrived_ptr,
     hidden_ptr,
+    weight_ptr,
     x_stride,
+    weight_stride,
     tokens,
     depth,
     span,
     entries,
+    weight_rows,
+    weight_split,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    AHEAD_ROWS: tl.constexpr,
+    AHEAD_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
@@ -72,9 +99,17 @@ def shrink_into_columns_kernel(
     """``Inside.hidden`` of a tile of one slot and one linear; of several splits of the depth, the last to come adds up all.
 
     partial: fp32 [tile, linear, split, BLOCK_T * RANK]; arrived: int32 [tile, linear], 0 before and after.
+    weight: what is read after this; AHEAD columns of each of its splits are on their way to L2 before the turn comes, AHEAD_ROWS
+    rows for each program.
     """
     tile, linear, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    linears = tl.num_programs(1)
+    tiles, linears = tl.num_programs(0), tl.num_programs(1)
+    ahead = ((split * linears + linear) * tiles + tile) * AHEAD_ROWS
+    if ahead < weight_rows:
+        for part in tl.static_range(AHEAD_SPLITS):
+            start = part * weight_split
+            its_rows = ahead + tl.arange(0, AHEAD_ROWS)
+            fetch_ahead(weight_ptr + start, its_rows, weight_stride, weight_rows, depth - start, AHEAD, DEPENDENT)
     ranks = tl.arange(0, RANK)
     rows = tl.load(rows_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     slot = tl.load(slots_ptr + tile)
@@ -114,37 +149,39 @@ def shrink_into_columns_kernel(
 
 
 @triton.jit
-def linear_of_tile(tile, columns_ptr, LINEARS: tl.constexpr):
-    """Which of several linears side by side a tile is of, and the number of its first tile. columns: ``LoraTable.columns``."""
-    linear = 0
-    first_tile = 0
-    for other in tl.static_range(1, LINEARS):
-        its_first = tl.load(columns_ptr + other * 4).to(tl.int32)
-        linear += (tile >= its_first).to(tl.int32)
-        first_tile = tl.where(tile >= its_first, its_first, first_tile)
-    return linear, first_tile
+def linear_of_tile(tile, second, third, fourth, BLOCK_N: tl.constexpr):
+    """Which of several linears side by side a tile is of, and its columns of that, [BLOCK_N]. second, third, fourth: ``first_tiles``."""
+    linear = (tile >= second).to(tl.int32) + (tile >= third).to(tl.int32) + (tile >= fourth).to(tl.int32)
+    first_tile = tl.where(linear == 3, fourth, tl.where(linear == 2, third, tl.where(linear == 1, second, 0)))
+    return linear, (tile - first_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
+@triton.jit
+def slots_in_columns(first, table_ptr, entries, FIELDS: tl.constexpr, RANK: tl.constexpr, ADDED: tl.constexpr):
+    """The ranks, and the addresses of B, of the slots in ADDED columns of ``Inside.hidden`` from ``first`` on: as they are in the
+    table, which is not read again at the end, and not waited for in the beginning. table: of one linear."""
+    slots = tl.minimum(first // RANK + 1 + tl.arange(0, ADDED // RANK), entries - 1)
+    return tl.load(table_ptr + slots * FIELDS + 4), tl.load(table_ptr + slots * FIELDS + 1)
 
 
 @triton.jit
 def b_in_columns(
     first,
     its_columns,
-    table_ptr,
+    ranks,
+    addresses,
     entries,
-    FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
     ADDED: tl.constexpr,
 ):
-    """B of all slots in ADDED columns of ``Inside.hidden`` from ``first`` on, [N, ADDED]. its_columns: of the linear, [N], all of
-    which there are. table: of the linear."""
-    slots = first // RANK + 1 + tl.arange(0, ADDED // RANK)
-    entry = table_ptr + tl.minimum(slots, entries - 1) * FIELDS
-    rank = tl.where(slots < entries, rank_of(entry, True), 0)
-    b_ptr = matrix_of(entry + 1, DTYPE, True)
-    ranks = tl.arange(0, RANK)[None, None, :]
-    places = b_ptr[None, :, None] + its_columns[:, None, None] * tl.multiple_of(rank, 8)[None, :, None] + ranks
-    b = tl.load(places, mask=ranks < rank[None, :, None], other=0.0)
+    """B of all slots in those columns, [N, ADDED]. its_columns: of the linear, [N], all of which there are; ranks, addresses:
+    ``slots_in_columns``."""
+    known = first // RANK + 1 + tl.arange(0, ADDED // RANK) < entries
+    its_ranks = tl.multiple_of(tl.where(known, ranks.to(tl.int32), 0), 8)[None, :, None]
+    b_ptr = tl.multiple_of(addresses.to(tl.pointer_type(DTYPE)), 16)[None, :, None]
+    rank = tl.arange(0, RANK)[None, None, :]
+    b = tl.load(b_ptr + its_columns[:, None, None] * its_ranks + rank, mask=rank < its_ranks, other=0.0)
     return tl.reshape(b, (its_columns.shape[0], ADDED))
 
 

@@ -260,7 +260,29 @@ def launch_adapters() -> None:
     ):
         adapt(2048, 64, dtype, columns=True, model=model)
         adapt(512, 512, dtype, columns=True, model=model, widths=(8192, 8192), op=gated)
+    few, half, two = (linear_streamed.Cut(*cut) for cut in ((32, 1, 1), (64, 1, 1), (32, 2, 1)))
+    launch_inside(16, 8192, 8192, depth=2048, cuts=[half])
+    launch_inside(64, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
+    launch_inside(128, 8192, 8192, depth=2048, cuts=[few._replace(rooms=2), half])
+    launch_inside(128, 2048, 512, 512, depth=2048, cuts=[few, half._replace(splits=2)])
+    launch_inside(128, 2048, depth=8192, cuts=[two])
     lora.Tiles.of = of  # type: ignore[method-assign]
+
+
+def launch_inside(tokens: int, *widths: int, depth: int, cuts: Sequence[linear_streamed.Cut]) -> None:
+    """Sixteen adapters inside the products of a model of a billion parameters, of a gate and its up if there are two widths."""
+    table = LoraTable(widths, [None] * len(widths), 16, torch.device("cpu"))
+    for slot in range(1, 17):
+        for index, width in enumerate(widths):
+            table.put(index, slot, LoraWeights(zeros(16, depth), zeros(width, 16), 2.0))
+    assert table.pointers is not None  # sent before
+    x, weight, arrived = zeros(tokens, depth), zeros(sum(widths), depth), torch.zeros(2048, dtype=torch.int32)
+    rows, gated = AdapterRows(torch.zeros(tokens, dtype=torch.long)), "silu" if len(widths) == 2 else None
+    settings = {"norm": None, "gated": gated, "residual": None, "scale": 1.0, "beside": lora.SHRINK_SHARED}
+    for cut in cuts:
+        ahead = linear_streamed.read_ahead(x, weight, gated is not None, cut, lora.SHRINK_SHARED)
+        inside = lora.inside(x, table, rows, cut.rows, ahead, arrived[1024:])
+        linear_streamed.streamed(x, weight, None, cut=cut, arrived=arrived, inside=inside, **settings)
 
 
 def launch_recurrent() -> None:

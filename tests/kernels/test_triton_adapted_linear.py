@@ -120,7 +120,6 @@ def test_a_projection_leaves_room_for_the_shrink(times: dict[str, float], produc
     products.clear()
     run(MeasuredLinear(), table_of(), tokens=4)
     run(MeasuredLinear(), table_of(), tokens=129)
-    run(MeasuredLinear(), table_of(ranks=FIT), tokens=257)
     run(MeasuredLinear(), LoraTable((64,), [None], NUM_SLOTS, DEVICE))
     assert not any(product.room for product in products)
 
@@ -143,8 +142,7 @@ def test_adapters_inside_a_product(
         (table_of(64, 64, ranks=FIT), {"options": "b", "tokens": 70, "gated": "silu"}),
         (table_of(64, 64, ranks={1: 8, 2: 16}), {"options": "", "gated": "silu"}),
         (table_of(64, ranks=FIT, depth=4200), {"tokens": 8, "depth": 4200}),
-        (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 140, "gated": "silu"}),
-        (table_of(64, 128, ranks=FIT), {"options": "r", "tokens": 250}),
+        (table_of(64, 64, ranks=FIT), {"options": "", "tokens": 120, "gated": "silu"}),
         (table_of(32, ranks={1: 64, 3: 8} | dict.fromkeys([2], 24)), {"tokens": 40}),
         (table_of(ranks=FIT, **half), half),
     )
@@ -152,7 +150,7 @@ def test_adapters_inside_a_product(
         linear = MeasuredLinear()
         run(linear, table, **given)
         wanted = table.num_slots * table.max_rank <= 256
-        assert products[-1].inside == wanted and not linear._arrived[torch.device(DEVICE)].any()
+        assert products[-1].inside == wanted and not any(counted.any() for counted in linear._arrived.values())
 
 
 def test_what_does_not_go_inside(times: dict[str, float], products: list[Streamed]) -> None:
@@ -170,6 +168,17 @@ def test_what_does_not_go_inside(times: dict[str, float], products: list[Streame
     ):
         run(MeasuredLinear(), table, **given)
     assert products and not any(product.inside for product in products)
+
+
+def test_adapters_stay_out_of_a_product_where_shared_memory_has_no_room_for_them(
+    times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times["inside"] = 1.0
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 96 * 1024)
+    half: dict[str, Any] = {"dtype": torch.float16}
+    for tokens, wanted in ((20, True), (120, False)):
+        run(MeasuredLinear(), table_of(64, 64, ranks=FIT, **half), tokens=tokens, options="", gated="silu", **half)
+        assert products[-1].inside == wanted
 
 
 def test_an_adapter_that_is_not_finite_is_inside_its_own_tokens_alone(times: dict[str, float]) -> None:
@@ -367,7 +376,7 @@ def test_a_shrink_that_begins_beside_the_product_sees_all_that_was_written(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 40, 128, 200])
+@pytest.mark.parametrize("tokens", [16, 40, 128])
 def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
