@@ -146,8 +146,7 @@ class MeasuredLinear:
             x = x.clone(memory_format=torch.contiguous_format)
         ahead = read_ahead(x, weight, gated is not None, cut, SHRINK_SHARED)
         adapters = inside(x, table, rows, cut.rows, ahead, self._arrived_on(x.device)[1])
-        if adapters is None:
-            raise ValueError("these adapters do not go inside a product")
+        assert adapters is not None
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
 
     def _streamed(self, cut: Cut, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
