@@ -230,7 +230,7 @@ class MeasuredLinear:
             if gated is not None:  # of which no cut is known to be the fastest
                 cuts = list(self._cuts(x, weight, True).values())
             shared = launch.shared_memory(x.device)
-            for cut in cuts:
+            for cut in cuts if options["row_scales"] is None else ():  # which would be the adapters', too
                 columns = columns_inside(table, padded_rank(table), cut.rows, x.dtype)
                 if columns and has_room_inside(x.shape[0], cut, gated is not None, columns, x.itemsize, shared):
                     ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut)

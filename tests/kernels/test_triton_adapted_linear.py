@@ -170,6 +170,17 @@ def test_what_does_not_go_inside(times: dict[str, float], products: list[Streame
     assert products and not any(product.inside for product in products)
 
 
+def test_the_scales_of_a_weight_in_fp8_are_not_its_adapters(times: dict[str, float], products: list[Streamed]) -> None:
+    times["inside"] = 1.0
+    arguments, table = make_linear(40, 64, 304, "", torch.float16), table_of(ranks=FIT, dtype=torch.float16)
+    slots, scales = torch.arange(40, device=DEVICE) % (NUM_SLOTS + 1), torch.rand(64, device=DEVICE) + 0.5
+    rounded = (8 * arguments["weight"]).to(torch.float8_e4m3fn)
+    found = MeasuredLinear().adapted(arguments["x"], rounded, None, table, AdapterRows(slots), row_scales=scales)
+    arguments["weight"] = rounded.double() * scales[:, None]
+    assert_close(found, expected(arguments, table, slots), torch.float16)
+    assert products and not any(product.inside for product in products)
+
+
 def test_adapters_stay_out_of_a_product_where_shared_memory_has_no_room_for_them(
     times: dict[str, float], products: list[Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
