@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ FEW_WORDS = 2**13  # up to 64 KiB every word is weighted by itself
 # It is even, so that words are read two at a time.
 APART, SET = 1018, 127
 _STACKED_BYTES = 2**20  # up to so much, tensors of one kind are stacked and looked at together: launching costs more
-_LOT_BYTES = 4 * 2**20  # the most that is stacked at a time, which takes its memory again
+_LOT_BYTES = 2**20  # the most that is stacked at a time: it takes its memory again, twice, and is to stay in cache
 
 
 def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tensor:
@@ -30,26 +30,35 @@ def checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Tens
     themselves. The sum is that of (2 i + 1) * mix(w[i]), and of (2 i + 1) * b[i] over the bytes beyond the last whole
     word. What exchanges words inside such sets alone, or leaves all their sums as they are, is not seen.
     """
-    if targets:
-        torch._foreach_copy_([t.detach() for t in targets], [t.detach() for t in tensors])
-    alike: dict[object, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        stacked = tensor.nbytes <= _STACKED_BYTES
-        alike.setdefault((tensor.shape, tensor.dtype) if stacked else index, []).append(index)
-    order, sums = [], []
-    for indices in alike.values():
-        lot = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
-        for start in range(0, len(indices), lot):
-            chosen = indices[start : start + lot]
-            order += chosen
-            sums.append(_of_alike([tensors[i].detach() for i in chosen]))
-    numbers = torch.cat(sums)
-    return torch.empty_like(numbers).index_copy_(0, torch.tensor(order, device=numbers.device), numbers)
+    return prepare_checksums(tensors, targets)()
 
 
 def prepare_checksums(tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()) -> Callable[[], Tensor]:
     """What makes the ``checksums`` of these tensors each time it is called, as long as all of them lie where they do."""
-    return partial(checksums, tensors, targets)
+    lots = _lots(tensors)
+    order = torch.tensor([*chain.from_iterable(lots)], device=tensors[0].device if tensors else None)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            if targets:
+                torch._foreach_copy_(list(targets), list(tensors))
+            numbers = torch.cat([_of_alike([tensors[i] for i in lot]) for lot in lots])
+            return torch.empty_like(numbers).index_copy_(0, order, numbers)
+
+    return run
+
+
+def _lots(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Which tensors are looked at together, by their numbers."""
+    alike: dict[object, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        stacked = tensor.nbytes <= _STACKED_BYTES
+        alike.setdefault((tensor.shape, tensor.dtype) if stacked else index, []).append(index)
+    lots = []
+    for indices in alike.values():
+        size = max(1, _LOT_BYTES // max(1, tensors[indices[0]].nbytes))
+        lots += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return lots
 
 
 def _of_alike(tensors: Sequence[Tensor]) -> Tensor:
@@ -78,7 +87,7 @@ def _weighted_sums(data: Tensor) -> Tensor:
         sums = body[:, :whole_sets].view(count, -1, SET, APART).sum(2)
         words = torch.cat([sums.flatten(1), body[:, whole_sets:].sum(1), words[:, end:]], dim=1)
     weights = torch.arange(1, 2 * max(words.shape[1], 7), 2, device=data.device)
-    total = (_mixed(words) * weights[: words.shape[1]]).sum(1)
+    total = _mixed(words).mul_(weights[: words.shape[1]]).sum(1)
     return total + (rest * weights[: rest.shape[1]]).sum(1) if rest.shape[1] else total
 
 
@@ -87,5 +96,8 @@ def _mixed(words: Tensor) -> Tensor:
 
     Alone they would be lost: 2**63 times any two odd numbers adds up to 0.
     """
-    words = (words ^ (words >> 29)) * 0x3C79AC492BA7B653
-    return words ^ (words >> 32)
+    mixed = words >> 29
+    mixed ^= words
+    mixed *= 0x3C79AC492BA7B653
+    mixed ^= mixed >> 32
+    return mixed
