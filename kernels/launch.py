@@ -10,9 +10,9 @@ The rules, which make every kernel see all that was written before it: each prog
 of the device's, or reads what the kernel before may write; all programs of one have called it before any of the next is there;
 and a kernel's waiting for the one before is a wait for all before that one too, for it ended only after its own wait. So when
 a kernel comes up, all but the one before have ended. What they wrote is read before the wait by shrinks and expands of adapters
-(``lora_shrink``, ``lora_expand``), by attention where it fetches its first keys (``attention_decode``), by rotary embedding
-for a step's angles and slots (``norm_rotary``, ``latent_attention``), and by the walks of a decode step for the states that the
-step before left (``recurrent``). Weights anyone may read.
+(``lora_shrink``, ``lora_expand``), by products with adapters inside (``linear_streamed``), by attention where it fetches its
+first keys (``attention_decode``), by rotary embedding for a step's angles and slots (``norm_rotary``, ``latent_attention``), and
+by the walks of a decode step for the states that the step before left (``recurrent``). Weights anyone may read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
