@@ -149,10 +149,10 @@ class MeasuredLinear:
         assert adapters is not None
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
 
-    def _streamed(self, cut: Cut, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def _streamed(self, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         """With room for a shrink."""
         settings: dict[str, Any] = {"norm": None, "scale": 1.0, "beside": SHRINK_SHARED}
-        return streamed(x, *arguments, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
+        return streamed(x, weight, bias, cut=cut, arrived=self._arrived_on(x.device)[0], **settings, **options)
 
     @staticmethod
     def _has_ways(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -270,10 +270,8 @@ class MeasuredLinear:
         if device not in self._arrived:
             processors = launch.multiprocessors(device)
             self._arrived[device] = torch.zeros(processors + MOST_ARRIVALS, dtype=torch.int32, device=device)
-        of_products, of_shrinks = self._arrived[device].split(
-            [len(self._arrived[device]) - MOST_ARRIVALS, MOST_ARRIVALS]
-        )
-        return of_products, of_shrinks
+        counts = self._arrived[device]
+        return counts[:-MOST_ARRIVALS], counts[-MOST_ARRIVALS:]
 
 
 def by_time(
