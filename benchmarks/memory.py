@@ -49,7 +49,9 @@ SCENARIOS = {
     ("cpu", True): [Scenario(spec=TOY, kv_cache_memory="32MiB", repeats=1, cycles=20)],
     ("cuda", False): [
         Scenario(spec=LLAMA_1B, kv_cache_memory="100GB", repeats=5, cycles=30),
-        Scenario(spec=LLAMA_1B, kv_cache_memory="8GB", repeats=5, cycles=1000, limit_s=200),  # most of one is mapping
+        Scenario(
+            spec=LLAMA_1B, kv_cache_memory="8GB", repeats=5, cycles=1000, limit_s=200
+        ),  # of 100 GB, mapping would take most of them
         Scenario(spec=QWEN_7B, kv_cache_memory="60GB", repeats=5, cycles=100, limit_s=100),
     ],
     ("cuda", True): [Scenario(spec=LLAMA_1B, kv_cache_memory="40GB", repeats=2, cycles=30)],

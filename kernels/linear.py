@@ -32,6 +32,13 @@ def weight_rows(columns, size, GATED: tl.constexpr):
 
 
 @triton.jit
+def plus_product(total, x, weight, LEFT: tl.constexpr):
+    """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
+    left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
 def with_scales_and_bias(total, weight_at, inside, bias_ptr, row_scales_ptr, BIAS: tl.constexpr, SCALED: tl.constexpr):
     """Sums of some rows of the weight, fp32 [M, N], times their scales, with SCALED, and plus their bias."""
     if SCALED:

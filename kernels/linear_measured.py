@@ -52,6 +52,18 @@ class _Found(NamedTuple):
     cuts: Sequence[Cut] = ()
 
 
+class _Adapted(NamedTuple):
+    """A projection that adapters come after. options: residual and row_scales, of the projection."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    table: LoraTable
+    rows: AdapterRows
+    gated: Activation | None
+    options: dict[str, Any]
+
+
 class MeasuredLinear:
     """``Ops.linear`` of one engine, whose steps follow one another on the device."""
 
@@ -59,7 +71,7 @@ class MeasuredLinear:
         # By the most rows, the weight and what else is done: who multiplies, and how long each would take.
         self.chosen: dict[str, str] = {}
         self._ways: dict[tuple[Any, ...], _Found] = {}
-        self._with_adapters: dict[tuple[Any, ...], Callable[..., Tensor] | None] = {}
+        self._with_adapters: dict[tuple[Any, ...], Callable[[_Adapted], Tensor] | None] = {}
         self._arrived: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -99,54 +111,26 @@ class MeasuredLinear:
         row_scales: Tensor | None = None,
     ) -> Tensor:
         """``lora`` of the projection, by what is the fastest: after it, begun beside a streamed weight, or inside the product of one."""
-        options: dict[str, Any] = {"residual": residual, "row_scales": row_scales}
-        way: Callable[..., Tensor] = partial(self._after, in_place=in_place)
+        given = _Adapted(x, weight, bias, table, rows, gated, {"residual": residual, "row_scales": row_scales})
+        way: Callable[[_Adapted], Tensor] = partial(self._after, in_place=in_place)
         if x.shape[0] <= MOST_ROWS and self._has_ways(x, weight, residual):
-            way = self._fastest_with_adapters(x, weight, bias, table, rows, gated, options) or way
-        return way(x, weight, bias, table, rows, gated, **options)
+            way = self._fastest_with_adapters(given) or way
+        return way(given)
 
-    def _after(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        table: LoraTable,
-        rows: AdapterRows,
-        gated: Activation | None,
-        **options: Any,
-    ) -> Tensor:
-        return lora(x, self(x, weight, bias, **options), table, rows, gated, settled=True)
+    def _after(self, given: _Adapted, **options: Any) -> Tensor:
+        out = self(given.x, given.weight, given.bias, **given.options | options)
+        return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
-    def _beside(
-        self,
-        cut: Cut,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        table: LoraTable,
-        rows: AdapterRows,
-        gated: Activation | None,
-        **options: Any,
-    ) -> Tensor:
-        out = self._streamed(cut, x, weight, bias, gated=None, **options)
-        return lora(x, out, table, rows, gated, settled=True)
+    def _beside(self, cut: Cut, given: _Adapted) -> Tensor:
+        out = self._streamed(cut, given.x, given.weight, given.bias, gated=None, **given.options)
+        return lora(given.x, out, given.table, given.rows, given.gated, settled=True)
 
-    def _inside(
-        self,
-        cut: Cut,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        table: LoraTable,
-        rows: AdapterRows,
-        gated: Activation | None,
-        **options: Any,
-    ) -> Tensor:
+    def _inside(self, cut: Cut, columns: int, given: _Adapted) -> Tensor:
+        x, weight, bias, table, rows, gated, options = given
         if not describable(x):
             x = x.clone(memory_format=torch.contiguous_format)
         ahead = read_ahead(x, weight, gated is not None, cut, SHRINK_SHARED)
-        adapters = inside(x, table, rows, cut.rows, ahead, self._arrived_on(x.device)[1])
-        assert adapters is not None
+        adapters = inside(x, table, rows, columns, ahead, self._arrived_on(x.device)[1])
         return self._streamed(cut, x, weight, bias, gated=gated, inside=adapters, **options)
 
     def _streamed(self, cut: Cut, x: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
@@ -201,18 +185,10 @@ class MeasuredLinear:
             best = found = "torch"
         return found, _Found(ways[best], in_order)
 
-    def _fastest_with_adapters(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        table: LoraTable,
-        rows: AdapterRows,
-        gated: Activation | None,
-        options: dict[str, Any],
-    ) -> Callable[..., Tensor] | None:
+    def _fastest_with_adapters(self, given: _Adapted) -> Callable[[_Adapted], Tensor] | None:
         """A streamed product with the shrink beside it, or with all of them inside, where that takes less time than the fastest
         product and they after it: of those adapters that there are, each in as many rows. None: they come after."""
+        x, weight, bias, table, rows, gated, options = given
         key, name = self._what(x, weight, bias, options | {"gated": gated})
         key = *key, *table.widths, table.traits
         if key in self._with_adapters:
@@ -221,20 +197,12 @@ class MeasuredLinear:
             return None
         slots = torch.tensor(sorted(set().union(*table.weights)), device=x.device)
         of_all = AdapterRows(slots[torch.arange(len(rows.slots), device=x.device) % len(slots)])
-        ways: dict[str, Callable[..., Tensor]] = {"after": self._after}
+        given = given._replace(rows=of_all)
+        ways: dict[str, Callable[[_Adapted], Tensor]] = {"after": self._after}
         order = ["after"]
         try:
-            cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
-            if cuts:
-                ways["beside"] = partial(self._beside, cuts[0])
-            if gated is not None:  # of which no cut is known to be the fastest
-                cuts = list(self._cuts(x, weight, True).values())
-            shared = launch.shared_memory(x.device)
-            for cut in cuts if options["row_scales"] is None else ():  # which would be the adapters', too
-                columns = columns_inside(table, padded_rank(table), cut.rows, x.dtype)
-                if columns and has_room_inside(x.shape[0], cut, gated is not None, columns, x.itemsize, shared):
-                    ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut)
-            calls = {way: partial(ways[way], x, weight, bias, table, of_all, gated, **options) for way in ways}
+            ways |= self._ways_with_adapters(given)
+            calls = {name: partial(way, given) for name, way in ways.items()}
             expected = calls["after"]()
             if (residual := options["residual"]) is not None:  # as in ``_measured``
                 calls["after"] = partial(calls["after"], residual=residual.clone(), in_place=True)
@@ -244,6 +212,24 @@ class MeasuredLinear:
             _log.warning("%s rows of %s are not measured with adapters: %s", x.shape[0], size, error)
         self._with_adapters[key] = None if order[0] == "after" else ways[order[0]]
         return self._with_adapters[key]
+
+    def _ways_with_adapters(self, given: _Adapted) -> dict[str, Callable[[_Adapted], Tensor]]:
+        """Those of a streamed product, by name."""
+        x, weight, bias, table, _, gated, options = given
+        ways: dict[str, Callable[[_Adapted], Tensor]] = {}
+        cuts = self._fastest(x, weight, bias, {"norm": None, "gated": None, "scale": 1.0, **options}).cuts[:1]
+        if cuts:
+            ways["beside"] = partial(self._beside, cuts[0])
+        if options["row_scales"] is not None:  # which would be the adapters', too
+            return ways
+        if gated is not None:  # of which no cut is known to be the fastest
+            cuts = list(self._cuts(x, weight, True).values())
+        shared = launch.shared_memory(x.device)
+        for cut in cuts:
+            columns = columns_inside(table, padded_rank(table), cut.rows, x.dtype)
+            if columns and has_room_inside(x.shape[0], cut, gated is not None, columns, x.itemsize, shared):
+                ways[f"inside, {cut.rows} rows"] = partial(self._inside, cut, columns)
+        return ways
 
     def _cuts(self, x: Tensor, weight: Tensor, gated: bool) -> dict[str, Cut]:
         if x.shape[0] > MOST_ROWS or not describable(weight):

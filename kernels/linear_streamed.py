@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from stoker.kernels import launch
 from stoker.kernels.fp8 import as_dtype
 from stoker.kernels.launch import await_turn, fetch_ahead, fetch_part_ahead
-from stoker.kernels.linear import store_rows, with_scales_and_bias
+from stoker.kernels.linear import plus_product, store_rows, with_scales_and_bias
 from stoker.kernels.lora_inside import (
     Ahead,
     Inside,
@@ -33,7 +33,6 @@ from stoker.kernels.lora_inside import (
     first_tiles,
     linear_of_tile,
     plus_adapters,
-    plus_product,
     settings_inside,
     slots_in_columns,
 )
@@ -358,8 +357,13 @@ def streamed(
     copied = launch.copies_tiles(x.device)
     of_adapters = settings_inside(inside, splits)
     slots, hidden = (x, x) if inside is None else (inside.slots, inside.hidden.flatten(0, 1))
+    x_tiles, hidden_tiles = x, hidden
+    if copied:
+        x_tiles = hidden_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
+    if copied and inside is not None:
+        hidden_tiles = TensorDescriptor.from_tensor(hidden, [block_m, of_adapters["ADDED"]])
     _streamed_kernel[splits, tiles](
-        TensorDescriptor.from_tensor(x, [block_m, block_k]) if copied else x,
+        x_tiles,
         TensorDescriptor.from_tensor(weight, [cut.rows, block_k]) if copied else weight,
         weight,
         x if bias is None else bias,
@@ -368,7 +372,7 @@ def streamed(
         x if row_scales is None else row_scales,
         partial,
         arrived,
-        TensorDescriptor.from_tensor(hidden, [block_m, of_adapters["ADDED"] or block_k]) if copied else hidden,
+        hidden_tiles,
         hidden,
         slots,
         x if inside is None else inside.table.pointers,

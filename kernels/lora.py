@@ -21,7 +21,7 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.grouping import most_tiles
 from stoker.kernels.lora_expand import expand_gated_kernel, expand_kernel
-from stoker.kernels.lora_inside import Ahead, Inside, columns_inside, shrink_into_columns_kernel, splits_inside
+from stoker.kernels.lora_inside import Ahead, Inside, shrink_into_columns_kernel, splits_inside
 from stoker.kernels.lora_shrink import look_up_kernel, shrink_kernel, tiles_kernel
 from stoker.kernels.norm_rotary import act_mul
 from stoker.kernels.reference.lora import POINTER_FIELDS, AdapterRows, LoraTable
@@ -114,23 +114,17 @@ def lora(
     return out if gated is None else act_mul(out, gated)
 
 
-def inside(
-    x: Tensor, table: LoraTable, rows: AdapterRows, block_n: int, ahead: Ahead, arrived: Tensor
-) -> Inside | None:
-    """The shrink of x, for a product by tiles of ``block_n`` columns that adds the rest itself; None where that cannot be.
+def inside(x: Tensor, table: LoraTable, rows: AdapterRows, columns: int, ahead: Ahead, arrived: Tensor) -> Inside:
+    """The shrink of x, for a product that adds the rest itself.
 
-    x: [T, D], some dozens of rows. ahead: of that product's weight. arrived: int32 zeros, ``MOST_ARRIVALS`` of them, of nobody else
-    while this runs.
+    x: [T, D], some dozens of rows. columns: ``columns_inside``; ahead: of that product's weight. arrived: int32 zeros,
+    ``MOST_ARRIVALS`` of them, of nobody else while this runs.
     """
     tokens, depth = x.shape
     rank, linears = padded_rank(table), len(table.widths)
-    columns = columns_inside(table, rank, block_n, x.dtype)
-    if not columns:
-        return None
     behind, tiles = table.is_behind, Tiles.of(rows, table, False)
     splits, programs = splits_inside(depth), len(tiles.slots)
-    if programs * linears > MOST_ARRIVALS:
-        return None
+    assert programs * linears <= MOST_ARRIVALS
     block_k, warps, stages = _blocks_of_shrink(table, tiles, rank, triton.cdiv(depth, splits), deterministic=False)
     hidden = torch.empty(linears, tokens, columns, dtype=x.dtype, device=x.device)
     sums = programs * linears * splits * tiles.height * rank if splits > 1 else 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stoker.kernels import launch
 from stoker.kernels.launch import await_turn, fetch_ahead
+from stoker.kernels.linear import plus_product
 from stoker.kernels.lora_shrink import matrix_of, rank_of, shrunk
 from stoker.kernels.reference.lora import LoraTable
 
@@ -183,13 +184,6 @@ def b_in_columns(
     rank = tl.arange(0, RANK)[None, None, :]
     b = tl.load(b_ptr + its_columns[:, None, None] * its_ranks + rank, mask=rank < its_ranks, other=0.0)
     return tl.reshape(b, (its_columns.shape[0], ADDED))
-
-
-@triton.jit
-def plus_product(total, x, weight, LEFT: tl.constexpr):
-    """``total`` and the product of tiles of x [M, K] and of the weight [N, K]: [M, N], or with LEFT [N, M]."""
-    left, right = (weight, tl.trans(x)) if LEFT else (x, tl.trans(weight))
-    return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit

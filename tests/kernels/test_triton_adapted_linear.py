@@ -25,7 +25,7 @@ from triton_oracle import (
 from stoker.kernels import launch, linear_measured
 from stoker.kernels.linear_measured import MeasuredLinear
 from stoker.kernels.linear_streamed import Cut, streamed
-from stoker.kernels.lora import SHRINK_SHARED, lora
+from stoker.kernels.lora import SHRINK_SHARED
 from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 from stoker.kernels.triton_ops import TRITON, measured
@@ -358,54 +358,30 @@ def test_an_adapter_with_biases_comes_into_the_slot_of_one_without(times: dict[s
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("tokens", [16, 40, 128])
-def test_a_shrink_that_begins_beside_the_product_sees_all_that_was_written(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_what_begins_beside_the_kernel_before_sees_all_that_was_written(
+    tokens: int, inside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads x before the product has ended, which came after what wrote x."""
+    """A shrink, or with adapters inside a product, reads x before the other has ended, which came after what wrote x."""
     dtype = torch.bfloat16
     norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
     first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((6144, 1024), (1024, 3072)))
-    gate_up, down = (make_table(w, d, {1: 16, 2: 8, 4: 64}, dtype) for w, d in (([3072, 3072], 1024), ([1024], 3072)))
-    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(NUM_SLOTS, (tokens,), device=DEVICE)
-    arrived = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    options: dict[str, Any] = {"bias": None, "norm": None, "gated": None, "scale": 1.0, "arrived": arrived}
-    options["beside"] = SHRINK_SHARED
-
-    def chain() -> Tensor:
-        x, rows = start, AdapterRows(slots)
-        for _ in range(30):
-            normed = TRITON.rms_norm(x, *norm)
-            wide = streamed(normed, first, residual=None, cut=Cut(64, 1, 1), **options)
-            wide = lora(normed, wide, gate_up, rows, "silu", settled=True)
-            x = streamed(wide, second, residual=x, cut=Cut(32, 4, 1), **options)
-            x = lora(wide, x, down, rows, settled=True)
-            x = TRITON.rms_norm(x, *norm)
-        return x
-
-    assert_early_starts_change_nothing(chain, monkeypatch)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 40, 128])
-def test_a_product_that_begins_beside_the_shrink_sees_all_that_was_written(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads x before the shrink has ended, which came after what wrote x."""
-    dtype = torch.bfloat16
-    norm = Norm(torch.ones(1024, dtype=dtype, device=DEVICE), 1e-6)
-    first, second = (randn(*size, dtype=dtype, scale=1 / 32) for size in ((6144, 1024), (1024, 3072)))
-    ranks = dict.fromkeys(range(1, 17), 16)
+    ranks = dict.fromkeys(range(1, 17), 16) if inside else {1: 16, 2: 8, 4: 64}
     gate_up, down = (make_table(w, d, ranks, dtype) for w, d in (([3072, 3072], 1024), ([1024], 3072)))
-    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(17, (tokens,), device=DEVICE)
+    start, slots = randn(tokens, 1024, dtype=dtype), torch.randint(max(ranks) + 1, (tokens,), device=DEVICE)
     linear = MeasuredLinear()
 
+    def project(cut: Cut, *given: Any, residual: Tensor | None = None) -> Tensor:
+        adapted = linear_measured._Adapted(*given, {"residual": residual, "row_scales": None})
+        return linear._inside(cut, 256, adapted) if inside else linear._beside(cut, adapted)
+
     def chain() -> Tensor:
         x, rows = start, AdapterRows(slots)
         for _ in range(30):
             normed = TRITON.rms_norm(x, *norm)
-            wide = linear._inside(Cut(32, 1, 1), normed, first, None, gate_up, rows, "silu", residual=None)
-            x = linear._inside(Cut(32, 4, 1), wide, second, None, down, rows, None, residual=x)
+            wide = project(Cut(32 if inside else 64, 1, 1), normed, first, None, gate_up, rows, "silu")
+            x = project(Cut(32, 4, 1), wide, second, None, down, rows, None, residual=x)
             x = TRITON.rms_norm(x, *norm)
         return x
 
