@@ -8,7 +8,7 @@ from stoker.kernels.errors import UnsupportedModelError, WeightTransferError
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.loading import checkpoint
 from stoker.weight_sync.receiving import NewWeights, receive
-from stoker.weight_sync.staging import Casts, Staging
+from stoker.weight_sync.staging import Known, Staging
 
 
 class ExternalWeights:
@@ -16,7 +16,7 @@ class ExternalWeights:
 
     def __init__(self, binding: ModelBinding) -> None:
         self._binding = binding
-        self._casts: Casts = {}
+        self._known = Known()
 
     def receive(self, weights: NewWeights) -> Staging:
         """New weights from elsewhere, checked and complete, to be put in service by ``put_in_service``.
@@ -37,7 +37,7 @@ class ExternalWeights:
             source.bound,
             source.optional,
             check_finite=binding.check_finite,
-            casts=self._casts,
+            known=self._known,
             passing=source.passing,
         )
 
@@ -48,7 +48,8 @@ class ExternalWeights:
         """
         source = self._binding.source
         now = source.bound
-        if self._binding.moved() or any(now.get(name) is not tensor for name, tensor in staged.targets.items()):
+        replaced = now is not staged.targets and any(now.get(name) is not t for name, t in staged.targets.items())
+        if replaced or self._binding.moved():
             raise WeightTransferError(
                 "the model's tensors were replaced or changed in this process while the other weights arrived: send again, "
                 "and call update_weights again. What arrived was not taken"

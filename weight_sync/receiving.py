@@ -10,8 +10,9 @@ from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync.consistent_reads import not_rewritten
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.manifest import not_weights, spec_of
-from stoker.weight_sync.staging import Casts, Staging
+from stoker.weight_sync.staging import Known, Staging
 from stoker.weight_sync.transport import OLD_STAYS, WeightTransfer, reason_of
 
 NewWeights = WeightTransfer | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | str | os.PathLike[str]
@@ -23,18 +24,25 @@ def receive(
     optional: Collection[str],
     *,
     check_finite: bool,
-    casts: Casts | None = None,
+    known: Known | None = None,
     passing: Collection[str] = (),
 ) -> Staging:
     """The new weights, checked, beside ``targets``, which are not touched. A transfer brings those that differ.
 
-    casts, passing: as for ``Staging``, the casts to be kept for the next transfer. Raises ``WeightsMismatchError`` naming all
-    that does not fit, ``WeightTransferError`` where they did not arrive.
+    known, passing: as for ``Staging``; what is known is for the next call. Raises ``WeightsMismatchError`` naming all that
+    does not fit, ``WeightTransferError`` where they did not arrive.
     """
-    staging = Staging(targets, optional, check_finite, {} if casts is None else casts, passing)
+    known = Known() if known is None else known
+    staging = Staging(targets, optional, check_finite, known, passing)
     if isinstance(weights, Mapping):
+        weights = dict(weights)
+        if known.form is not None and known.form.same(weights, targets, optional):
+            staging.hold_as_before(weights)
+            return staging
+        known.form = None
         _refuse(staging([spec_of(name, tensor) for name, tensor in weights.items()]))
-        staging.hold(weights)
+        if staging.hold(weights):
+            known.form = Form(weights, targets, optional)
     elif isinstance(weights, WeightTransfer):
         _from_transfer(weights, staging)
         return staging

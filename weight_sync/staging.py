@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -13,14 +13,26 @@ from torch import Tensor
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.kernels.ops import ops_for
-from stoker.weight_sync.checksum import checksums, unfit
+from stoker.weight_sync.checksum import checksums, in_doubt, unfit
+from stoker.weight_sync.form import Form
 from stoker.weight_sync.manifest import TensorSpec
 
 _UNCHANGED = "No weight was changed: the engine keeps its version"
-# By name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
-Casts = dict[str, tuple[TensorSpec, torch.dtype, int]]
 _nbytes = attrgetter("nbytes")
 _PLAIN = {Tensor, torch.nn.Parameter}  # and no class that does more than hold numbers
+
+
+@dataclass
+class Known:
+    """What is learnt from weights that come, for the next that do.
+
+    casts: by name, of what came last in another dtype than the engine's: what it was, the engine's dtype, its checksum in that.
+    A content's checksum does not change, so this is never out of date. form: of named tensors that fitted, where their numbers
+    had no part in that.
+    """
+
+    casts: dict[str, tuple[TensorSpec, torch.dtype, int]] = field(default_factory=dict)
+    form: Form | None = None
 
 
 @dataclass
@@ -35,14 +47,13 @@ class Staging:
     which the sender's content has after the cast: known if that content came before.
 
     targets: the tensors in service, tied ones under each name. optional: names that need not come. passing: those whose
-    numbers are not in memory, so that they always come. casts: what is known of casts, and learnt here; a content's
-    checksum does not change, so this is never out of date.
+    numbers are not in memory, so that they always come.
     """
 
     targets: Mapping[str, Tensor]
     optional: Collection[str]
     check_finite: bool = False
-    casts: Casts = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
     passing: Collection[str] = ()
     _new: dict[str, Tensor] = field(default_factory=dict)
     _came: dict[str, int] = field(default_factory=dict)  # elements, of what does not fit none
@@ -71,7 +82,7 @@ class Staging:
             return None
         if spec.dtype == dtype:
             return spec.checksum
-        known = self.casts.get(spec.name)
+        known = self.known.casts.get(spec.name)
         return known[2] if known is not None and known[:2] == (spec, dtype) else None
 
     def _sums(self, names: Collection[str]) -> dict[str, int]:
@@ -98,13 +109,24 @@ class Staging:
             f"missing {name}" for name, t in self.targets.items() if id(t) not in there and name not in self.optional
         ]
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors that stay as they are until ``commit``. Copied now are those that ``commit`` will write to."""
+    def hold(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Take whole tensors that stay as they are until ``commit``. Copied now are those that ``commit`` will write to.
+
+        Returns whether others of the same form can be held by ``hold_as_before``.
+        """
+        apart = len({self.targets[name].data_ptr() for name in tensors}) == len(tensors)  # none is there by two names
         for name, tensor in tensors.items():
-            if tensor.untyped_storage().data_ptr() in self._written and not same_place(tensor, self.targets[name]):
-                tensor = tensor.detach().clone()
+            if tensor.untyped_storage().data_ptr() in self._written:
+                apart = False
+                if not same_place(tensor, self.targets[name]):
+                    tensor = tensor.detach().clone()
             self._new[name], self._came[name] = tensor, tensor.numel()
         self._look(self._new)
+        return apart and not any(in_doubt(self._as_cast(tensors), finite=self.check_finite))
+
+    def hold_as_before(self, tensors: dict[str, Tensor]) -> None:
+        """As ``hold`` and ``finish``, of what is known to fit whatever the numbers."""
+        self._new = tensors
 
     @cached_property
     def _written(self) -> set[int]:
@@ -130,8 +152,10 @@ class Staging:
         self._came[name] += flat.numel()
 
     def _look(self, tensors: Mapping[str, Tensor]) -> None:
-        as_cast = ((name, tensor, self.targets[name].dtype) for name, tensor in tensors.items())
-        self._problems += unfit(as_cast, finite=self.check_finite)
+        self._problems += unfit(self._as_cast(tensors), finite=self.check_finite)
+
+    def _as_cast(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        return ((name, tensor, self.targets[name].dtype) for name, tensor in tensors.items())
 
     def finish(self) -> None:
         """Raise ``WeightsMismatchError``, naming all that is wrong, unless all there has to be is here and can be taken.
@@ -180,7 +204,7 @@ class Staging:
                 f"{', '.join(wrong[:4])} came otherwise than announced: the sender wrote to them while it sent, or the transfer "
                 "gave its buckets in another order. Send again, and call update_weights again. What arrived was not taken"
             )
-        self.casts.update({n: (announced[n], self._new[n].dtype, sums[n]) for n in cast})
+        self.known.casts.update({n: (announced[n], self._new[n].dtype, sums[n]) for n in cast})
 
     def commit(self, write: Callable[[Mapping[str, Tensor]], int]) -> int:
         """Put everything in service. write: a source's. Returns the bytes that were written."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 from stoker.weight_sync.receiving import receive
-from stoker.weight_sync.staging import Casts, Staging, copy_each
+from stoker.weight_sync.staging import Known, Staging, copy_each
 from stoker.weight_sync.transport import BroadcastTransfer, SharedMemoryTransfer, send_weights
 
 CONFIG = EngineConfig(kv_cache_memory="1MiB", max_model_len=64)
@@ -308,13 +308,13 @@ def sending(transfer: SharedMemoryTransfer, tensors: Any, bucket_bytes: int = 64
         yield pool.submit(send_weights, tensors, transfer, bucket_bytes=bucket_bytes)
 
 
-def passed(tensors: Any, targets: dict[str, Tensor], casts: Casts | None = None, *, finite: bool = False) -> set[str]:
+def passed(tensors: Any, targets: dict[str, Tensor], known: Known | None = None, *, finite: bool = False) -> set[str]:
     """What travels in a transfer, after which the targets hold what was sent."""
     here, there = over_a_pipe()
     counted = Counted(here)
     with sending(there, tensors, 8) as sent:
         try:
-            _commit(receive(counted, targets, (), check_finite=finite, casts=casts))
+            _commit(receive(counted, targets, (), check_finite=finite, known=known))
         except WeightsMismatchError as refused:
             with pytest.raises(WeightTransferError, match=re.escape(str(refused).partition(". ")[0])):
                 sent.result(60)

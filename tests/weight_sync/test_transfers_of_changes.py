@@ -8,7 +8,7 @@ from sender import Kept, over_a_pipe, passed, sending, some_tensors, take
 
 from stoker.kernels.errors import WeightsMismatchError, WeightTransferError
 from stoker.weight_sync import manifest
-from stoker.weight_sync.staging import Casts
+from stoker.weight_sync.staging import Known
 from stoker.weight_sync.transport import send_weights
 
 
@@ -27,25 +27,25 @@ def test_what_the_engine_holds_does_not_travel(monkeypatch: pytest.MonkeyPatch) 
 def test_what_a_cast_makes_of_a_content_is_known_once_it_came() -> None:
     tensors = {"a": torch.randn(9), "b": torch.randn(5), "c": torch.arange(4), "d": torch.randn(3).half()}
     targets = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in tensors.items()} | {"c": torch.zeros(4).int()}
-    casts: Casts = {}
-    assert passed(tensors, targets, casts) == {*tensors}
-    assert passed(tensors, targets, casts) == set()
+    known = Known()
+    assert passed(tensors, targets, known) == {*tensors}
+    assert passed(tensors, targets, known) == set()
     targets["a"][2] += 1
     targets["c"][0] += 1
-    assert passed(tensors, targets, casts) == {"a", "c"}
+    assert passed(tensors, targets, known) == {"a", "c"}
     tensors["b"] = tensors["b"] * 2
-    assert passed(tensors, targets, casts) == {"b"}
+    assert passed(tensors, targets, known) == {"b"}
     targets["b"] = targets["b"].view(torch.float16)
-    assert passed(tensors, targets, casts) == {"b"}
-    assert passed(tensors, targets, {}) == {*tensors}, "an engine that began anew"
+    assert passed(tensors, targets, known) == {"b"}
+    assert passed(tensors, targets, Known()) == {*tensors}, "an engine that began anew"
 
 
 def test_what_was_refused_is_never_known() -> None:
     targets = {"a": torch.zeros(3, dtype=torch.float16)}
-    casts: Casts = {}
+    known = Known()
     for _ in range(2):
         with pytest.raises(WeightsMismatchError, match="a has values up to"):
-            passed({"a": torch.full((3,), 1e5)}, targets, casts)
+            passed({"a": torch.full((3,), 1e5)}, targets, known)
         targets["a"].fill_(float("inf"))
     nan = {"a": torch.full((3,), float("nan")), "b": torch.ones(2)}
     with pytest.raises(WeightsMismatchError, match="a holds NaN"):
