@@ -19,16 +19,9 @@ from torch import Tensor
 from stoker.kernels import launch
 from stoker.kernels.linear import FEWEST_FOR_TORCH, MOST_SKINNY, skinny
 from stoker.kernels.linear import linear as by_torch
+from stoker.kernels.linear_cuts import MOST_ROWS, Cut, cuts_to_try, has_room_inside
 from stoker.kernels.linear_invariant import linear as in_tiles
-from stoker.kernels.linear_streamed import (
-    MOST_ROWS,
-    Cut,
-    cuts_to_try,
-    describable,
-    has_room_inside,
-    read_ahead,
-    streamed,
-)
+from stoker.kernels.linear_streamed import describable, read_ahead, streamed
 from stoker.kernels.lora import MOST_ARRIVALS, SHRINK_SHARED, inside, lora, padded_rank
 from stoker.kernels.lora_inside import columns_inside
 from stoker.kernels.norm_rotary import rms_norm

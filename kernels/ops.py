@@ -5,7 +5,7 @@
 
 - Attention: ``attention``, launched as ``attention_config`` says and planned by ``attention_plan`` and ``attention_splits``, in
   ``attention_decode``, ``attention_prefill``, ``attention_tiles`` and ``attention_write``; ``latent_attention``; ``norm_rotary``.
-- Projections: ``linear``, ``linear_measured``, ``linear_streamed``, ``linear_invariant``; ``fp8``; ``lora``,
+- Projections: ``linear``, ``linear_measured``, ``linear_streamed`` with ``linear_cuts``, ``linear_invariant``; ``fp8``; ``lora``,
   ``lora_shrink``, ``lora_expand``, ``lora_inside``.
 - Experts: ``routing``, ``moe``, ``grouping``. Recurrences: ``recurrent``, ``recurrent_chunks``, ``causal_conv``, ``gates``.
 - Sampling: ``sampling``, ``truncation``, ``constraints``, ``decode_window``.

@@ -14,7 +14,7 @@ from stoker.engine.adapters.slab import Packed, lies_on, pack
 from stoker.engine.device import runtime_for
 from stoker.engine.model import ModelShell
 from stoker.kernels.errors import EngineStateError, UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.weight_sync.adapter_files import model_of, read_adapter
 from stoker.weight_sync.aliased_source import AliasedSource
 from stoker.weight_sync.naming import unwrap

@@ -22,7 +22,7 @@ from stoker.kernels.errors import (
     RequestFailedError,
     StokerError,
 )
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.rollout.user_values import shown
 from stoker.weight_sync.adapter_files import model_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.rollout.binding import ModelBinding
 from stoker.weight_sync.checksum import WeightReport
 from stoker.weight_sync.staging import same_place

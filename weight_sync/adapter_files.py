@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.other_model_adapters import AdapterOfModel
 from stoker.weight_sync.peft_adapters import by_expert, changes_base, check_config
 

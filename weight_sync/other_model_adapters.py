@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 from stoker.weight_sync.mirrored_source import MirroredSource
 from stoker.weight_sync.naming import named_tensors, unwrap
 from stoker.weight_sync.peft_adapters import (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 from stoker.weight_sync.checksum import checksums
 from stoker.weight_sync.module_tree import at_a_glance
 from stoker.weight_sync.naming import (

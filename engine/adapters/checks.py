@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from stoker.engine.layers.experts import as_run, bias_tables, expert_tables, repeats_tokens
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights, LoraWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights, TokenRows
 
 
 def is_linear(module: Any) -> bool:

@@ -22,14 +22,8 @@ from stoker.engine.layers.experts import adapt_experts, expert_tables, projectio
 from stoker.engine.layers.quantised import QuantisedLinear
 from stoker.kernels.errors import UnsupportedModelError
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import (
-    AdapterRows,
-    AdapterWeights,
-    LoraTable,
-    LoraWeights,
-    PointerBlock,
-    kernel_rows,
-)
+from stoker.kernels.reference.adapter_weights import AdapterWeights, LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, PointerBlock, kernel_rows
 from stoker.kernels.reference.lora_stacks import Stacks
 from stoker.kernels.reference.moe import ExpertAdapters
 from stoker.kernels.reference.norm_rotary import Activation

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stoker.engine.adapters.checks import is_router, states_of, with_tied
-from stoker.kernels.reference.lora import AdapterRows, AdapterWeights, TokenRows
+from stoker.kernels.reference.adapter_weights import AdapterWeights, TokenRows
+from stoker.kernels.reference.lora import AdapterRows
 
 
 class Replacements:

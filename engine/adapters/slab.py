@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stoker.engine.device import Runtime
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 
 _ALIGNMENT = 256  # bytes: each tensor begins as one that was allocated would
 

@@ -22,7 +22,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from stoker.engine.layers.probe import FAR, has_tensors
 from stoker.kernels.ops import Ops
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights, expert_slots
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable, expert_slots
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.reference.norm_rotary import ACTIVATIONS
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stoker.engine.adapters.checks import is_linear, not_run_alone, states_of
 from stoker.kernels.errors import UnsupportedModelError
-from stoker.kernels.reference.lora import AdapterWeights
+from stoker.kernels.reference.adapter_weights import AdapterWeights
 
 _CONVOLUTION = "causal_conv1d_fn"
 _ANY_STEP = (0.0, float("inf"))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from stoker.kernels.reference.adapter_weights import LoraWeights
 from stoker.kernels.reference.lora_pieces import Bags, OneByOne, Pieces, change, together
 
 if TYPE_CHECKING:
-    from stoker.kernels.reference.lora import LoraTable, LoraWeights
+    from stoker.kernels.reference.lora import LoraTable
 
 # Up to so many tokens of an adapter, on average, each token's own sums beat a product over all pieces.
 _FEW = 4

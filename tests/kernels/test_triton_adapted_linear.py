@@ -23,10 +23,12 @@ from triton_oracle import (
 )
 
 from stoker.kernels import launch, linear_measured
+from stoker.kernels.linear_cuts import Cut
 from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import Cut, streamed
+from stoker.kernels.linear_streamed import streamed
 from stoker.kernels.lora import SHRINK_SHARED
-from stoker.kernels.reference.lora import AdapterRows, LoraTable, LoraWeights
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import AdapterRows, LoraTable
 from stoker.kernels.reference.norm_rotary import Activation, Norm
 from stoker.kernels.triton_ops import TRITON, measured
 

@@ -21,7 +21,8 @@ from stoker.kernels import grouping
 from stoker.kernels import moe as triton_moe
 from stoker.kernels.ops import REFERENCE, Ops
 from stoker.kernels.reference.fp8 import FP8, dequantise_rows
-from stoker.kernels.reference.lora import LoraTable, LoraWeights
+from stoker.kernels.reference.adapter_weights import LoraWeights
+from stoker.kernels.reference.lora import LoraTable
 from stoker.kernels.reference.moe import ExpertAdapters, Gate
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 

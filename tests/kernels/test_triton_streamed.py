@@ -25,8 +25,9 @@ from triton_oracle import (
 )
 
 from stoker.kernels import launch, linear_measured, linear_streamed, ops
+from stoker.kernels.linear_cuts import Cut, cuts_to_try, fetched_ahead, pipeline
 from stoker.kernels.linear_measured import MeasuredLinear
-from stoker.kernels.linear_streamed import Cut, cuts_to_try, describable, fetched_ahead, pipeline, streamed
+from stoker.kernels.linear_streamed import describable, streamed
 from stoker.kernels.reference.norm_rotary import Norm
 from stoker.kernels.triton_ops import DETERMINISTIC, TRITON
 
