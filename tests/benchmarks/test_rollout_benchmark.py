@@ -18,8 +18,20 @@ import other_engines
 import pytest
 import torch
 
-from stoker.benchmarks import ceilings, outside, overhead, peers, phases, report, rollout, scoring, step_profile, sweeps
+from stoker.benchmarks import (
+    ceilings,
+    comparison,
+    outside,
+    overhead,
+    peers,
+    phases,
+    report,
+    scoring,
+    step_profile,
+    sweeps,
+)
 from stoker.benchmarks.ceilings import Ceiling, best_time, kv_token_bytes, state_bytes
+from stoker.benchmarks.scenarios import Scenario
 from stoker.benchmarks.workloads import TOY, TOY_HYBRID, ModelSpec, Workload
 from stoker.engine.device import CpuRuntime, HostCopy
 from stoker.rollout import SamplingParams, engine
@@ -53,7 +65,7 @@ def test_vllm_gets_the_same_weights_kv_cache_and_requests(stoker: peers.Stoker, 
     assert llm.settings["enable_prefix_caching"] and llm.settings["skip_tokenizer_init"]
     prompts = TINY.draw(100, 0)
     for _ in range(2):
-        with rollout.running(peer):
+        with comparison.running(peer):
             found = peer.rollout(prompts, TINY.lengths)
     assert found == [[p[0]] * n for p, n in zip(prompts, TINY.lengths, strict=True)]
     assert llm.calls == ["reset", "generate", "reset", "generate"]
@@ -71,7 +83,7 @@ def test_lmdeploy_gets_the_same_kv_cache_and_requests_and_no_more_at_a_time_than
     assert (config.max_batch_size, config.session_len, config.enable_prefix_caching) == (4, 21, True)
     prompts = TINY.draw(100, 0)
     for _ in range(2):
-        with rollout.running(peer):
+        with comparison.running(peer):
             found = peer.rollout(prompts, TINY.lengths)
     assert found == [[p[0]] * n for p, n in zip(prompts, TINY.lengths, strict=True)]
     assert pipeline.most_running == 4
@@ -120,21 +132,21 @@ def test_an_engine_that_fails_is_left_out_and_the_others_go_on(
     if method:
         monkeypatch.setitem(sys.modules, "vllm", other_engines.modules()["vllm"])
         monkeypatch.setattr(other_engines.LLM, method, replacement)
-    scenario = rollout.Scenario(spec=TOY, workload=TINY, repeats=4)
-    engines = rollout.race(stoker, scenario, "cpu", torch.float32, ["vllm"])
+    scenario = Scenario(spec=TOY, workload=TINY, repeats=4)
+    engines = comparison.race(stoker, scenario, "cpu", torch.float32, ["vllm"])
     assert engines["vllm"]["skipped"] == why
     assert len(engines["stoker"]["seconds"]) == 4
 
 
 def test_slow_engines_sit_out(stoker: peers.Stoker) -> None:
-    slow = rollout.Scenario(spec=TOY, workload=TINY, repeats=3, peer_limit_s=1e-9, budget_s=0.0)
-    patient = rollout.Scenario(spec=TOY, workload=TINY, repeats=3, budget_s=0.0)
+    slow = Scenario(spec=TOY, workload=TINY, repeats=3, peer_limit_s=1e-9, budget_s=0.0)
+    patient = Scenario(spec=TOY, workload=TINY, repeats=3, budget_s=0.0)
     with other_engines.installed():
-        engines = rollout.race(stoker, slow, "cpu", torch.float32, ["generate", "vllm"])
+        engines = comparison.race(stoker, slow, "cpu", torch.float32, ["generate", "vllm"])
         assert "unfinished after 0 s" in engines["generate"]["skipped"]
         assert "its warm-up took" in engines["vllm"]["skipped"]
         assert len(engines["stoker"]["seconds"]) == 1
-        engines = rollout.race(stoker, patient, "cpu", torch.float32, ["vllm"])
+        engines = comparison.race(stoker, patient, "cpu", torch.float32, ["vllm"])
         assert len(engines["vllm"]["seconds"]) == len(engines["stoker"]["seconds"]) == 1
         assert engines["vllm"]["version"] == "0"
 
