@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, ROUTED, experts_modules, make_model, randomise
+from families import experts_modules, make_model, randomise
+from family_fields import FAMILIES, ROUTED
 from fused import CONFIG, Trained, assert_like_hugging_face
 from launches import Launches, named
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import oracle
 import torch
-from families import VOCAB
+from family_fields import VOCAB
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import VOCAB, make_model
+from families import make_model
+from family_fields import VOCAB
 from torch import Tensor
 
 from stoker.engine.device import CpuRuntime

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from adapted import shake, state_dict, with_lora
-from families import VOCAB, draw, make_model
+from families import draw, make_model
+from family_fields import VOCAB
 from torch import Tensor
 
 from stoker.engine.batch import Batch

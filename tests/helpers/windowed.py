@@ -11,7 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from families import HYBRIDS, draw, make_model
+from families import draw, make_model
+from family_fields import HYBRIDS
 
 from stoker.rollout import EngineConfig, RolloutEngine, SamplingParams
 
