@@ -185,7 +185,7 @@ class Scheduler:
                 finished.append(request)
                 faulty |= request.error is not None
         if faulty:
-            # Attention over a NaN gives NaN, however small its weight: tokens before may be NaN too, and other requests begin with them.
+            # Attention over a NaN gives NaN, however small its weight: so may what came before, which others begin with.
             self.prefixes.forget()
         if finished:
             self.running = [r for r in self.running if r.status is Status.RUNNING]

@@ -1,4 +1,4 @@
-"""What adapters put in place of a module's output: that of their own weights, and rows of an embedding or of the head."""
+"""Modules whose output adapters replace: by that of weights of their own, or by trained rows of an embedding or the head."""
 
 from __future__ import annotations
 

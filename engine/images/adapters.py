@@ -1,4 +1,4 @@
-"""What an adapter does to modules that only images go through: vision towers and what joins them to the text."""
+"""Adapters on modules that only images go through: vision towers, and what connects them to the text."""
 
 from __future__ import annotations
 
